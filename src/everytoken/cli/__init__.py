@@ -1,0 +1,65 @@
+"""The command line. One short file per command: parse, call, print.
+
+`everytoken --help` imports nothing heavy; a command's module is imported when the command is called.
+To add a command, add a line to COMMANDS and a module of that name with ``main(argv, prog) -> int | None``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from everytoken.errors import EverytokenError, did_you_mean
+
+COMMANDS: dict[str, str] = {
+    "models": "list the backbones that are supported",
+    "model": "one model: parameters, multiply-adds, token grid, throughput here",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch("everytoken", COMMANDS, argv, "everytoken.cli") or 0
+    except EverytokenError as error:
+        print(f"everytoken: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("everytoken: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `everytoken models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def dispatch(prog: str, commands: Mapping[str, str], argv: list[str], package: str) -> int | None:
+    """Call ``package.<command>.main`` for the first word of ``argv``, or print the list of commands."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview(prog, commands))
+        return 0
+    if argv[0] in ("-V", "--version") and prog == "everytoken":
+        from everytoken._version import version
+
+        print(f"everytoken {version()}")
+        return 0
+    name = argv[0]
+    if name not in commands:
+        raise EverytokenError(
+            f"there is no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`."
+        )
+    module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
+    code: int | None = module.main(argv[1:], f"{prog} {name}")
+    return code
+
+
+def _overview(prog: str, commands: Mapping[str, str]) -> str:
+    width = max(map(len, commands))
+    lines = [f"usage: {prog} COMMAND [OPTIONS]", ""]
+    if prog == "everytoken":
+        lines = ["Train vision transformers on every token.", "", *lines]
+    lines += [f"  {name:<{width}}  {what}" for name, what in commands.items()]
+    lines += ["", f"`{prog} COMMAND --help` explains a command, with examples."]
+    return "\n".join(lines)
