@@ -1,0 +1,363 @@
+"""LV-ViT: a vision transformer whose patch tokens are trained as well as its class token.
+
+Paper: "All Tokens Matter" (section 3 and Table 1) and its supplement (Tables 2 to 4); "Token Labeling:
+Training a 85.4% ..." (Tables 4, 5 and 9). The model is timm's VisionTransformer with three changes: a
+convolutional patch embedding, residual branches divided by a constant, and a second classifier for the patch
+tokens (`aux_head`, the released name, so that released weights load as they are).
+
+What we do differently from the released code: attention is fused, position embeddings follow the image size,
+`reset_classifier` renews both heads, and evaluation gives the class token's logits alone, as the papers
+describe; the released `class + 0.5 * max over tokens` is `token_vote=0.5`.
+
+Cost at 224 (multiply-adds): T 2.9 G, S 6.6 G, M 12.7 G (one paper prints 16.0), L 34.8 G; the token head is
+about 1 % of it and runs only in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from timm.layers import Format, LayerNorm, Mlp, nchw_to
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import Block, VisionTransformer, init_weights_vit_timm
+from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
+from torch import Tensor, nn
+
+__all__ = ["ConvStem", "LVViT"]
+
+
+class ConvStem(nn.Module):
+    """Patch embedding by a few convolutions; the last one makes the tokens.
+
+    Args:
+        kernels, strides: one entry per convolution. All but the last are followed by batch norm and ReLU. One
+            entry is the plain patch embedding of ViT. The token size is the product of the strides.
+        width: channels of all convolutions but the last.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] | None = 224,
+        in_chans: int = 3,
+        embed_dim: int = 384,
+        kernels: Sequence[int] = (7, 3, 3, 8),
+        strides: Sequence[int] = (2, 1, 1, 8),
+        width: int = 64,
+        strict_img_size: bool = True,
+        dynamic_img_pad: bool = False,
+        output_fmt: str | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if not kernels or len(kernels) != len(strides):
+            raise ValueError(
+                f"the stem needs one stride per kernel: {len(kernels)} kernels {tuple(kernels)}, "
+                f"{len(strides)} strides {tuple(strides)}"
+            )
+        size = math.prod(strides)
+        self.patch_size = (size, size)
+        self.strict_img_size = strict_img_size
+        self.dynamic_img_pad = dynamic_img_pad
+        self.output_fmt = Format(output_fmt) if output_fmt else None
+        self.num_hidden = len(kernels) - 1
+        self.set_input_size(img_size)
+        dd = {"device": device, "dtype": dtype}
+        channels = in_chans
+        for i, (kernel, stride) in enumerate(zip(kernels[:-1], strides[:-1], strict=True), start=1):
+            conv = nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=False, **dd)
+            self.add_module(f"conv{i}", conv)
+            self.add_module(f"bn{i}", nn.BatchNorm2d(width, **dd))
+            channels = width
+        # a kernel wider than its stride overlaps; padding keeps the number of tokens at size / stride
+        padding = max(0, kernels[-1] - strides[-1]) // 2
+        self.proj = nn.Conv2d(channels, embed_dim, kernels[-1], stride=strides[-1], padding=padding, bias=bias, **dd)
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Set the expected image size (None: any); the token size is fixed by the strides."""
+        wanted = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        if wanted is not None and tuple(wanted) != self.patch_size:
+            raise ValueError(
+                f"LV-ViT's token size follows from its stem: the strides make {self.patch_size[0]}, "
+                f"patch_size={patch_size} was asked; pass stem_kernels and stem_strides instead"
+            )
+        if img_size is None:
+            self.img_size: tuple[int, int] | None = None
+            return
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
+        self.grid_size = self.dynamic_feat_size(self.img_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """Pixels per token, along each axis."""
+        return max(self.patch_size) if as_scalar else self.patch_size
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Token grid (h, w) for an image of (height, width)."""
+        if self.dynamic_img_pad:
+            return -(-img_size[0] // self.patch_size[0]), -(-img_size[1] // self.patch_size[1])
+        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> tokens [B, h*w, D] (or [B, h, w, D] with output_fmt NHWC), row by row."""
+        height, width = x.shape[-2:]
+        if self.strict_img_size and self.img_size is not None:
+            torch._assert(
+                (height, width) == self.img_size,
+                f"the input is {height}x{width}, the model was made for {self.img_size}; "
+                "call set_input_size, or create it with img_size or dynamic_img_size=True",
+            )
+        if self.dynamic_img_pad:
+            x = nn.functional.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
+        for i in range(1, self.num_hidden + 1):
+            x = nn.functional.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)), inplace=True)
+        x = self.proj(x)
+        if self.output_fmt is None:
+            return x.flatten(2).transpose(1, 2)
+        return nchw_to(x, self.output_fmt)
+
+
+class TokenGroupNorm(nn.GroupNorm):
+    """Group norm of tokens [B, N, D]: statistics over all tokens and the channels of a group (Table 9)."""
+
+    def __init__(self, dim: int, groups: int, **kwargs: Any) -> None:
+        super().__init__(groups, dim, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ScaledBlock(Block):
+    """Transformer block with x + F(norm(x)) / divisor (equation 5), or norm(x + F(x) / divisor) for post-norm."""
+
+    def __init__(self, *args: Any, divisor: float = 1.0, post_norm: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.divisor = divisor
+        self.post_norm = post_norm
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if self.post_norm:
+            attended = self.attn(x, attn_mask=attn_mask, is_causal=is_causal)
+            x = self.norm1(x + self.drop_path1(self.ls1(attended)) / self.divisor)
+            return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))) / self.divisor)
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
+        x = x + self.drop_path1(self.ls1(attended)) / self.divisor
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))) / self.divisor
+
+
+class LVViT(VisionTransformer):
+    """LV-ViT with a head for the class token (`head`) and one for every patch token (`aux_head`).
+
+    Arguments beyond timm's VisionTransformer:
+        stem_kernels, stem_strides, stem_width: the convolutional patch embedding.
+        residual_divisor: what each residual branch is divided by (the released `skip_lam`).
+        token_classes: outputs of the token head; None as many as num_classes, 0 no token head.
+        token_vote: at evaluation, add this much of the strongest token logit of each class to the class logits.
+            The papers' accuracies were measured with 0.5; the method as described is 0.
+        block_norm, norm_groups: "layer", or "group" with that many groups, inside the blocks.
+        norm_position: "pre" or "post".
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        num_classes: int = 1000,
+        embed_dim: int = 384,
+        depth: int = 16,
+        num_heads: int = 6,
+        mlp_ratio: float = 3.0,
+        qkv_bias: bool = False,
+        fc_norm: bool | None = False,
+        stem_kernels: Sequence[int] = (7, 3, 3, 8),
+        stem_strides: Sequence[int] = (2, 1, 1, 8),
+        stem_width: int = 64,
+        residual_divisor: float = 2.0,
+        token_classes: int | None = None,
+        token_vote: float = 0.0,
+        block_norm: Literal["layer", "group"] = "layer",
+        norm_groups: int = 1,
+        norm_position: Literal["pre", "post"] = "pre",
+        norm_layer: Callable[..., nn.Module] | None = None,
+        patch_size: int | None = None,
+        weight_init: str = "",
+        **kwargs: Any,
+    ) -> None:
+        if norm_position not in ("pre", "post"):
+            raise ValueError(f"norm_position is 'pre' or 'post', not {norm_position!r}")
+        if block_norm not in ("layer", "group"):
+            raise ValueError(f"block_norm is 'layer' or 'group', not {block_norm!r}")
+        strides_size = math.prod(stem_strides)
+        if patch_size not in (None, strides_size):
+            raise ValueError(
+                f"patch_size={patch_size} does not fit stem_strides={tuple(stem_strides)}, which make {strides_size}"
+            )
+        layer = norm_layer or partial(LayerNorm, eps=1e-5)
+        inner = partial(TokenGroupNorm, groups=norm_groups) if block_norm == "group" else layer
+        super().__init__(
+            img_size=img_size,
+            patch_size=strides_size,
+            num_classes=num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            fc_norm=fc_norm,
+            embed_layer=partial(ConvStem, kernels=stem_kernels, strides=stem_strides, width=stem_width),
+            block_fn=partial(_block, inner_norm=inner, divisor=residual_divisor, post_norm=norm_position == "post"),
+            norm_layer=layer,
+            mlp_layer=Mlp,
+            weight_init="skip",
+            **kwargs,
+        )
+        self.token_vote = token_vote
+        self.token_training = False
+        outputs = num_classes if token_classes is None else token_classes
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        self.aux_head: nn.Linear | None = nn.Linear(embed_dim, outputs, device=device, dtype=dtype) if outputs else None
+        self.weight_init_mode = ""
+        if weight_init != "skip":
+            self.init_weights(needs_reset=False)
+
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Truncated normal (0.02) for linear layers, class token and positions; torch's own for the stem."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                init_weights_vit_timm(module, name)
+            elif needs_reset and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for parameter in (self.cls_token, self.pos_embed, self.reg_token):
+            if parameter is not None:
+                nn.init.trunc_normal_(parameter, std=0.02)
+
+    def reset_classifier(
+        self, num_classes: int, global_pool: str | None = None, token_classes: int | None = None
+    ) -> None:
+        """New heads for other classes: the class head and, unless there is none, the token head."""
+        super().reset_classifier(num_classes, global_pool)
+        if isinstance(self.head, nn.Linear):
+            init_weights_vit_timm(self.head)
+        outputs = (num_classes if self.aux_head is not None else 0) if token_classes is None else token_classes
+        like = self.patch_embed.proj.weight
+        self.aux_head = nn.Linear(self.embed_dim, outputs, device=like.device, dtype=like.dtype) if outputs else None
+        if self.aux_head is not None:
+            init_weights_vit_timm(self.aux_head)
+
+    def set_token_training(self, enable: bool = True) -> None:
+        """In training mode, let `forward` return (class logits, token logits) as `forward_train` does."""
+        if enable and self.aux_head is None:
+            raise ValueError("this model has no token head (token_classes=0)")
+        self.token_training = enable
+
+    def forward_train(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Images [B, C, H, W] -> class logits [B, K] and token logits [B, h*w, K], row by row."""
+        if self.aux_head is None:
+            raise ValueError("this model has no token head (token_classes=0)")
+        features = self.forward_features(x)
+        return self.forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Class logits [B, K]; in training after `set_token_training`, the pair of `forward_train`."""
+        if self.training and self.token_training:
+            return self.forward_train(x)
+        features = self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal)
+        logits = self.forward_head(features)
+        if self.token_vote and self.aux_head is not None and not self.training:
+            votes = self.aux_head(features[:, self.num_prefix_tokens :]).amax(dim=1)
+            logits = logits + self.token_vote * votes
+        return logits
+
+
+def _block(*args: Any, norm_layer: Any, inner_norm: Any, **kwargs: Any) -> ScaledBlock:
+    return ScaledBlock(*args, norm_layer=inner_norm, **kwargs)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Fit released weights to `model`: unwrap, drop the `module.` prefix, resize the position embedding.
+
+    Resizing is bicubic without anti-aliasing, as the released fine-tuning does it.
+    """
+    for name in ("state_dict_ema", "state_dict", "model"):
+        if name in state_dict and isinstance(state_dict[name], dict):
+            state_dict = state_dict[name]
+            break
+    state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}
+    return vit_filter(state_dict, model, antialias=False)
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "patch_embed.conv1",
+        "classifier": ("head", "aux_head"),
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "lvvit_t": _cfg(),
+        "lvvit_s": _cfg(),
+        "lvvit_m": _cfg(crop_pct=1.0),
+        "lvvit_l": _cfg(crop_pct=1.0),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> LVViT:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        LVViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **{**defaults, **kwargs},
+    )
+
+
+@register_model
+def lvvit_t(pretrained: bool = False, **kwargs: Any) -> LVViT:
+    """LV-ViT-T: 8.5 M parameters, no residual scaling."""
+    args = {"embed_dim": 240, "depth": 12, "num_heads": 4, "residual_divisor": 1.0}
+    return _create("lvvit_t", pretrained, args, kwargs)
+
+
+@register_model
+def lvvit_s(pretrained: bool = False, **kwargs: Any) -> LVViT:
+    """LV-ViT-S: 26 M parameters."""
+    args = {"embed_dim": 384, "depth": 16, "num_heads": 6, "residual_divisor": 2.0}
+    return _create("lvvit_s", pretrained, args, kwargs)
+
+
+@register_model
+def lvvit_m(pretrained: bool = False, **kwargs: Any) -> LVViT:
+    """LV-ViT-M: 56 M parameters."""
+    args = {"embed_dim": 512, "depth": 20, "num_heads": 8, "residual_divisor": 2.0}
+    return _create("lvvit_m", pretrained, args, kwargs)
+
+
+@register_model
+def lvvit_l(pretrained: bool = False, **kwargs: Any) -> LVViT:
+    """LV-ViT-L: 150 M parameters, a stem of 128 channels."""
+    args = {"embed_dim": 768, "depth": 24, "num_heads": 12, "residual_divisor": 3.0, "stem_width": 128}
+    return _create("lvvit_l", pretrained, args, kwargs)

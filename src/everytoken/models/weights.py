@@ -1,0 +1,149 @@
+"""Load weights from a file into a model, and say what was left out.
+
+Safetensors are read as they are. Foreign `.pt`, `.pth` and `.tar` files are read with `weights_only=True`, so that a
+pickle that wants to run code is refused. Released checkpoints come bare, under `state_dict` or `state_dict_ema`, with
+or without a `module.` prefix; position embeddings and relative-position tables are resized by the model family's own
+rule (timm's `checkpoint_filter_fn`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError
+
+_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+
+
+class WeightsError(EverytokenError):
+    """A checkpoint cannot be read or does not fit."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What happened to each weight.
+
+    Attributes:
+        loaded: names that were taken from the file.
+        resized: names whose shape was changed to fit (position embeddings).
+        left_out: names in the file that do not fit the model (another number of classes), with both shapes.
+        missing: names of the model that keep their fresh values.
+        unknown: names in the file that the model does not have.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"loaded {len(self.loaded)} tensors"]
+        for name, what in (
+            ("resized", "resized to fit"),
+            ("left_out", "left out, because they do not fit"),
+            ("missing", "not in the file, fresh values kept"),
+            ("unknown", "in the file, but not in the model"),
+        ):
+            names = getattr(self, name)
+            if names:
+                shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+                lines.append(f"{what}: {shown}")
+        return "\n".join(lines)
+
+
+def read_weights(path: str | Path, ema: bool = True) -> dict[str, Tensor]:
+    """Read a checkpoint file into a flat dict of tensors.
+
+    Args:
+        path: `.safetensors`, or a file of `torch.save`.
+        ema: prefer averaged weights where the file holds both.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise WeightsError(f"there is no checkpoint at {path}")
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            content: Any = load_file(path)
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+    else:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise WeightsError(
+                f"{path} holds more than plain tensors and was not opened, because a pickle can run code. If you trust "
+                "it, load it yourself and save its state dict as safetensors."
+            ) from error
+        except (RuntimeError, EOFError, ValueError, OSError) as error:
+            raise WeightsError(f"{path} is not a checkpoint that torch can read: {error}") from error
+    state = _unwrap(content, ema)
+    if not state:
+        raise WeightsError(f"{path} holds no tensors")
+    return state
+
+
+def _unwrap(content: Any, ema: bool) -> dict[str, Tensor]:
+    wrappers = _WRAPPERS if ema else tuple(name for name in _WRAPPERS if "ema" not in name)
+    while isinstance(content, Mapping):
+        inner = next((content[w] for w in wrappers if isinstance(content.get(w), Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    if not isinstance(content, Mapping):
+        return {}
+    return {str(k).removeprefix("module."): v for k, v in content.items() if isinstance(v, Tensor)}
+
+
+def load_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor], ema: bool = True) -> LoadReport:
+    """Load what fits from a file or a state dict, resize what can be resized, and report the rest.
+
+    Raises WeightsError when fewer than half of the model's tensors find a value, which means that the file belongs to
+    another architecture.
+    """
+    state = _unwrap(source, ema) if isinstance(source, Mapping) else read_weights(source, ema)
+    where = "the given state dict" if isinstance(source, Mapping) else str(source)
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    own = model.state_dict()
+    state = _fit(model, state)
+    good = {k: v for k, v in state.items() if k in own and own[k].shape == v.shape}
+    left_out = [
+        f"{k} (file {tuple(v.shape)}, model {tuple(own[k].shape)})"
+        for k, v in state.items()
+        if k in own and own[k].shape != v.shape
+    ]
+    if len(good) * 2 < len(own):
+        raise WeightsError(
+            f"{where} does not belong to {type(model).__name__}: only {len(good)} of its {len(own)} tensors are found. "
+            f"The file has {', '.join(list(shapes)[:3])}, ...; the model has {', '.join(list(own)[:3])}, ..."
+        )
+    model.load_state_dict(good, strict=False)
+    dropped = {entry.split(" ")[0] for entry in left_out}
+    return LoadReport(
+        loaded=sorted(good),
+        resized=[f"{k} ({shapes[k]} to {tuple(v.shape)})" for k, v in good.items() if shapes.get(k) != tuple(v.shape)],
+        left_out=left_out,
+        missing=[k for k in own if k not in good and k not in dropped and not k.endswith("num_batches_tracked")],
+        unknown=[k for k in state if k not in own],
+    )
+
+
+def _fit(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Let the model's family resize position tables, if it has a rule for that."""
+    for cls in type(model).__mro__:
+        rule = getattr(sys.modules.get(cls.__module__), "checkpoint_filter_fn", None)
+        if rule is not None:
+            fitted: dict[str, Tensor] = rule(dict(state), model)
+            return fitted
+    return state
