@@ -76,16 +76,12 @@ FAMILIES: dict[str, Family] = {
         ("mobilenetv3", "MobileNet V3", _CNN),
         ("regnet", "RegNet", _CNN),
         ("densenet", "DenseNet", _CNN),
-        ("convmixer", "ConvMixer", _CNN),
         ("metaformer", "PoolFormer, CAFormer", _CNN),
-        ("maxxvit", "MaxViT, CoAtNet", _CNN),
         ("byobnet", "ByobNet, MobileViT", _CNN),
         ("pvt_v2", "PVT v2", _CNN),
         ("davit", "DaViT", _CNN),
         ("focalnet", "FocalNet", _CNN),
         ("edgenext", "EdgeNeXt", _CNN),
-        ("tiny_vit", "TinyViT", _CNN),
-        ("swin_transformer_v2_cr", "Swin V2 (CR)", _CNN),
     ]
 }
 

@@ -1,0 +1,69 @@
+"""`everytoken models`: what is supported, by family, or the names that match a pattern."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from everytoken.cli._parse import parse
+from everytoken.errors import EverytokenError
+
+
+@dataclass(frozen=True)
+class Models:
+    """List the backbones that every objective works on.
+
+    Without a pattern: one line per family. With one: the matching model names.
+
+        everytoken models
+        everytoken models 'swin*'
+        everytoken models lvvit
+    """
+
+    pattern: tyro.conf.Positional[str] = ""
+    """Part of a name, or a pattern with * and ?."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def main(argv: list[str], prog: str) -> None:
+    """Parse, collect, print."""
+    options = parse(Models, prog, argv)
+    import timm
+
+    from everytoken.models import FAMILIES
+
+    title = {family.title: family for family in FAMILIES.values()}
+    names: dict[str, list[str]] = defaultdict(list)
+    pattern = options.pattern
+    if pattern and not set("*?[") & set(pattern):
+        pattern = f"*{pattern}*"
+    for name in timm.list_models(pattern):
+        module = timm.models.model_entrypoint(name).__module__.rsplit(".", 1)[-1]
+        if module in FAMILIES:
+            names[FAMILIES[module].title].append(name)
+    if not names:
+        raise EverytokenError(
+            f"no supported model matches {options.pattern!r}. `everytoken models` lists the families; other timm "
+            "models have no token view yet."
+        )
+    if options.json:
+        print(json.dumps(names, indent=1))
+        return
+    if pattern:
+        print("\n".join(name for group in names.values() for name in group))
+        return
+    table = Table(title="Backbones with a token view", caption="`everytoken models PATTERN` lists the names")
+    for column in ("family", "models", "features", "MixToken", "for example"):
+        table.add_column(column, justify="right" if column == "models" else "left", no_wrap=True)
+    for family, known in title.items():
+        group = names[family]
+        example = min(group, key=lambda name: (len(name), name))
+        shape = "tokens" if known.layout == "tokens" else "map"
+        table.add_row(family, str(len(group)), shape, "yes" if known.embed else "use CutMix", example)
+    Console().print(table)

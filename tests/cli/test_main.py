@@ -1,0 +1,70 @@
+"""The front door: help, versions, wrong words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from everytoken.cli import COMMANDS, main
+
+
+def test_help_lists_every_command_without_importing_torch():
+    code = "import sys; from everytoken.cli import main; main(['--help']); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip().endswith("False")
+    for command in COMMANDS:
+        assert f"\n  {command} " in out
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(main([command, "--help"]))
+    assert stop.value.code in (0, None)
+    assert "usage" in capsys.readouterr().out
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("everytoken ")
+
+
+def test_python_dash_m_works():
+    done = subprocess.run([sys.executable, "-m", "everytoken", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("everytoken ")
+
+
+def test_a_wrong_command_gets_a_suggestion(capsys):
+    assert main(["modles"]) == 2
+    assert "'models'" in capsys.readouterr().err
+
+
+def test_a_wrong_flag_gets_a_suggestion(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["model", "lvvit_t", "--img-sise", "64"])
+    assert stop.value.code == 2
+    assert "--img-size" in capsys.readouterr().err
+
+
+def test_models_lists_families_and_names(capsys):
+    assert main(["models"]) == 0
+    assert "LV-ViT" in capsys.readouterr().out
+    assert main(["models", "lvvit"]) == 0
+    assert {"lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"} <= set(capsys.readouterr().out.split())
+    assert main(["models", "nothing-like-this"]) == 2
+
+
+def test_model_prints_what_it_costs(capsys):
+    assert main(["model", "lvvit_t", "--json", "--batch-size", "1", "--seconds", "0.01", "--img-size", "64", "96"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["token grid"] == "4 x 6"
+    assert facts["prefix tokens"] == 1
+    assert any(key.startswith("training on") for key in facts)
+
+
+def test_an_unknown_or_unsupported_model_is_explained(capsys):
+    assert main(["model", "lvvit_x"]) == 2
+    assert "lvvit_" in capsys.readouterr().err
+    assert main(["model", "crossvit_tiny_240", "--seconds", "0"]) == 2
+    assert "no token view" in capsys.readouterr().err

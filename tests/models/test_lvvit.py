@@ -1,0 +1,295 @@
+"""LV-ViT: the published sizes, the timm protocol, and the released state dict."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import everytoken  # noqa: F401  (registers the models)
+from everytoken.models.lvvit import ConvStem, LVViT, TokenGroupNorm
+
+TINY = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
+
+
+def tiny(**kwargs) -> LVViT:
+    return timm.create_model("lvvit_t", **{**TINY, **kwargs})
+
+
+def count(name: str, **kwargs) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in timm.create_model(name, **kwargs).parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "parameters", "keys"),
+    [
+        ("lvvit_t", 224, 8_534_720, 160),
+        ("lvvit_s", 224, 26_151_824, 204),
+        ("lvvit_s", 384, 26_297_744, 204),
+        ("lvvit_m", 224, 55_830_544, 248),
+        ("lvvit_m", 384, 56_025_104, 248),
+        ("lvvit_m", 448, 56_131_600, 248),
+        ("lvvit_l", 224, 150_021_968, 292),
+        ("lvvit_l", 288, 150_120_272, 292),
+        ("lvvit_l", 448, 150_473_552, 292),
+        ("lvvit_l", 512, 150_657_872, 292),
+    ],
+)
+def test_parameters_and_number_of_keys_are_the_published_ones(name, size, parameters, keys):
+    assert count(name, img_size=size) == parameters
+    with torch.device("meta"):
+        assert len(timm.create_model(name, img_size=size).state_dict()) == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gmac"),
+    [
+        ("lvvit_t", 224, 2.87),
+        ("lvvit_s", 224, 6.57),
+        ("lvvit_s", 384, 22.17),
+        ("lvvit_m", 224, 12.74),  # one paper prints 16.0
+        ("lvvit_m", 384, 42.16),
+        ("lvvit_l", 288, 59.04),
+        ("lvvit_l", 448, 157.0),
+        ("lvvit_l", 512, 214.78),
+    ],
+)
+def test_multiply_adds_are_those_of_the_papers(name, size, gmac):
+    # token_vote runs the token head in evaluation, as the released code does; its counter also counts norms (< 1.5 %)
+    with torch.device("meta"):
+        model = timm.create_model(name, img_size=size, token_vote=0.5).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, 3, size, size))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(gmac, rel=0.015)
+
+
+# the supplement's Tables 2, 3 and 4: arguments, exact count, what the paper prints (in millions)
+TABLES = {
+    "table 2: more blocks": ({"stem_kernels": [16], "stem_strides": [16], "mlp_ratio": 4.0}, 29_130_088, 28),
+    "table 2: smaller MLP": ({"stem_kernels": [16], "stem_strides": [16]}, 24_405_352, 25),
+    "table 2: more convolutions": ({}, 25_766_824, 26),
+    "table 3: 1 convolution": ({"stem_kernels": [16], "stem_strides": [16]}, 24_405_352, 25),
+    "table 3: 2 convolutions": ({"stem_kernels": [7, 8], "stem_strides": [2, 8]}, 25_692_840, 25),
+    "table 3: 3 convolutions, strides 2 2 4": (
+        {"stem_kernels": [7, 3, 8], "stem_strides": [2, 2, 4]},
+        25_729_832,
+        25,
+    ),
+    "table 3: 3 convolutions": ({"stem_kernels": [7, 3, 8], "stem_strides": [2, 1, 8]}, 25_729_832, 26),
+    "table 3: 4 convolutions": ({"stem_kernels": [7, 3, 3, 8], "stem_strides": [2, 1, 1, 8]}, 25_766_824, 26),
+    "table 3: 4 convolutions, strides 2 2 1 4": (
+        {"stem_kernels": [7, 3, 3, 8], "stem_strides": [2, 2, 1, 4]},
+        25_766_824,
+        26,
+    ),
+    "table 3: 6 convolutions": (
+        {"stem_kernels": [7, 3, 3, 3, 3, 8], "stem_strides": [2, 1, 1, 1, 1, 8]},
+        25_840_808,
+        26,
+    ),
+    "table 4: undivided": ({"residual_divisor": 1.0}, 25_766_824, 26),
+    "table 4: divided by 2": ({"residual_divisor": 2.0}, 25_766_824, 26),
+    "table 4: divided by 3": ({"residual_divisor": 3.0}, 25_766_824, 26),
+    "norms: groups of 1": ({"block_norm": "group", "norm_groups": 1}, 25_766_824, 26),
+    "norms: groups of 6": ({"block_norm": "group", "norm_groups": 6}, 25_766_824, 26),
+}
+
+
+@pytest.mark.parametrize("row", TABLES)
+def test_each_row_of_the_ablation_tables_can_be_built_with_its_parameter_count(row):
+    arguments, exact, printed = TABLES[row]
+    assert count("lvvit_s", token_classes=0, **arguments) == exact
+    # The papers round up, down and to the nearest; the 28 M of "more blocks" is 29.1 M by any counting.
+    assert abs(exact / 1e6 - printed) < 1.2
+    with torch.device("meta"):
+        model = timm.create_model("lvvit_s", token_classes=0, **arguments)
+        assert model(torch.empty(1, 3, 224, 224)).shape == (1, 1000)
+        assert model.patch_embed(torch.empty(1, 3, 224, 224)).shape == (1, 196, 384)
+
+
+def test_residual_branches_are_divided_by_the_divisor():
+    torch.manual_seed(0)
+    block = tiny(residual_divisor=4.0).blocks[0].eval()
+    x = torch.randn(2, 5, 48)
+    half = x + block.attn(block.norm1(x)) / 4
+    assert torch.allclose(block(x), half + block.mlp(block.norm2(half)) / 4, atol=1e-6)
+
+
+def test_post_norm_normalises_after_the_residual_sum():
+    block = tiny(norm_position="post").blocks[0].eval()
+    x = torch.randn(2, 5, 48) * 7
+    y = block(x)
+    assert torch.allclose(y.mean(-1), torch.zeros(2, 5), atol=1e-5)
+    assert torch.allclose(y.std(-1, unbiased=False), torch.ones(2, 5), atol=1e-3)
+
+
+def test_group_norm_replaces_the_norms_inside_the_blocks_only():
+    model = tiny(block_norm="group", norm_groups=3)
+    assert isinstance(model.blocks[0].norm1, TokenGroupNorm)
+    assert model.blocks[0].norm1.num_groups == 3
+    assert not isinstance(model.norm, TokenGroupNorm)
+    x = torch.randn(2, 7, 48)
+    y = model.blocks[0].norm1(x).transpose(1, 2).reshape(2, 3, -1)
+    assert torch.allclose(y.mean(-1), torch.zeros(2, 3), atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"norm_position": "mid"}, {"block_norm": "batch"}, {"patch_size": 8}])
+def test_arguments_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+        tiny(**wrong)
+
+
+def test_a_stem_with_unequal_lists_is_refused():
+    with pytest.raises(ValueError, match="one stride per kernel"):
+        ConvStem(kernels=[7, 3], strides=[2])
+
+
+def test_training_gives_class_and_token_logits():
+    model = tiny()
+    logits, tokens = model.forward_train(torch.randn(2, 3, 64, 64))
+    assert logits.shape == (2, 5)
+    assert tokens.shape == (2, 16, 5)
+    model.train()
+    assert isinstance(model(torch.randn(2, 3, 64, 64)), torch.Tensor)  # plain loops see an ordinary timm model
+    model.set_token_training()
+    assert isinstance(model(torch.randn(2, 3, 64, 64)), tuple)
+    assert model.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+
+
+def test_the_token_vote_adds_the_strongest_token_of_each_class_in_evaluation():
+    model = tiny().eval()
+    x = torch.randn(2, 3, 64, 64)
+    logits, tokens = model.forward_train(x)
+    assert torch.allclose(model(x), logits, atol=1e-6)
+    model.token_vote = 0.5
+    assert torch.allclose(model(x), logits + 0.5 * tokens.max(1)[0], atol=1e-6)
+
+
+def test_a_model_without_token_head_says_so():
+    model = tiny(token_classes=0)
+    with pytest.raises(ValueError, match="no token head"):
+        model.forward_train(torch.randn(1, 3, 64, 64))
+    assert "aux_head.weight" not in model.state_dict()
+
+
+def test_ordinary_timm_arguments_work():
+    model = tiny(img_size=(64, 96), in_chans=1, global_pool="avg", drop_path_rate=0.2)
+    assert model(torch.randn(2, 1, 64, 96)).shape == (2, 5)
+    rates = [getattr(b.drop_path1, "drop_prob", 0.0) for b in model.blocks]
+    assert rates == pytest.approx([0.0, 0.2])
+    assert tiny(pretrained_cfg_overlay={"crop_pct": 0.7}).pretrained_cfg["crop_pct"] == 0.7
+
+
+def test_reset_classifier_renews_both_heads():
+    model = tiny()
+    model.reset_classifier(9)
+    logits, tokens = model.forward_train(torch.randn(1, 3, 64, 64))
+    assert (logits.shape[-1], tokens.shape[-1]) == (9, 9)
+    model.reset_classifier(3, token_classes=20)
+    logits, tokens = model.forward_train(torch.randn(1, 3, 64, 64))
+    assert (logits.shape[-1], tokens.shape[-1]) == (3, 20)
+    assert model.get_classifier() is model.head
+    model.reset_classifier(0)
+    assert model.aux_head is None
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 48)
+
+
+def test_the_input_size_can_change_and_positions_follow():
+    model = tiny()
+    model.set_input_size((96, 128))
+    assert model.pos_embed.shape == (1, 1 + 6 * 8, 48)
+    assert model(torch.randn(1, 3, 96, 128)).shape == (1, 5)
+    with pytest.raises(AssertionError, match="set_input_size"):
+        model(torch.randn(1, 3, 64, 64))
+    any_size = tiny(dynamic_img_size=True)
+    assert any_size(torch.randn(1, 3, 32, 80)).shape == (1, 5)
+    padded = tiny(dynamic_img_size=True, dynamic_img_pad=True)
+    assert padded(torch.randn(1, 3, 33, 80)).shape == (1, 5)
+
+
+def test_features_and_intermediates_follow_timm():
+    model = tiny()
+    x = torch.randn(2, 3, 64, 64)
+    features = model.forward_features(x)
+    assert features.shape == (2, 17, 48)
+    assert torch.allclose(model.eval().forward_head(model.forward_features(x)), model(x))
+    final, intermediates = model.forward_intermediates(x)
+    assert [tuple(i.shape) for i in intermediates] == [(2, 48, 4, 4)] * 2
+    assert torch.allclose(final, model.forward_features(x))
+    backbone = tiny(features_only=True, out_indices=(0, 1))
+    assert [tuple(f.shape) for f in backbone(x)] == [(2, 48, 4, 4)] * 2
+
+
+def test_weight_decay_and_layer_groups_are_known_to_timm():
+    from timm.optim import create_optimizer_v2, param_groups_layer_decay
+
+    model = tiny()
+    assert {"pos_embed", "cls_token"} <= model.no_weight_decay()
+    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
+    scale_of = {name: g["lr_scale"] for g in groups for name in g["param_names"]} if "param_names" in groups[0] else {}
+    assert len({g["lr_scale"] for g in groups}) == 4  # stem, two blocks, heads
+    assert not scale_of or scale_of["patch_embed.conv1.weight"] < scale_of["head.weight"]
+    decayed = {
+        id(p)
+        for g in create_optimizer_v2(model, "adamw", weight_decay=0.05).param_groups
+        if g["weight_decay"]
+        for p in g["params"]
+    }
+    assert id(model.pos_embed) not in decayed
+    assert id(model.head.bias) not in decayed
+    assert id(model.head.weight) in decayed
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    torch.manual_seed(0)
+    model = tiny().eval()
+    other = copy.deepcopy(model)
+    other.set_grad_checkpointing()
+    x = torch.randn(2, 3, 64, 64)
+    model(x).sum().backward()
+    other(x).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        if p.grad is not None:
+            assert torch.allclose(p.grad, q.grad, atol=1e-6), name
+
+
+def test_initial_weights_follow_the_papers():
+    model = tiny(embed_dim=96, num_heads=4)
+    assert float(model.cls_token.std()) == pytest.approx(0.02, rel=0.4)
+    assert float(model.head.weight.std()) == pytest.approx(0.02, rel=0.2)
+    assert float(model.aux_head.weight.std()) == pytest.approx(0.02, rel=0.2)
+    assert float(model.head.bias.abs().max()) == 0
+    assert float(model.patch_embed.conv2.weight.std()) == pytest.approx((1 / (3 * 64 * 9)) ** 0.5, rel=0.1)
+    assert model.norm.eps == 1e-5
+
+
+def test_attention_is_fused():
+    model = tiny().eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randn(1, 3, 64, 64))
+    assert any("scaled_dot_product" in str(op) for op in counter.get_flop_counts()["Global"])
+
+
+def test_it_compiles_as_one_graph():
+    model = tiny()
+    x = torch.randn(2, 3, 64, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert torch.allclose(torch.compile(model.eval(), fullgraph=True, backend="aot_eager")(x), model(x), atol=1e-5)
+
+
+def test_it_exports_and_runs_in_onnx(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = tiny().eval()
+    x = torch.randn(3, 3, 64, 64)
+    dynamic = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(model, (x[:2],), dynamic_shapes=dynamic)
+    assert torch.allclose(program.module()(x), model(x), atol=1e-5)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x[:2],), path, dynamo=True, dynamic_shapes=dynamic, verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(out), model(x), atol=1e-4)

@@ -1,0 +1,260 @@
+"""The token view over many timm families: orientation, logits, gradients, state dicts."""
+
+import copy
+import functools
+
+import pytest
+import timm
+import torch
+
+import everytoken  # noqa: F401
+from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError, family_of_name, grid_shape, probe
+
+SWIN = {"img_size": 128, "window_size": 4, "depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 2, 4, 8)}
+VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3}
+# name -> arguments that make it small
+SWEEP: dict[str, dict] = {
+    "lvvit_t": VIT,
+    "vit_tiny_patch16_224": VIT,
+    "vit_tiny_patch16_224+avg": {**VIT, "global_pool": "avg"},
+    "vit_medium_patch16_gap_240": VIT,
+    "vit_medium_patch16_reg4_gap_256": VIT,
+    "vit_small_patch14_reg4_dinov2": {**VIT, "img_size": 56},
+    "vit_base_patch16_siglip_224": VIT,
+    "vit_relpos_small_patch16_224": VIT,
+    "deit_tiny_patch16_224": VIT,
+    "deit_tiny_distilled_patch16_224": VIT,
+    "deit3_small_patch16_224": VIT,
+    "beit_base_patch16_224": VIT,
+    "eva02_tiny_patch14_224": {**VIT, "img_size": 56},
+    "cait_xxs24_224": VIT,
+    "convit_tiny": {"img_size": 64, "depth": 2, "local_up_to_layer": 1},
+    "volo_d1_224": {"img_size": 64},
+    "xcit_nano_12_p16_224": {"img_size": 128, "depth": 2},
+    "mixer_s16_224": {"img_size": 64},
+    "resmlp_12_224": {"img_size": 64},
+    "gmlp_ti16_224": {"img_size": 64},
+    "swin_tiny_patch4_window7_224": SWIN,
+    "swinv2_tiny_window8_256": SWIN,
+    "twins_svt_small": {"img_size": 128, "depths": (1, 1, 1, 1)},
+    "mvitv2_tiny": {"img_size": 128},
+    "convnext_atto": {},
+    "convnextv2_atto": {},
+    "resnet18": {},
+    "resnet26": {},
+    "resnest14d": {},
+    "resnetv2_50": {"layers": (1, 1, 1, 1)},
+    "nf_resnet26": {},
+    "efficientnet_b0": {},
+    "tf_efficientnet_lite0": {},
+    "mobilenetv3_small_100": {},
+    "regnetx_002": {},
+    "regnety_002": {},
+    "densenet121": {"block_config": (2, 2, 2, 2)},
+    "test_byobnet": {},
+    "poolformer_s12": {},
+    "pvt_v2_b0": {},
+    "focalnet_tiny_srf": {},
+    "davit_tiny": {"depths": (1, 1, 1, 1)},
+    "edgenext_xx_small": {},
+}
+LINEAR_AFTER_MEAN = [
+    "vit_medium_patch16_gap_240+nonorm",
+    "mixer_s16_224",
+    "resmlp_12_224",
+    "swin_tiny_patch4_window7_224",
+    "swinv2_tiny_window8_256",
+    "resnet18",
+    "resnest14d",
+    "resnetv2_50",
+    "nf_resnet26",
+    "efficientnet_b0",
+    "tf_efficientnet_lite0",
+    "regnetx_002",
+    "regnety_002",
+    "densenet121",
+]
+
+
+def build(name: str, **kwargs):
+    if name.endswith("+nonorm"):
+        return timm.create_model(name.split("+")[0], **VIT, fc_norm=False, num_classes=11)
+    torch.manual_seed(0)
+    return timm.create_model(name.split("+")[0], num_classes=11, **{**SWEEP[name], **kwargs})
+
+
+@functools.cache
+def cached(name: str) -> TokenModel:
+    return TokenModel(build(name), token_classes=5).eval()
+
+
+def size_of(name: str) -> int:
+    return SWEEP[name].get("img_size", 128)
+
+
+def test_the_sweep_covers_what_is_promised():
+    assert len(SWEEP) >= 40
+    covered = {timm.models.model_entrypoint(n.split("+")[0]).__module__.rsplit(".", 1)[-1] for n in SWEEP}
+    own_tests = {"t2t", "cvt"}
+    assert covered >= set(FAMILIES) - own_tests
+
+
+@pytest.mark.parametrize("name", SWEEP)
+def test_the_grid_lies_as_the_image_does(name):
+    model = cached(name)
+    size = size_of(name)
+    torch.manual_seed(1)
+    plain = torch.randn(4, 3, size, size) * 0.5
+    step = size // 4
+
+    def centre(row: int, column: int) -> torch.Tensor:
+        """Where the response to a bright square lies, as (down, right) fractions of the grid."""
+        bright = plain.clone()
+        bright[:, :, row * step : (row + 1) * step, column * step : (column + 1) * step] += 3.0
+        response = ((model(bright).grid - model(plain).grid).norm(dim=-1) ** 4).mean(0)
+        h, w = response.shape
+        down = (response.sum(1) * torch.arange(h) / h).sum()
+        right = (response.sum(0) * torch.arange(w) / w).sum()
+        return torch.stack([down, right]) / response.sum()
+
+    with torch.no_grad():
+        down = centre(3, 1) - centre(0, 1)
+        right = centre(1, 3) - centre(1, 0)
+    assert down[0] > 2 * abs(down[1])
+    assert right[1] > 2 * abs(right[0])
+    assert down[0] > 0.02
+    assert right[1] > 0.02
+
+
+@pytest.mark.parametrize("name", SWEEP)
+def test_class_logits_are_the_models_own_and_shapes_fit(name):
+    model = cached(name)
+    size = size_of(name)
+    x = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        view = model(x)
+        assert torch.allclose(view.logits, model.backbone(x), atol=1e-5)
+    h, w = view.grid.shape[1:3]
+    assert view.grid.shape == (2, h, w, model.num_features)
+    assert view.token_logits.shape == (2, h, w, 5)
+    assert view.prefix is None or view.prefix.shape[::2] == (2, model.num_features)
+
+
+@pytest.mark.parametrize("name", SWEEP)
+def test_gradients_flow_and_the_state_dict_stays_timms(name):
+    plain = build(name)
+    model = TokenModel(copy.deepcopy(plain), token_classes=5).train()
+    view = model(torch.randn(2, 3, size_of(name), size_of(name)))
+    (view.token_logits.square().mean() + view.logits.square().mean()).backward()
+    first = next(p for p in model.backbone.parameters() if p.ndim > 1)
+    assert first.grad is not None
+    assert bool(torch.isfinite(first.grad).all())
+    assert float(first.grad.abs().sum()) > 0
+    assert list(model.backbone.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.backbone.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("name", LINEAR_AFTER_MEAN)
+def test_the_mean_of_the_cell_logits_is_the_models_answer_where_pooling_is_a_mean(name):
+    model = TokenModel(build(name)).eval()
+    size = 64 if name.endswith("+nonorm") else size_of(name)
+    x = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        cells = model.cell_logits(x)
+        assert torch.allclose(cells.mean((1, 2)), model.backbone(x), atol=1e-4)
+
+
+def test_cells_of_convnext_pass_its_norm_one_by_one():
+    model = TokenModel(build("convnext_atto")).eval()
+    x = torch.randn(1, 3, 128, 128)
+    with torch.no_grad():
+        features = model.backbone.forward_features(x)
+        wanted = model.backbone.head.fc(model.backbone.head.norm(features)[0, :, 2, 1])
+        assert torch.allclose(model.cell_logits(x)[0, 2, 1], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "lvvit_t"])
+def test_cells_of_a_class_token_model_are_its_class_head_on_patch_tokens(name):
+    model = TokenModel(build(name)).eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        view = model(x)
+        wanted = model.backbone.head(view.grid)
+        if name.startswith("deit_tiny_distilled"):
+            wanted = (wanted + model.backbone.head_dist(view.grid)) / 2
+        assert torch.allclose(model.cell_logits(x), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("lvvit_t", {"img_size": (64, 96)}),
+        ("vit_tiny_patch16_224", {"img_size": (96, 64)}),
+        ("cait_xxs24_224", {"img_size": (64, 96)}),
+        ("mixer_s16_224", {"img_size": (64, 96)}),
+        ("volo_d1_224", {"img_size": (64, 96)}),
+        ("swin_tiny_patch4_window7_224", {"img_size": (128, 192)}),
+        ("resnet18", {}),
+        ("convnext_atto", {}),
+    ],
+)
+def test_rectangular_images_give_rectangular_grids(name, arguments):
+    model = TokenModel(build(name, **arguments)).eval()
+    height, width = arguments.get("img_size", (128, 192))
+    h, w = probe(model, (height, width))
+    assert h * width == w * height
+
+
+def test_grid_shapes_come_from_the_image_proportions():
+    assert grid_shape(196, (224, 224)) == (14, 14)
+    assert grid_shape(280, (224, 320)) == (14, 20)
+    assert grid_shape(280, (320, 224)) == (20, 14)
+    assert grid_shape(6, (33, 48)) == (2, 3)
+
+
+def test_lvvit_and_volo_use_the_token_head_that_they_bring():
+    for name in ("lvvit_t", "volo_d1_224"):
+        model = TokenModel(build(name), token_classes=11).eval()
+        assert model.token_head is None
+        view = model(torch.randn(1, 3, 64, 64))
+        assert torch.allclose(view.token_logits, model.backbone.aux_head(view.grid))
+        other = TokenModel(build(name), token_classes=7)
+        assert other(torch.randn(1, 3, 64, 64)).token_logits.shape[-1] == 7
+
+
+def test_volo_is_trained_on_its_class_token_alone():
+    model = TokenModel(build("volo_d1_224"), token_classes=11).train()
+    features = model.backbone.forward_features(torch.randn(2, 3, 64, 64))
+    logits, _ = model._class_logits(features)
+    assert torch.allclose(logits, model.backbone.head(features[:, 0]), atol=1e-6)
+
+
+def test_the_distillation_token_has_its_own_logits_while_training():
+    backbone = build("deit_tiny_distilled_patch16_224")
+    backbone.set_distilled_training(True)
+    model = TokenModel(backbone).train()
+    view = model(torch.randn(2, 3, 64, 64))
+    assert view.distill_logits.shape == (2, 11)
+    assert model.eval()(torch.randn(2, 3, 64, 64)).distill_logits is None
+
+
+def test_unsupported_models_are_refused_with_what_is_missing():
+    with pytest.raises(UnsupportedModelError, match=r"CrossVit.*families\.py"):
+        TokenModel(timm.create_model("crossvit_tiny_240"))
+    assert family_of_name("crossvit_tiny_240") is None
+    assert family_of_name("resnet50").title.startswith("ResNet")
+
+
+def test_subclasses_of_a_timm_model_are_seen_as_their_family():
+    class Mine(timm.models.VisionTransformer):
+        pass
+
+    model = TokenModel(Mine(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=3))
+    assert model(torch.randn(1, 3, 32, 32)).grid.shape == (1, 4, 4, 24)
+
+
+def test_the_view_compiles_as_one_graph():
+    model = cached("vit_tiny_patch16_224")
+    x = torch.randn(2, 3, 64, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x).token_logits, model(x).token_logits, atol=1e-5)

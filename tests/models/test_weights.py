@@ -1,0 +1,119 @@
+"""Loading weights: released layouts, other sizes and classes, and files that must not be opened."""
+
+import os
+import pickle
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import everytoken  # noqa: F401
+from everytoken.models.weights import WeightsError, load_weights, read_weights
+
+SMALL = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
+
+
+def tiny(**kwargs):
+    return timm.create_model("lvvit_t", **{**SMALL, **kwargs})
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: s,
+        lambda s: {"state_dict": s, "epoch": 3, "arch": "lvvit_t"},
+        lambda s: {"state_dict_ema": s, "state_dict": {k: v * 0 for k, v in s.items()}},
+        lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
+        lambda s: {f"module.{k}": v for k, v in s.items()},
+    ],
+    ids=["bare", "state_dict", "ema", "model and module", "module"],
+)
+def test_released_layouts_load_completely(tmp_path, wrap):
+    source = tiny()
+    torch.save(wrap(source.state_dict()), tmp_path / "w.pth.tar")
+    target = tiny()
+    report = load_weights(target, tmp_path / "w.pth.tar")
+    assert [*report.left_out, *report.missing, *report.unknown, *report.resized] == []
+    for key, value in source.state_dict().items():
+        assert torch.equal(value, target.state_dict()[key])
+
+
+def test_released_state_dicts_load_strictly():
+    target = tiny()
+    target.load_state_dict(tiny().state_dict(), strict=True)
+
+
+def test_raw_weights_can_be_asked_for_instead_of_averaged_ones(tmp_path):
+    state = tiny().state_dict()
+    torch.save({"state_dict": state, "state_dict_ema": {k: v * 0 for k, v in state.items()}}, tmp_path / "w.pt")
+    assert torch.equal(read_weights(tmp_path / "w.pt", ema=False)["pos_embed"], state["pos_embed"])
+    assert float(read_weights(tmp_path / "w.pt")["pos_embed"].abs().max()) == 0
+
+
+def test_other_resolution_and_classes_are_fitted_and_told(tmp_path):
+    save_file(tiny().state_dict(), tmp_path / "w.safetensors")
+    target = tiny(img_size=(96, 64), num_classes=7)
+    report = load_weights(target, tmp_path / "w.safetensors")
+    assert [r.split(" ")[0] for r in report.resized] == ["pos_embed"]
+    assert {r.split(" ")[0] for r in report.left_out} == {
+        "head.weight",
+        "head.bias",
+        "aux_head.weight",
+        "aux_head.bias",
+    }
+    assert "do not fit" in str(report)
+    assert "resized" in str(report)
+
+
+def test_positions_are_resized_bicubically_and_the_class_slot_is_kept(tmp_path):
+    source = tiny()
+    target = tiny(img_size=128)
+    load_weights(target, source.state_dict())
+    grid = source.pos_embed[:, 1:].reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
+    wanted = torch.nn.functional.interpolate(grid, size=(8, 8), mode="bicubic", align_corners=False)
+    assert torch.allclose(target.pos_embed[:, 1:], wanted.permute(0, 2, 3, 1).reshape(1, 64, 48), atol=1e-6)
+    assert torch.equal(target.pos_embed[:, :1], source.pos_embed[:, :1])
+
+
+def test_swin_tables_are_resized_too():
+    source = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, window_size=7, depths=(1, 1, 1, 1))
+    target = timm.create_model("swin_tiny_patch4_window7_224", img_size=64, window_size=8, depths=(1, 1, 1, 1))
+    report = load_weights(target, source.state_dict())
+    assert any("relative_position_bias_table" in name for name in report.resized)
+
+
+def test_weights_of_another_architecture_are_refused():
+    with pytest.raises(WeightsError, match="does not belong to"):
+        load_weights(tiny(), timm.create_model("resnet18").state_dict())
+
+
+class _Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_pickle_that_wants_to_run_code_is_refused(tmp_path):
+    for writer in (torch.save, lambda o, p: pickle.dump(o, open(p, "wb"))):  # noqa: SIM115
+        writer({"state_dict": _Evil(tmp_path / "ran")}, tmp_path / "evil.pth")
+        with pytest.raises(WeightsError, match=r"evil\.pth"):
+            load_weights(tiny(), tmp_path / "evil.pth")
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["torn.safetensors", "torn.pth"])
+def test_torn_files_are_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x10\x00garbage")
+    with pytest.raises(WeightsError, match=name):
+        read_weights(tmp_path / name)
+
+
+def test_missing_and_empty_files_are_named(tmp_path):
+    with pytest.raises(WeightsError, match="no checkpoint at"):
+        read_weights(tmp_path / "none.pth")
+    torch.save({"epoch": 3}, tmp_path / "empty.pth")
+    with pytest.raises(WeightsError, match="no tensors"):
+        read_weights(tmp_path / "empty.pth")
