@@ -8,6 +8,8 @@ import timm
 import torch
 
 import everytoken  # noqa: F401
+from everytoken.errors import EverytokenError
+from everytoken.mixing import Mix
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError, family_of_name, grid_shape, probe
 
 SWIN = {"img_size": 128, "window_size": 4, "depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 2, 4, 8)}
@@ -258,3 +260,83 @@ def test_the_view_compiles_as_one_graph():
     x = torch.randn(2, 3, 64, 64)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.allclose(compiled(x).token_logits, model(x).token_logits, atol=1e-5)
+
+
+MIXABLE = [
+    "lvvit_t",
+    "vit_tiny_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "cait_xxs24_224",
+    "volo_d1_224",
+    "swin_tiny_patch4_window7_224",
+    "swinv2_tiny_window8_256",
+    "mixer_s16_224",
+    "convnext_atto",
+]
+
+
+@pytest.mark.parametrize("name", MIXABLE)
+def test_tokens_are_mixed_after_patch_embedding_and_put_back_at_the_end(name):
+    model = cached(name)
+    size = size_of(name)
+    grid = probe(model, (size, size))
+    mask = torch.ones(1, *grid)
+    mask[:, grid[0] // 2 :] = 0  # the lower half comes from the partner
+    mix = Mix(torch.tensor([1, 0]), mask, torch.tensor([0.5, 0.5]), "tokens")
+    images = torch.randn(2, 3, size, size)
+    seen = []
+    hook = model.backbone.get_submodule(model.family.embed).register_forward_hook(lambda m, a, out: seen.append(out))
+    with torch.no_grad():
+        mixed = model(images, mix)
+        # what the blocks see is what pixel swapping gives, because patches do not overlap (but for the stems' borders)
+        swapped = images.clone()
+        swapped[:, :, size // 2 :] = images.flip(0)[:, :, size // 2 :]
+        plain = model(swapped)
+    hook.remove()
+    if name not in ("lvvit_t", "volo_d1_224"):
+        assert torch.allclose(seen[0], seen[1], atol=1e-5)
+        assert torch.allclose(mixed.logits, plain.logits, atol=1e-4)
+        unmixed = torch.where(mask[..., None] > 0, plain.grid, plain.grid.flip(0))
+        assert torch.allclose(mixed.grid, unmixed, atol=1e-4)
+    else:
+        assert torch.equal(seen[0], torch.where(_on(seen[0], mask), *_own_and_partner(model, images, seen[0])))
+
+
+def _on(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if x.ndim == 3:
+        return mask.reshape(1, -1, 1) > 0
+    scale = x.shape[-1] // mask.shape[-1]
+    return mask.repeat_interleave(scale, 1).repeat_interleave(scale, 2)[:, None] > 0
+
+
+def _own_and_partner(model, images, like):
+    with torch.no_grad():
+        own = model.backbone.get_submodule(model.family.embed)(images)
+    return own, own.flip(0)
+
+
+def test_backbones_without_reachable_patches_offer_cutmix():
+    mix = Mix(torch.tensor([0]), torch.ones(1, 4, 4), torch.ones(1), "tokens")
+    with pytest.raises(EverytokenError, match="CutMix"):
+        cached("resnet18")(torch.randn(1, 3, 128, 128), mix)
+
+
+def test_a_copy_of_the_backbone_forgets_the_mixing():
+    model = cached("vit_tiny_patch16_224")
+    mix = Mix(torch.tensor([1, 0]), torch.zeros(1, 4, 4), torch.zeros(2), "tokens")
+    images = torch.randn(2, 3, 64, 64)
+    alone, together = copy.deepcopy(model.backbone), copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.allclose(together(images, mix).logits, model(images, mix).logits)
+        assert torch.allclose(alone(images), model(images).logits, atol=1e-6)
+
+
+def test_mixing_compiles_as_one_graph():
+    model = cached("vit_tiny_patch16_224")
+    mask = torch.ones(1, 4, 4)
+    mask[:, :2] = 0
+    mix = Mix(torch.tensor([1, 0]), mask, torch.tensor([0.5, 0.5]), "tokens")
+    images = torch.randn(2, 3, 64, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.allclose(compiled(images, mix).token_logits, model(images, mix).token_logits, atol=1e-5)

@@ -59,11 +59,10 @@ def main(argv: list[str], prog: str) -> None:
         print("\n".join(name for group in names.values() for name in group))
         return
     table = Table(title="Backbones with a token view", caption="`everytoken models PATTERN` lists the names")
-    for column in ("family", "models", "features", "MixToken", "for example"):
-        table.add_column(column, justify="right" if column == "models" else "left", no_wrap=True)
+    for column in ("family", "models", "MixToken", "for example"):
+        table.add_column(column, justify="right" if column == "models" else "left")
     for family, known in title.items():
         group = names[family]
         example = min(group, key=lambda name: (len(name), name))
-        shape = "tokens" if known.layout == "tokens" else "map"
-        table.add_row(family, str(len(group)), shape, "yes" if known.embed else "use CutMix", example)
+        table.add_row(family, str(len(group)), "yes" if known.embed else "use CutMix", example)
     Console().print(table)

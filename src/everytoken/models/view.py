@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
+from everytoken.mixing import Mix, apply_to_tokens, unmix_tokens
 from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of
 
 
@@ -80,22 +81,25 @@ class TokenModel(nn.Module):
         """Whether tokens can be mixed between patch embedding and position embedding (MixToken)."""
         return self.family.embed is not None
 
-    def forward(self, images: Tensor, mix: Any = None) -> TokenView:
-        """Images [B, C, H, W] -> TokenView. `mix`: an `everytoken.mixing.Mix` at the level of tokens, or None."""
-        if mix is not None and not self.can_mix_tokens:
+    def forward(self, images: Tensor, mix: Mix | None = None) -> TokenView:
+        """Images [B, C, H, W] -> TokenView.
+
+        A `mix` of tokens is carried out after the patch embedding, and undone on the grid (where it can be), so that
+        every token stands for its own image again. A mix of pixels has been carried out by the caller.
+        """
+        token_mix = mix if mix is not None and mix.level == "tokens" else None
+        if token_mix is not None and not self.can_mix_tokens:
             raise EverytokenError(
                 f"MixToken needs the patch embedding of {type(self.backbone).__name__}, which cannot be reached or "
                 "overlaps its neighbours; use CutMix instead, which mixes pixels and works on every backbone"
             )
-        self._slot.mix = mix
+        self._slot.mix = token_mix
         features = self.backbone.forward_features(images)  # type: ignore[operator]
         self._slot.mix = None
         grid, prefix = self.split(features, (images.shape[-2], images.shape[-1]))
         logits, distill = self._class_logits(features)
-        if mix is not None:
-            from everytoken.mixing import unmix_tokens
-
-            grid = unmix_tokens(grid, mix)
+        if token_mix is not None:
+            grid = unmix_tokens(grid, token_mix)
         return TokenView(logits, grid, prefix, self.token_logits(grid), distill)
 
     def token_logits(self, grid: Tensor) -> Tensor | None:
@@ -161,7 +165,7 @@ class _MixSlot:
     """Holds the mix of the forward pass that is under way."""
 
     def __init__(self) -> None:
-        self.mix: Any = None
+        self.mix: Mix | None = None
 
 
 class _MixHook:
@@ -174,16 +178,12 @@ class _MixHook:
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         if self.slot.mix is None:
             return None
-        from everytoken.mixing import apply_to_tokens
-
         size = (args[0].shape[-2], args[0].shape[-1])
         if output.ndim == 3:  # [B, N, D]
             h, w = grid_shape(output.shape[1], size)
             mixed = apply_to_tokens(output.reshape(output.shape[0], h, w, -1), self.slot.mix)
             return mixed.reshape(output.shape)
-        if self.layout == "nchw":
-            return apply_to_tokens(output.permute(0, 2, 3, 1), self.slot.mix).permute(0, 3, 1, 2)
-        return apply_to_tokens(output, self.slot.mix)
+        return apply_to_tokens(output, self.slot.mix, "NCHW" if self.layout == "nchw" else "NHWC")
 
 
 def grid_shape(count: int, size: tuple[int, int]) -> tuple[int, int]:
