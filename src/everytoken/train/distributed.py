@@ -1,0 +1,106 @@
+"""One process or many: torchrun sets the environment, this reads it. All collectives are no-ops for one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everytoken.errors import EverytokenError
+
+
+class LostPeerError(EverytokenError):
+    """Another process of the job ended."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers.
+
+    Attributes:
+        rank: 0 to size - 1; rank 0 writes.
+        size: number of processes.
+        device: where this process computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks."""
+        return self.rank == 0
+
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        if self.size == 1:
+            return flag
+        value = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process, in order of rank."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value)
+        return out
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def best_device() -> str:
+    """cuda, mps or cpu, the first there is."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+@contextmanager
+def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[World]:
+    """Join the processes that torchrun started, or be alone.
+
+    A lost peer ends the job with one clear message instead of a long traceback.
+    """
+    kind = device or best_device()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if kind == "cuda" and size > 1:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local)
+        kind = f"cuda:{local}"
+    world = World(rank, size, torch.device(kind))
+    if size == 1:
+        yield world
+        return
+    dist.init_process_group("nccl" if kind.startswith("cuda") else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    try:
+        yield world
+    except RuntimeError as error:
+        text = str(error)
+        if any(word in text for word in ("Connection closed", "Connection reset", "peer", "NCCL", "Broken pipe")):
+            raise LostPeerError(
+                f"rank {rank} lost contact with another process of the job ({text.splitlines()[0][:120]}). The last "
+                "good checkpoint is kept; start the same command again and it goes on from there."
+            ) from error
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,181 @@
+"""What a training run is told. Names are timm's where timm has one; recipes are flat YAML files of these names.
+
+The groups exist for the reader of `--help`; a recipe does not need to know them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The network."""
+
+    model: str = "lvvit_t"
+    """timm model name; `everytoken models` lists what is supported."""
+    img_size: int = 224
+    """Side of the square input, in pixels."""
+    pretrained: bool = False
+    """Start from timm's pretrained weights (needs the network)."""
+    initial_checkpoint: str = ""
+    """Start from the weights in this file or run folder."""
+    drop: float = 0.0
+    """Dropout before the classifier."""
+    drop_path: float = 0.0
+    """Stochastic depth, rising linearly to this rate in the last block."""
+    model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
+    """Further arguments of the model's constructor (recipes and --set only)."""
+    grad_checkpointing: bool = False
+    """Trade time for memory: recompute activations in the backward pass."""
+    torchcompile: bool = False
+    """Compile the training step with torch.compile."""
+    channels_last: bool = False
+    """Keep convolutions in channels-last layout (pays on GPUs with tensor cores)."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Images and batches."""
+
+    val_split: float = 0.0
+    """Part of the images to hold out when the data has no val/ folder; 0 means 0.1 in that case."""
+    num_classes: int = 0
+    """Classes of the class head; 0: as many as the data has."""
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 128
+    """Images per step and process."""
+    val_batch_size: int = 0
+    """Images per step in validation; 0: as in training."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    """Loader processes per training process; 0 loads in the main process."""
+    repeat_augment: int = 1
+    """Show every image this many times per epoch, differently augmented (DeiT uses 3)."""
+    on_bad_image: Literal["raise", "skip"] = "raise"
+    """What to do with an image that cannot be read. Skipped ones are counted, named in a log, and bounded."""
+
+
+@dataclass(frozen=True)
+class AugmentOptions:
+    """Augmentation."""
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Area of the random crop, as part of the image."""
+    ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Proportions of the random crop."""
+    hflip: float = 0.5
+    """Chance of a left-right flip."""
+    vflip: float = 0.0
+    """Chance of an up-down flip."""
+    aa: str = "rand-m9-mstd0.5-inc1"
+    """RandAugment in timm's notation; empty for none."""
+    color_jitter: float = 0.0
+    """Strength of brightness, contrast and saturation jitter (ordinary only without RandAugment)."""
+    reprob: float = 0.25
+    """Chance of erasing a rectangle."""
+    remode: Literal["const", "rand", "pixel"] = "pixel"
+    """What erased pixels become."""
+    recount: int = 1
+    """Number of rectangles."""
+    train_interpolation: Literal["random", "bilinear", "bicubic"] = "random"
+    """Resampling in training."""
+    interpolation: str = ""
+    """Resampling in validation; empty: the model's own."""
+    crop_pct: float = 0.0
+    """Centre crop in validation; 0: the model's own."""
+    smoothing: float = 0.1
+    """Label smoothing."""
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """Optimizer and schedule."""
+
+    epochs: int = 300
+    """Passes over the data, warm-up included."""
+    opt: str = "adamw"
+    """timm optimizer name."""
+    lr: float = 0.0
+    """Learning rate for the whole batch; 0: from --lr-base and the real global batch."""
+    lr_base: float = 1e-3
+    """Learning rate at a global batch of --lr-base-size; scales linearly with the global batch."""
+    lr_base_size: int = 1024
+    """See --lr-base. Token labeling uses 640, everything else in the papers 1024."""
+    weight_decay: float = 0.05
+    """Weight decay; biases, norms, positions and the class token are excluded."""
+    layer_decay: float = 0.0
+    """Multiply the learning rate by this per layer from the top; 0: off."""
+    sched: str = "cosine"
+    """timm schedule name, stepped every update."""
+    warmup_epochs: float = 5
+    """Epochs of linear warm-up."""
+    warmup_lr: float = 1e-6
+    """Where warm-up starts."""
+    min_lr: float = 1e-5
+    """Where the schedule ends."""
+    cooldown_epochs: int = 0
+    """Further epochs at the last learning rate."""
+    clip_grad: float = 0.0
+    """Clip the gradient's norm at this value; 0: off."""
+    grad_accum_steps: int = 1
+    """Steps whose gradients are added before an update."""
+    model_ema: bool = False
+    """Keep an average of the weights and evaluate it."""
+    model_ema_decay: float = 0.9999
+    """Decay of the average, warmed up at the start."""
+    amp: bool = False
+    """Mixed precision."""
+    amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """Its type; float16 uses a loss scaler."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The run."""
+
+    output: str = ""
+    """The run's folder. Default: runs/<recipe>-<model>-<data>-seed<seed>."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on where the folder's last good checkpoint stopped. never: refuse a folder that has one."""
+    seed: int = 42
+    """All randomness is derived from it."""
+    device: str = ""
+    """cpu, cuda, mps; default: the best there is."""
+    threads: int = 0
+    """Threads of torch on the CPU; 0: torch's choice."""
+    checkpoint_minutes: float = 10.0
+    """Write a checkpoint at least this often (and after every epoch)."""
+    checkpoint_steps: int = 0
+    """Write a checkpoint every so many updates as well; 0: off."""
+    keep: int = 2
+    """Checkpoints to keep, besides the best weights."""
+    log_interval: int = 50
+    """Updates between lines in the metrics files."""
+    val_interval: int = 1
+    """Epochs between validations; the last epoch is always validated."""
+    bad_loss_limit: int = 5
+    """Stop after so many non-finite losses in a row; single ones are skipped and counted."""
+    tensorboard: bool = False
+    """Also write TensorBoard files (extra: track)."""
+    wandb: str = ""
+    """Also log to this Weights & Biases project (extra: track)."""
+    fsdp: bool = False
+    """Shard weights and optimizer over the processes (FSDP2) instead of copying them (DDP)."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
+
+    data: str = ""
+    labels: str = ""
+    recipe: str = ""
+    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
+    dataset: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
+    augment: tyro.conf.OmitArgPrefixes[AugmentOptions] = field(default_factory=AugmentOptions)
+    optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=OptimOptions)
+    run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)
+    objectives: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)
+    mixing: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)

@@ -1,0 +1,145 @@
+"""A run is a folder: configuration, metrics, log, checkpoints, summary. Only rank 0 writes.
+
+config.yaml       all options, resolved
+environment.json  versions, machine, command, git state
+metrics.jsonl     one line per logged update and per epoch
+metrics.csv       one line per epoch
+log.txt           what was said
+checkpoints/      see checkpoint.py
+best.safetensors  the weights with the best validation score, as a plain timm model
+summary.json      the result
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from everytoken._version import version
+from everytoken.errors import EverytokenError
+
+
+class RunFolder:
+    """The files of one run.
+
+    Args:
+        path: the folder.
+        writable: False on all ranks but the first; everything that writes is then silent.
+    """
+
+    def __init__(self, path: str | Path, writable: bool = True) -> None:
+        self.path = Path(path)
+        self.writable = writable
+        if writable:
+            if self.path.exists() and not self.path.is_dir():
+                raise EverytokenError(f"--output {self.path} is a file; a run is a folder")
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a small file in one step."""
+        if not self.writable:
+            return
+        work = self.path / f".{name}.new"
+        work.write_text(text)
+        os.replace(work, self.path / name)
+
+    def write_config(self, options: dict[str, Any]) -> None:
+        """`config.yaml`, and the environment of this start appended to `environment.json`."""
+        self.write("config.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+        path = self.path / "environment.json"
+        starts = json.loads(path.read_text()) if path.exists() else []
+        self.write("environment.json", json.dumps([*starts, environment()], indent=1))
+
+    def read_config(self) -> dict[str, Any]:
+        """The options of the run that is in the folder; {} if there is none."""
+        path = self.path / "config.yaml"
+        return yaml.safe_load(path.read_text()) if path.exists() else {}
+
+    def say(self, text: str) -> None:
+        """A line in log.txt, with the time."""
+        if self.writable:
+            with (self.path / "log.txt").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def record(self, row: dict[str, Any]) -> None:
+        """A line in metrics.jsonl; rows of kind "epoch" also renew metrics.csv."""
+        if not self.writable:
+            return
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if row.get("kind") == "epoch":
+            self._write_csv()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All whole lines of metrics.jsonl (the last may be torn after a kill)."""
+        path = self.path / "metrics.jsonl"
+        out = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                out.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return out
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of updates that a resumed run will do again."""
+        kept = [row for row in self.rows() if row["step"] <= step]
+        self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        if self.writable:
+            self._write_csv()
+
+    def _write_csv(self) -> None:
+        rows = [row for row in self.rows() if row.get("kind") == "epoch"]
+        columns = list(dict.fromkeys(key for row in rows for key in row if key != "kind"))
+        work = self.path / ".metrics.csv.new"
+        with work.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(work, self.path / "metrics.csv")
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a run was started."""
+    import numpy
+    import timm
+    import torch
+    import torchvision
+
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "everytoken": version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "timm": timm.__version__,
+        "numpy": numpy.__version__,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "git": _git_state(),
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the working directory, and whether it has changes; None outside of git."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "changed": bool(status.stdout.strip())}
