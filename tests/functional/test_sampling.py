@@ -349,6 +349,16 @@ def test_sampling_compiles_without_a_break(make):
     same(sample_maps(maps, placement, (3, 4)), compiled(maps, placement), 1e-5)
 
 
+def test_a_plan_serves_the_image_label_and_is_remade_for_another_grid(make):
+    rng = np.random.default_rng(11)
+    maps = make.maps(rng, n=2, h=9, w=8)
+    for turn in (0, 15):
+        placement = make.batch([make.then(make.crop(0.05, 0.1, 0.9, 1), make.about_centre(make.rotation(turn)))] * 2)
+        plan = plan_sampling(placement, maps.area, maps.size, (7, 7))
+        for grid in ((1, 1), (2, 3)):
+            same(sample_maps(maps, placement, grid), sample_maps(maps, placement, grid, plan), 1e-6)
+
+
 def test_a_placement_of_the_wrong_shape_is_named(make):
     maps = make.maps(np.random.default_rng(0), n=2)
     with pytest.raises(EverytokenError, match=r"\[2, 2, 3\], got \[1, 2, 3\]"):

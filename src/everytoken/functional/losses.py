@@ -66,10 +66,7 @@ def dense_soft_cross_entropy(
         reduction: as in `compact_cross_entropy`.
         weight: [B, ...]; None = 1.
     """
-    if logits.shape != teacher_logits.shape:
-        raise EverytokenError(
-            f"the student's logits {list(logits.shape)} and the teacher's {list(teacher_logits.shape)} differ in shape."
-        )
+    _same_shape(logits, teacher_logits)
     if temperature <= 0:
         raise EverytokenError(f"the temperature must be above 0, got {temperature}.")
     B, K = logits.shape[0], logits.shape[-1]
@@ -130,8 +127,9 @@ def distillation_loss(
     kind: Literal["soft", "hard"] = "soft",
     temperature: float = 1.0,
     weight: Tensor | None = None,
+    reduction: Reduction = "mean",
 ) -> Tensor:
-    """Knowledge distillation of a class or distillation token, a scalar.
+    """Knowledge distillation of a class or distillation token.
 
     Args:
         logits, teacher_logits: [B, ..., K].
@@ -139,19 +137,27 @@ def distillation_loss(
             best class (DeiT).
         temperature: t of "soft"; DeiT's soft distillation has 3.0.
         weight: [B, ...]; None = 1.
+        reduction: as in `compact_cross_entropy`.
     """
     if kind == "soft":
         cross = dense_soft_cross_entropy(logits, teacher_logits, temperature, "none")
         own = dense_soft_cross_entropy(teacher_logits.detach(), teacher_logits, temperature, "none")
         rows = (cross - own) * temperature**2
-        return _reduce(rows, torch.ones_like(rows) if weight is None else weight, "mean")
+        return _reduce(rows, torch.ones_like(rows) if weight is None else weight, reduction)
     if kind != "hard":
         raise EverytokenError(f"distillation is 'soft' or 'hard', not '{kind}'.")
+    _same_shape(logits, teacher_logits)
     flat = logits.reshape(-1, logits.shape[-1])
     best = teacher_logits.reshape(-1, teacher_logits.shape[-1]).argmax(-1)
-    return compact_cross_entropy(
-        flat, from_labels(best, flat.shape[-1]), weight=None if weight is None else weight.reshape(-1)
-    )
+    rows = compact_cross_entropy(flat, from_labels(best, flat.shape[-1]), "none").view(logits.shape[:-1])
+    return _reduce(rows, torch.ones_like(rows) if weight is None else weight, reduction)
+
+
+def _same_shape(logits: Tensor, teacher_logits: Tensor) -> None:
+    if logits.shape != teacher_logits.shape:
+        raise EverytokenError(
+            f"the student's logits {list(logits.shape)} and the teacher's {list(teacher_logits.shape)} differ in shape."
+        )
 
 
 def _reduce(rows: Tensor, weight: Tensor, reduction: Reduction) -> Tensor:

@@ -40,12 +40,14 @@ class SamplingPlan(NamedTuple):
     """The numbers that shapes depend on. Made on the host, so that sampling itself never waits for a device.
 
     Attributes:
+        grid: (H, W), the token grid it is for.
         tokens: (rows, columns) of sample points per token, the largest of the batch.
         image: (rows, columns) of sample points over the whole crop.
         straight: some placement keeps the axes (crop, flips).
         bent: some placement rotates or shears.
     """
 
+    grid: tuple[int, int]
     tokens: tuple[int, int]
     image: tuple[int, int]
     straight: bool
@@ -90,7 +92,7 @@ def plan_sampling(
                 "legacy_swap=True repeats the released code on crops and flips only; this batch has rotated or sheared "
                 "images. Switch geometric augmentation off, or use legacy_swap=False."
             )
-        return SamplingPlan((-(-rows // H), -(-columns // W)), (rows, columns), True, False)
+        return SamplingPlan(grid, (-(-rows // H), -(-columns // W)), (rows, columns), True, False)
     cells = _to_cells(placement, area, map_size)
     bent = _bent(placement, area, map_size)
     sides = cells[:, :, :2].norm(dim=1)  # [B, 2] lengths of the crop's sides in cells: x, y
@@ -102,7 +104,7 @@ def plan_sampling(
     else:
         turned = sides * bent[:, None]
         image = (max(h, _most(turned[:, 1])), max(w, _most(turned[:, 0])))
-    return SamplingPlan((rows, columns), image, straight, bool(bent.any()))
+    return SamplingPlan(grid, (rows, columns), image, straight, bool(bent.any()))
 
 
 def sample_maps(
@@ -118,7 +120,7 @@ def sample_maps(
         maps: score maps of B images.
         placement: [B, 2, 3] float, network input to source image, in fractions.
         grid: (H, W), the network's token grid.
-        plan: from `plan_sampling`. None makes it here, which on a GPU waits for the placements.
+        plan: from `plan_sampling`. None, or one for another grid: made here, which on a GPU waits for the placements.
         legacy_swap: as the released code: x runs over (top, top + height) and y over (left, left + width), crops are
             at least one cell wide, the map is taken to cover the whole image, and weights are 1.
 
@@ -129,7 +131,9 @@ def sample_maps(
         raise EverytokenError(
             f"{len(maps)} score maps need a placement of shape [{len(maps)}, 2, 3], got {list(placement.shape)}."
         )
-    if plan is None:
+    if plan is not None and plan.grid != grid and grid == (1, 1):
+        plan = plan._replace(grid=grid, tokens=plan.image)  # one token is the whole image
+    if plan is None or plan.grid != grid:
         plan = plan_sampling(placement, maps.area, maps.size, grid, legacy_swap)
     with torch.autocast(maps.scores.device.type, enabled=False):  # labels stay float32
         dense = spread(maps)

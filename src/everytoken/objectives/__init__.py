@@ -1,0 +1,33 @@
+"""Objectives: one named loss term each, over a token view and a batch.
+
+`OBJECTIVES[name](**settings)` makes one; `total_loss(objectives, view, batch, ctx)` adds them up. Supervision modes:
+`hard` (true labels), `relabel` (the annotator's label of the crop), `token` (token labeling), `online-token` (a teacher
+labels tokens while training), `distill` (a teacher's class logits). A new one is a subclass of `Objective` in its own
+file and a line in OBJECTIVES.
+"""
+
+from everytoken.objectives.base import Batch, Context, Objective, Teacher, View, total_loss
+from everytoken.objectives.distillation import Distillation
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.online import OnlineTokens
+from everytoken.objectives.relabel import ReLabel
+from everytoken.objectives.token_labeling import TokenLabeling
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    objective.name: objective for objective in (HardLabels, ReLabel, TokenLabeling, OnlineTokens, Distillation)
+}
+
+__all__ = [
+    "OBJECTIVES",
+    "Batch",
+    "Context",
+    "Distillation",
+    "HardLabels",
+    "Objective",
+    "OnlineTokens",
+    "ReLabel",
+    "Teacher",
+    "TokenLabeling",
+    "View",
+    "total_loss",
+]

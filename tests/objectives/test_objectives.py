@@ -1,0 +1,331 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from everytoken.errors import EverytokenError
+from everytoken.functional import (
+    blend,
+    collate_maps,
+    compact_cross_entropy,
+    from_labels,
+    from_scores,
+    mix_with_truth,
+    participating,
+    sample_maps,
+)
+from everytoken.mixing import CutMix, MixToken, apply_to_tokens, mix_image_target, mix_token_target
+from everytoken.objectives import (
+    OBJECTIVES,
+    Batch,
+    Context,
+    Distillation,
+    HardLabels,
+    Objective,
+    OnlineTokens,
+    ReLabel,
+    TokenLabeling,
+    total_loss,
+)
+
+B, GRID, K = 4, (6, 4), 9
+
+
+def record(rng):
+    classes = np.stack([rng.choice(K, size=3, replace=False) for _ in range(20)]).reshape(5, 4, 3)
+    return SimpleNamespace(
+        scores=rng.normal(1, 3, (5, 4, 3)).astype("f2"), classes=classes.astype("u2"), area=(0.0, 0.0, 1.0, 1.0)
+    )
+
+
+def a_batch(mix=None, seed=0):
+    rng = np.random.default_rng(seed)
+    placement = torch.tensor([[[0.6, 0, 0.1], [0, 0.5, 0.3]]] * B)
+    return Batch(
+        images=torch.zeros(B, 3, 48, 32),
+        labels=torch.tensor([0, 3, 8, 3]),
+        maps=collate_maps([record(rng) for _ in range(B)], K),
+        placement=placement,
+        mix=mix,
+    )
+
+
+def a_view(classes=K, token_classes=K, seed=1, distill=False):
+    g = torch.Generator().manual_seed(seed)
+    return SimpleNamespace(
+        logits=torch.randn(B, classes, generator=g).requires_grad_(),
+        token_logits=torch.randn(B, *GRID, token_classes, generator=g).requires_grad_() if token_classes else None,
+        grid=torch.randn(B, *GRID, 5, generator=g),
+        distill_logits=torch.randn(B, classes, generator=g) if distill else None,
+    )
+
+
+def draw(mixer):
+    """The first mix whose boxes are not all empty (they often are on so small a grid)."""
+    drawn = (mixer.draw(B, (48, 32), GRID, np.random.default_rng(seed)) for seed in range(100))
+    return next(mix for mix in drawn if mix.ratio.min() < 0.9)
+
+
+def targets(batch, smoothing=0.1):
+    maps = batch.maps
+    sampled = sample_maps(maps, batch.placement, GRID)
+    image = from_scores(sampled.image, maps.classes, K, sampled.image_weight).smooth(smoothing)
+    return image, from_scores(sampled.tokens, maps.classes, K, sampled.weight).smooth(smoothing)
+
+
+def test_every_mode_of_supervision_has_a_name():
+    assert set(OBJECTIVES) >= {"hard", "relabel", "token", "online-token", "distill"}
+    assert all(name == kind.name for name, kind in OBJECTIVES.items())
+
+
+def test_hard_labels_are_torchs_cross_entropy():
+    batch, view = a_batch(), a_view()
+    got = HardLabels()(view, batch, Context())
+    torch.testing.assert_close(got["class"], F.cross_entropy(view.logits, batch.labels, label_smoothing=0.1))
+
+
+def test_hard_labels_are_mixed_by_area():
+    mix = draw(CutMix())
+    batch, view = a_batch(mix), a_view()
+    y = F.one_hot(batch.labels, K) * 0.9 + 0.1 / K
+    mixed = mix.ratio[:, None] * y + (1 - mix.ratio[:, None]) * y.flip(0)
+    expected = -(mixed * view.logits.log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(HardLabels()(view, batch, Context())["class"], expected)
+
+
+def test_token_labeling_is_the_papers_loss():
+    batch, view = a_batch(), a_view()
+    image, tokens = targets(batch)
+    got = TokenLabeling()(view, batch, Context())
+    torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, image))
+    torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
+    torch.testing.assert_close(ReLabel()(view, batch, Context())["class"], got["class"])
+    only = TokenLabeling(class_term=False, beta=1.0)(view, batch, Context())
+    assert set(only) == {"token"}
+    torch.testing.assert_close(only["token"], got["token"] * 2)
+
+
+def test_ready_made_targets_take_the_place_of_maps():
+    batch, view = a_batch(), a_view()
+    image, tokens = targets(batch)
+    ready = replace(batch, maps=None, placement=None, token_target=tokens, class_target=image)
+    for name, term in TokenLabeling()(view, batch, Context()).items():
+        torch.testing.assert_close(TokenLabeling()(view, ready, Context())[name], term)
+
+
+def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():
+    mix = draw(MixToken())
+    assert mix.unmixes
+    batch, view = a_batch(mix), a_view()
+    image, tokens = targets(batch)
+    got = TokenLabeling()(view, batch, Context())
+    torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
+    torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, mix_image_target(image, mix)))
+
+
+@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken(mode="elem")])
+def test_where_outputs_stay_mixed_the_token_targets_are_mixed_too(mixer):
+    mix = draw(mixer)
+    batch, view = a_batch(mix), a_view()
+    _, tokens = targets(batch)
+    own = mix.at(GRID).expand(B, *GRID)
+    expected = compact_cross_entropy(view.token_logits, blend(tokens, own, tokens[mix.partner], 1 - own))
+    torch.testing.assert_close(TokenLabeling()(view, batch, Context())["token"], 0.5 * expected)
+    assert (own < 1).any()
+
+
+def test_the_truth_can_be_blended_into_the_class_target():
+    batch, view = a_batch(), a_view()
+    image, _ = targets(batch)
+    for rho in (None, 0.3):
+        expected = compact_cross_entropy(view.logits, mix_with_truth(image, batch.labels, rho, 0.1))
+        got = TokenLabeling(class_target="both", rho=rho)(view, batch, Context())["class"]
+        torch.testing.assert_close(got, expected)
+
+
+def test_the_token_head_may_speak_other_classes_than_the_class_head():
+    batch, view = a_batch(), a_view(classes=9, token_classes=K)
+    view.logits = torch.randn(B, 20)  # the data set has 20 classes, the annotator 9
+    got = TokenLabeling(class_target="truth")(view, batch, Context())
+    torch.testing.assert_close(got["class"], F.cross_entropy(view.logits, batch.labels, label_smoothing=0.1))
+    with pytest.raises(EverytokenError, match=r"20 outputs and the score maps speak 9 .*class_target='truth'"):
+        TokenLabeling()(view, batch, Context())
+    with pytest.raises(EverytokenError, match="class_map"):
+        ReLabel()(view, batch, Context())
+
+
+def test_a_class_map_lets_an_annotator_label_images_in_the_data_sets_classes():
+    batch, view = a_batch(), a_view()
+    view.logits = torch.randn(B, 3)
+    table = [0, 0, 0, 1, 1, 1, -1, -1, -1]  # class 2 of the data set is unknown to the annotator
+    got = ReLabel(class_map=table, smoothing=0)(view, batch, Context())["class"]
+    sampled = sample_maps(batch.maps, batch.placement, GRID)
+    dense = torch.zeros(B, 3)
+    for b in range(B):
+        for group in range(2):
+            dense[b, group] = max(
+                s.item()
+                for s, c in zip(sampled.image[b], batch.maps.classes[b].tolist(), strict=True)
+                if c >= 0 and table[c] == group
+            )
+    expected = -(dense.softmax(-1) * view.logits.log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(got, expected)
+    with pytest.raises(EverytokenError, match="2 entries"):
+        ReLabel(class_map=[0, 1])(view, batch, Context())
+
+
+def test_a_token_head_of_another_size_than_the_maps_is_refused():
+    with pytest.raises(EverytokenError, match="token_classes=9"):
+        TokenLabeling()(a_view(token_classes=5), a_batch(), Context())
+    with pytest.raises(EverytokenError, match="needs a token head"):
+        TokenLabeling()(a_view(token_classes=0), a_batch(), Context())
+    with pytest.raises(EverytokenError, match="everytoken annotate"):
+        TokenLabeling()(a_view(), replace(a_batch(), maps=None), Context())
+
+
+def test_participation_is_keyed_by_seed_and_step():
+    batch, view = a_batch(), a_view()
+    half = TokenLabeling(participation=0.5)
+    one = half(view, batch, Context(seed=1, step=5))["token"]
+    torch.testing.assert_close(one, half(view, batch, Context(seed=1, step=5))["token"])
+    assert one != half(view, batch, Context(seed=1, step=6))["token"]
+    mask = participating(torch.Size((B, *GRID)), 0.5, Context(seed=1, step=5).generator("participation", "cpu"), "cpu")
+    _, tokens = targets(batch)
+    expected = compact_cross_entropy(view.token_logits, tokens, weight=tokens.weight * mask)
+    torch.testing.assert_close(one, 0.5 * expected)
+
+
+def test_the_legacy_setting_changes_both_crop_and_smoothing():
+    batch, view = a_batch(), a_view()
+    maps = batch.maps
+    sampled = sample_maps(maps, batch.placement, GRID, legacy_swap=True)
+    tokens = from_scores(sampled.tokens, maps.classes, K).smooth(0.1, legacy=True)
+    got = TokenLabeling(legacy=True, beta=1.0)(view, batch.prepare(GRID), Context())["token"]
+    torch.testing.assert_close(got, compact_cross_entropy(view.token_logits, tokens))
+
+
+def a_teacher(seed=5, grid=GRID):
+    g = torch.Generator().manual_seed(seed)
+    return SimpleNamespace(logits=torch.randn(B, K, generator=g), token_logits=torch.randn(B, *grid, K, generator=g))
+
+
+def soft(student, teacher):
+    return -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1)
+
+
+def test_online_tokens_follow_the_teachers_tokens():
+    batch, view, teacher = a_batch(), a_view(), a_teacher()
+    got = OnlineTokens()(view, batch, Context(teacher=teacher))
+    torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, teacher.token_logits).mean())
+    torch.testing.assert_close(got["class"], soft(view.logits, teacher.logits).mean())
+    truth = OnlineTokens(class_target="truth")(view, batch, Context(teacher=teacher))
+    torch.testing.assert_close(truth["class"], HardLabels()(view, batch, Context())["class"])
+    assert set(OnlineTokens(class_target="none")(view, batch, Context(teacher=teacher))) == {"token"}
+
+
+def test_a_teacher_on_another_grid_is_resampled():
+    batch, view, fine = a_batch(), a_view(), a_teacher(grid=(12, 8))
+    got = OnlineTokens()(view, batch, Context(teacher=fine))
+    label = fine.token_logits.view(B, 6, 2, 4, 2, K).mean((2, 4))
+    torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, label).mean())
+    coarse = a_teacher(grid=(1, 1))
+    got = OnlineTokens()(view, batch, Context(teacher=coarse))
+    expected = soft(view.token_logits, coarse.token_logits.expand(B, *GRID, K))
+    torch.testing.assert_close(got["token"], 0.5 * expected.mean())
+
+
+def test_a_teacher_that_saw_clean_images_answers_for_both_partners():
+    mix, teacher, view = draw(MixToken(mode="elem")), a_teacher(), a_view()
+    batch = a_batch(mix)
+    got = OnlineTokens()(view, batch, Context(teacher=teacher))
+    shown = apply_to_tokens(teacher.token_logits, mix)
+    torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, shown).mean())
+    p, r = teacher.logits.softmax(-1), mix.ratio[:, None]
+    mixed = r * p + (1 - r) * p.flip(0)
+    torch.testing.assert_close(got["class"], -(mixed * view.logits.log_softmax(-1)).sum(-1).mean())
+    # un-mixed tokens, and pixels that the teacher saw mixed, meet the teacher's answer as it is
+    for kind in (MixToken(), CutMix()):
+        got = OnlineTokens()(view, a_batch(draw(kind)), Context(teacher=teacher))
+        torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, teacher.token_logits).mean())
+
+
+def test_distillation_goes_through_the_token_that_is_named():
+    batch, view, ctx = a_batch(), a_view(distill=True), Context(teacher=a_teacher())
+    best = ctx.teacher.logits.argmax(-1)
+    hard = Distillation(kind="hard")(view, batch, ctx)["class"]
+    torch.testing.assert_close(hard, F.cross_entropy(view.logits, best))
+    other = Distillation(kind="hard", through="distillation")(view, batch, ctx)["class"]
+    torch.testing.assert_close(other, F.cross_entropy(view.distill_logits, best))
+    soft_one = Distillation(kind="soft")(view, batch, ctx)["class"]
+    expected = F.kl_div((view.logits / 3).log_softmax(-1), (ctx.teacher.logits / 3).softmax(-1), reduction="batchmean")
+    torch.testing.assert_close(soft_one, expected * 9)
+    with pytest.raises(EverytokenError, match="no distillation token"):
+        Distillation(through="distillation")(a_view(), batch, ctx)
+    with pytest.raises(EverytokenError, match="needs a teacher"):
+        Distillation()(view, batch, Context())
+
+
+def test_hard_distillation_of_mixed_tokens_counts_both_partners():
+    mix = draw(MixToken())
+    batch, view, ctx = a_batch(mix), a_view(), Context(teacher=a_teacher())
+    best = ctx.teacher.logits.argmax(-1)
+    rows = [F.cross_entropy(view.logits, y, reduction="none") for y in (best, best.flip(0))]
+    expected = (mix.ratio * rows[0] + (1 - mix.ratio) * rows[1]).mean()
+    torch.testing.assert_close(Distillation()(view, batch, ctx)["class"], expected)
+
+
+def test_the_total_is_the_weighted_sum_and_names_its_terms():
+    batch, view = a_batch(), a_view()
+    parts = [HardLabels(weight=2.0), TokenLabeling(class_term=False)]
+    loss, terms = total_loss(parts, view, batch, Context())
+    assert set(terms) == {"hard/class", "token/token"}
+    torch.testing.assert_close(loss, 2 * terms["hard/class"] + terms["token/token"])
+    loss.backward()
+    assert view.token_logits.grad.abs().sum() > 0
+    assert not terms["hard/class"].requires_grad
+    with pytest.raises(EverytokenError, match="nothing to train on"):
+        total_loss([], view, batch, Context())
+
+
+def test_objectives_say_what_they_need():
+    assert HardLabels().needs == {"labels"}
+    assert ReLabel().needs == {"maps"}
+    assert TokenLabeling().needs == {"maps", "token_logits"}
+    assert TokenLabeling(class_target="truth").needs == {"maps", "token_logits", "labels"}
+    assert TokenLabeling(class_target="truth", class_term=False).needs == {"maps", "token_logits"}
+    assert OnlineTokens().needs == {"teacher", "token_logits"}
+    assert Distillation(through="distillation").needs == {"teacher", "distill_logits"}
+    assert Objective().modules() is None
+
+
+def test_a_planned_batch_moves_as_a_whole_and_gives_the_same_loss():
+    batch, view = a_batch(draw(CutMix())), a_view()
+    planned = batch.prepare(GRID)
+    assert planned.plan is not None
+    for name, term in TokenLabeling()(view, batch, Context()).items():
+        torch.testing.assert_close(TokenLabeling()(view, planned, Context())[name], term)
+    moved = planned.to("meta")
+    assert moved.images.device.type == moved.maps.scores.device.type == moved.mix.mask.device.type == "meta"
+    assert moved.plan == planned.plan
+    assert len(moved) == B
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(EverytokenError, match="class_target"):
+        TokenLabeling(class_target="mine")
+    with pytest.raises(EverytokenError, match="'soft' or 'hard'"):
+        Distillation(kind="medium")
+    with pytest.raises(EverytokenError, match="'class' or 'distillation'"):
+        Distillation(through="patches")
+    with pytest.raises(EverytokenError, match="needs class labels"):
+        HardLabels()(a_view(), replace(a_batch(), labels=None), Context())
+
+
+def test_targets_from_labels_and_maps_mix_alike():
+    mix = draw(CutMix())
+    image = from_labels(torch.tensor([0, 1, 2, 3]), K)
+    assert mix_image_target(image, mix).shape == (B,)
+    assert mix_token_target(targets(a_batch())[1], mix).shape == (B, *GRID)
