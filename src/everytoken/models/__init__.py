@@ -1,13 +1,20 @@
-"""Backbones: LV-ViT as a timm model (importing this registers it), and the token view of every timm family."""
+"""Backbones: LV-ViT, T2T-ViT, CvT and small-image variants as timm models (importing this registers them), and the
+token view of every timm family."""
 
+from everytoken.models.cvt import CvT
 from everytoken.models.families import FAMILIES, Family, UnsupportedModelError, family_of, family_of_name
 from everytoken.models.lvvit import LVViT
+from everytoken.models.small import SMALL
+from everytoken.models.t2t import T2TViT
 from everytoken.models.view import TokenModel, TokenView, grid_shape, probe
 
 __all__ = [
     "FAMILIES",
+    "SMALL",
+    "CvT",
     "Family",
     "LVViT",
+    "T2TViT",
     "TokenModel",
     "TokenView",
     "UnsupportedModelError",

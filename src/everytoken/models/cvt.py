@@ -1,0 +1,290 @@
+"""CvT: a vision transformer in three stages, with convolutions where ViT has linear maps and positions.
+
+Paper: "CvT: Introducing Convolutions to Vision Transformers" (ICCV 2021), section 3 and Table 2. Each stage embeds
+its input by an overlapping convolution; inside a block, queries, keys and values come from a depth-wise 3x3
+convolution with batch norm (stride 2 for keys and values) before the usual linear maps. There are no positions. Only
+the last stage has a class token, which the convolutions leave alone.
+
+What we do differently from the released code: attention is fused, any image size and shape works, a batch of one works,
+and `forward_features` gives all tokens. Kept, because the released weights were trained with it: attention is divided
+by the root of the stage's width, not of a head's; the activation is x * sigmoid(1.702 x) (`act_layer="gelu"` is that of
+another port). The state-dict keys are the released ones.
+
+Cost at 224 (multiply-adds, as published): CvT-13 4.5 G, CvT-21 7.1 G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from timm.layers import LayerNorm, calculate_drop_path_rates, get_act_layer, global_pool_nlc
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from everytoken.models.cvt_stage import CvTStage, Embed, Size
+
+__all__ = ["CvT"]
+
+
+class CvT(nn.Module):
+    """Convolutional vision transformer with timm's protocol.
+
+    Args:
+        img_size: only sets `grid_size`, the token grid that tools may ask for; every size and shape runs.
+        num_classes, in_chans, drop_rate, proj_drop_rate, attn_drop_rate: as in timm.
+        global_pool: "token" (class token), "avg" (mean of the patch tokens) or "" (no pooling).
+        class_token: whether the last stage has one; without, global_pool is "avg".
+        embed_dims, depths, num_heads, embeds, strides_kv: one entry per stage; `embeds` is (kernel, stride, padding).
+        drop_path_rate: largest rate, reached linearly in the last stage, the other stages having none (as published);
+            or one such rate per stage.
+    """
+
+    def __init__(
+        self,
+        img_size: int | Size = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: Literal["token", "avg", ""] | None = None,
+        class_token: bool = True,
+        embed_dims: Sequence[int] = (64, 192, 384),
+        depths: Sequence[int] = (1, 2, 10),
+        num_heads: Sequence[int] = (1, 3, 6),
+        embeds: Sequence[Embed] = ((7, 4, 2), (3, 2, 1), (3, 2, 1)),
+        strides_kv: Sequence[int] = (2, 2, 2),
+        mlp_ratio: float = 4.0,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float | Sequence[float] = 0.0,
+        act_layer: str | type[nn.Module] = "quick_gelu",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        count = len(embed_dims)
+        if any(len(per_stage) != count for per_stage in (depths, num_heads, embeds, strides_kv)):
+            raise ValueError(
+                f"CvT needs one entry per stage: embed_dims has {count}, depths {len(depths)}, num_heads "
+                f"{len(num_heads)}, embeds {len(embeds)}, strides_kv {len(strides_kv)}"
+            )
+        rates = [0.0] * (count - 1) + [drop_path_rate] if isinstance(drop_path_rate, int | float) else drop_path_rate
+        self.num_classes = num_classes
+        self.num_features = self.head_hidden_size = embed_dims[-1]
+        self.num_prefix_tokens = int(class_token)
+        self.num_stages = count
+        self.embeds = tuple(embeds)
+        self.global_pool: str = self._checked_pool(global_pool)
+        self.set_input_size(img_size)
+        self.feature_info: list[dict[str, Any]] = []
+        reduction = 1
+        for i, (dim, embed) in enumerate(zip(embed_dims, embeds, strict=True)):
+            stage = CvTStage(
+                in_chans,
+                dim,
+                embed,
+                calculate_drop_path_rates(rates[i], depths[i]),
+                class_token and i == count - 1,
+                num_heads=num_heads[i],
+                mlp_ratio=mlp_ratio,
+                stride_kv=strides_kv[i],
+                proj_drop=proj_drop_rate,
+                attn_drop=attn_drop_rate,
+                act_layer=get_act_layer(act_layer),
+                **dd,
+            )
+            self.add_module(f"stage{i}", stage)
+            in_chans = dim
+            reduction *= embed[1]
+            self.feature_info.append({"num_chs": dim, "reduction": reduction, "module": f"stage{i}"})
+        self.norm = LayerNorm(in_chans, eps=1e-5, **dd)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(in_chans, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Truncated normal (0.02) for linear layers and the class token; torch's own for convolutions."""
+        self.apply(_init_linear)
+        if self.stages[-1].cls_token is not None:
+            nn.init.trunc_normal_(self.stages[-1].cls_token, std=0.02)
+
+    @property
+    def stages(self) -> list[CvTStage]:
+        """The stages in order."""
+        return [getattr(self, f"stage{i}") for i in range(self.num_stages)]
+
+    def _checked_pool(self, pool: str | None) -> str:
+        pool = ("token" if self.num_prefix_tokens else "avg") if pool is None else pool
+        if pool not in ("token", "avg", "") or (pool == "token" and not self.num_prefix_tokens):
+            raise ValueError(f"global_pool is 'token' (with a class token), 'avg' or '', not {pool!r}")
+        return pool
+
+    def set_input_size(self, img_size: int | Size) -> None:
+        """Tell the expected image size; sets `grid_size`. Weights do not depend on it."""
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
+        self.grid_size = self.dynamic_feat_size(self.img_size)
+
+    def dynamic_feat_size(self, img_size: Size) -> Size:
+        """Token grid (h, w) of the last stage for an image of (height, width)."""
+        h, w = img_size
+        for kernel, stride, padding in self.embeds:
+            h, w = (h + 2 * padding - kernel) // stride + 1, (w + 2 * padding - kernel) // stride + 1
+        return h, w
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Parameters without weight decay."""
+        return {f"stage{self.num_stages - 1}.cls_token"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Parameter groups for layer-wise learning rates: by stage if coarse, else by block."""
+        blocks = [(r"^stage(\d+)", None)] if coarse else [(r"^stage(\d+)\.blocks\.(\d+)", None), (r"^stage(\d+)", (0,))]
+        return {"stem": r"^stage0\.patch_embed", "blocks": [*blocks, (r"^norm", (99999,))]}
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass to save memory."""
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        """The classifier."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for other classes."""
+        self.num_classes = num_classes
+        self.global_pool = self._checked_pool(self.global_pool if global_pool is None else global_pool)
+        like = next(self.parameters())
+        self.head = nn.Linear(self.num_features, num_classes).to(like) if num_classes > 0 else nn.Identity()
+        _init_linear(self.head)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Grids [B, D, h, w] after the stages `indices` (last n if an int), and the final features.
+
+        Args:
+            norm: apply the final norm to the last stage's grid (the others have other widths).
+            stop_early: do not run stages after the last one asked for.
+            intermediates_only: return only the list.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"CvT gives intermediates as NCHW, not {output_fmt}")
+        take, last = feature_take_indices(self.num_stages, indices)
+        grids: list[Tensor] = []
+        tokens = x
+        for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
+            tokens, size = stage(x)
+            x = tokens[:, int(stage.cls_token is not None) :].transpose(1, 2).unflatten(2, size)
+            if i in take:
+                final = norm and i == self.num_stages - 1
+                grids.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if final else x)
+        if intermediates_only:
+            return grids
+        return (self.norm(tokens) if tokens.shape[-1] == self.num_features else tokens), grids
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop what the stages `indices` do not need."""
+        take, last = feature_take_indices(self.num_stages, indices)
+        for i in range(last + 1, self.num_stages):
+            delattr(self, f"stage{i}")
+        self.num_stages = last + 1
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images [B, C, H, W] -> normed tokens [B, prefix + h*w, D], row by row."""
+        tokens = x
+        for i, stage in enumerate(self.stages):
+            tokens, size = stage(x)
+            if i < self.num_stages - 1:
+                x = tokens.transpose(1, 2).unflatten(2, size)
+        return self.norm(tokens)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, prefix + h*w, D] -> logits [B, K], or the pooled features."""
+        x = global_pool_nlc(x, self.global_pool, num_prefix_tokens=self.num_prefix_tokens)
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def _init_linear(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Fit released weights to `model`: unwrap and drop the `module.` prefix. There are no positions to resize."""
+    for name in ("state_dict_ema", "state_dict", "model"):
+        if name in state_dict and isinstance(state_dict[name], dict):
+            state_dict = state_dict[name]
+            break
+    return {key.removeprefix("module."): value for key, value in state_dict.items()}
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": False,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "stage0.patch_embed.proj",
+        "classifier": "head",
+        "license": "mit",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs({"cvt_13": _cfg(), "cvt_21": _cfg()})
+
+
+def create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> CvT:
+    """Build a registered CvT: `defaults` of the variant, overridden by the caller's `kwargs`."""
+    out_indices = kwargs.pop("out_indices", (0, 1, 2))
+    return build_model_with_cfg(
+        CvT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **{**defaults, **kwargs},
+    )
+
+
+@register_model
+def cvt_13(pretrained: bool = False, **kwargs: Any) -> CvT:
+    """CvT-13: 20.0 M parameters."""
+    return create("cvt_13", pretrained, {"depths": (1, 2, 10)}, kwargs)
+
+
+@register_model
+def cvt_21(pretrained: bool = False, **kwargs: Any) -> CvT:
+    """CvT-21: 31.6 M parameters."""
+    return create("cvt_21", pretrained, {"depths": (1, 4, 16)}, kwargs)

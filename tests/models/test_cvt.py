@@ -1,0 +1,252 @@
+"""CvT: the published sizes, the released state dict, convolutional attention by hand, timm's protocol."""
+
+import copy
+import math
+
+import pytest
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import everytoken  # noqa: F401  (registers the models)
+from everytoken.models import TokenModel, family_of_name, probe
+from everytoken.models.cvt import CvT, checkpoint_filter_fn
+from everytoken.models.weights import load_weights
+
+TINY = {"img_size": 64, "num_classes": 5, "embed_dims": (8, 16, 24), "depths": (1, 1, 2), "num_heads": (1, 2, 3)}
+
+
+def tiny(**kwargs) -> CvT:
+    torch.manual_seed(0)
+    return timm.create_model("cvt_13", **{**TINY, **kwargs})
+
+
+def busy(model: CvT) -> CvT:
+    """Batch norms that do something in evaluation."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "keys", "gmac"),
+    [("cvt_13", 19_997_480, 459, 4.5), ("cvt_21", 31_622_696, 731, 7.1)],
+)
+def test_parameters_keys_and_multiply_adds_are_the_published_ones(name, parameters, keys, gmac):
+    with torch.device("meta"):
+        model = timm.create_model(name).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, 3, 224, 224))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(model.state_dict()) == keys
+    assert counter.get_total_flops() / 2e9 == pytest.approx(gmac, rel=0.02)
+
+
+def test_the_keys_are_those_of_the_released_weights():
+    block = [f"norm{i}.{p}" for i in (1, 2) for p in ("weight", "bias")]
+    block += [f"attn.proj{x}.{p}" for x in ("_q", "_k", "_v", "") for p in ("weight", "bias")]
+    block += [f"mlp.fc{i}.{p}" for i in (1, 2) for p in ("weight", "bias")]
+    statistics = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    for x in "qkv":
+        block += [f"attn.conv_proj_{x}.conv.weight", *[f"attn.conv_proj_{x}.bn.{p}" for p in statistics]]
+    wanted = ["norm.weight", "norm.bias", "head.weight", "head.bias", "stage2.cls_token"]
+    for stage, depth in enumerate((1, 1, 2)):
+        wanted += [f"stage{stage}.patch_embed.{m}.{p}" for m in ("proj", "norm") for p in ("weight", "bias")]
+        wanted += [f"stage{stage}.blocks.{i}.{k}" for i in range(depth) for k in block]
+    assert sorted(tiny().state_dict()) == sorted(wanted)
+
+
+@torch.no_grad()
+def test_convolutional_attention_is_what_the_paper_says_written_out():
+    model = busy(tiny(img_size=(64, 96)))
+    attention = model.stage2.blocks[0].attn
+    h, w, dim, heads = 4, 6, 24, 3
+    x = torch.randn(1, 1 + h * w, dim)
+
+    def project(name: str, stride: int) -> torch.Tensor:
+        conv, bn = getattr(attention, f"conv_proj_{name}").conv.weight, getattr(attention, f"conv_proj_{name}").bn
+        grid = torch.nn.functional.pad(x[0, 1:].reshape(h, w, dim), (0, 0, 1, 1, 1, 1))
+        tokens = [x[0, 0]]  # the class token passes by the convolution
+        for i in range(0, h, stride):
+            for j in range(0, w, stride):
+                window = grid[i : i + 3, j : j + 3]
+                value = torch.stack([(window[..., c] * conv[c, 0]).sum() for c in range(dim)])
+                tokens.append((value - bn.running_mean) / (bn.running_var + bn.eps).sqrt() * bn.weight + bn.bias)
+        return getattr(attention, f"proj_{name}")(torch.stack(tokens))
+
+    q, k, v = project("q", 1), project("k", 2), project("v", 2)
+    assert len(k) == 1 + 6
+    out = torch.zeros(len(q), dim)
+    for head in range(heads):
+        part = slice(8 * head, 8 * head + 8)
+        for i in range(len(q)):
+            score = torch.tensor([float(q[i, part] @ k[j, part]) / math.sqrt(dim) for j in range(len(k))])
+            out[i, part] = score.softmax(0) @ v[:, part]
+    assert torch.allclose(attention(x, (h, w))[0], attention.proj(out), atol=1e-5)
+
+
+@torch.no_grad()
+def test_stages_follow_each_other_and_only_the_last_has_a_class_token():
+    model = busy(tiny())
+    grid = torch.randn(1, 3, 64, 64)
+    x = grid
+    for stage in (model.stage0, model.stage1, model.stage2):
+        embedded = stage.patch_embed.proj(grid)
+        h, w = embedded.shape[2:]
+        tokens = stage.patch_embed.norm(embedded.flatten(2).transpose(1, 2))
+        if stage is model.stage2:
+            tokens = torch.cat([stage.cls_token, tokens], 1)
+        for block in stage.blocks:
+            tokens = tokens + block.attn(block.norm1(tokens), (h, w))
+            hidden = block.mlp.fc1(block.norm2(tokens))
+            tokens = tokens + block.mlp.fc2(hidden * torch.sigmoid(1.702 * hidden))
+        grid = tokens.transpose(1, 2)[..., -h * w :].reshape(1, -1, h, w)
+    assert [s.cls_token is not None for s in model.stages] == [False, False, True]
+    assert torch.allclose(model(x), model.head(model.norm(tokens[:, 0])), atol=1e-5)
+    assert torch.allclose(model.forward_features(x), model.norm(tokens), atol=1e-5)
+
+
+def test_the_timm_protocol():
+    model = busy(tiny())
+    x = torch.randn(2, 3, 64, 64)
+    features = model.forward_features(x)
+    assert features.shape == (2, 17, 24)
+    assert torch.allclose(model.forward_head(features), model(x))
+    assert model.forward_head(features, pre_logits=True).shape == (2, 24)
+    final, grids = model.forward_intermediates(x)
+    assert [tuple(g.shape) for g in grids] == [(2, 8, 16, 16), (2, 16, 8, 8), (2, 24, 4, 4)]
+    assert torch.allclose(final, features)
+    (last,) = model.forward_intermediates(x, 1, norm=True, intermediates_only=True)
+    assert torch.allclose(last.flatten(2).transpose(1, 2), features[:, 1:], atol=1e-6)
+    early = model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)
+    assert torch.equal(early[0], grids[0])
+    backbone = tiny(features_only=True, out_indices=(0, 1))
+    assert [tuple(f.shape) for f in backbone(x)] == [(2, 8, 16, 16), (2, 16, 8, 8)]
+    assert backbone.feature_info.reduction() == [4, 8]
+    assert not any("stage2" in k or "head" in k for k in backbone.state_dict())
+    with pytest.raises(ValueError, match="NLC"):
+        model.forward_intermediates(x, output_fmt="NLC")
+    assert model.get_classifier() is model.head
+    model.reset_classifier(9, "avg")
+    assert torch.allclose(model(x), model.head(model.forward_features(x)[:, 1:].mean(1)), atol=1e-6)
+    model.reset_classifier(0)
+    assert model(x).shape == (2, 24)
+
+
+def test_ordinary_arguments_work():
+    model = tiny(in_chans=1, drop_path_rate=0.2, drop_rate=0.1, attn_drop_rate=0.1, proj_drop_rate=0.1)
+    assert model(torch.randn(2, 1, 64, 64)).shape == (2, 5)
+    rates = [[getattr(b.drop_path, "drop_prob", 0.0) for b in s.blocks] for s in model.stages]
+    assert rates == [[0.0], [0.0], [0.0, pytest.approx(0.2)]]
+    each = tiny(drop_path_rate=(0.0, 0.0, 0.4), depths=(1, 1, 3))
+    assert getattr(each.stage2.blocks[1].drop_path, "drop_prob", 0.0) == pytest.approx(0.2)
+    plain = tiny(class_token=False).eval()
+    assert plain.num_prefix_tokens == 0
+    assert plain.forward_features(torch.randn(1, 3, 64, 64)).shape == (1, 16, 24)
+    assert plain.global_pool == "avg"
+    gelu = tiny(act_layer="gelu").stage0.blocks[0].mlp.act
+    assert torch.allclose(gelu(x := torch.randn(9)), torch.nn.functional.gelu(x))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"depths": (1, 1)}, "one entry per stage"),
+        ({"global_pool": "max"}, "max"),
+        ({"class_token": False, "global_pool": "token"}, "token"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**wrong)
+
+
+def test_every_image_size_works_and_the_grid_is_told():
+    model = tiny().eval()
+    assert model.grid_size == (4, 4)
+    for size in ((64, 96), (50, 70), (33, 17)):
+        model.set_input_size(size)
+        h, w = model.grid_size
+        assert model.forward_features(torch.randn(1, 3, *size)).shape == (1, 1 + h * w, 24)
+    assert tiny(img_size=(64, 96)).grid_size == (4, 6)
+
+
+def test_released_weights_load():
+    old = busy(tiny())
+    state = {f"module.{k}": v for k, v in old.state_dict().items()}
+    new = tiny(img_size=96).eval()
+    torch.nn.init.zeros_(new.head.weight)
+    new.load_state_dict(checkpoint_filter_fn(state, new), strict=True)
+    x = torch.randn(1, 3, 64, 64)
+    assert torch.equal(new(x), old(x))
+    report = load_weights(tiny(num_classes=3), {"state_dict": state})
+    assert [entry.split(" ")[0] for entry in report.left_out] == ["head.weight", "head.bias"]
+
+
+def test_weight_decay_and_layer_groups_are_known_to_timm():
+    from timm.optim import create_optimizer_v2, param_groups_layer_decay
+
+    model = tiny()
+    assert model.no_weight_decay() == {"stage2.cls_token"}
+    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
+    scale_of = {id(p): g["lr_scale"] for g in groups for p in g["params"]}
+    order = [
+        model.stage0.patch_embed.proj.weight,
+        model.stage0.blocks[0].attn.proj.weight,
+        model.stage1.blocks[0].attn.proj.weight,
+        model.stage2.blocks[0].attn.proj.weight,
+        model.stage2.blocks[1].attn.proj.weight,
+        model.head.weight,
+    ]
+    scales = [scale_of[id(p)] for p in order]
+    assert scales == sorted(set(scales))
+    assert scale_of[id(model.stage1.patch_embed.proj.weight)] == scales[2]
+    optimizer = create_optimizer_v2(model, "adamw", weight_decay=0.05)
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    assert id(model.head.weight) in decayed
+    assert id(model.stage2.cls_token) not in decayed
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model = tiny().train()
+    other = copy.deepcopy(model)
+    other.set_grad_checkpointing()
+    x = torch.randn(2, 3, 64, 64)
+    model(x).sum().backward()
+    other(x).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-5), name
+
+
+def test_attention_is_fused_and_the_model_compiles_as_one_graph():
+    model = busy(tiny())
+    x = torch.randn(2, 3, 64, 64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    assert any("scaled_dot_product" in str(op) for op in counter.get_flop_counts()["Global"])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x), model(x), atol=1e-5)
+
+
+def test_the_token_view_lies_as_the_image_does():
+    model = TokenModel(busy(tiny()), token_classes=3).eval()
+    blank = torch.zeros(1, 3, 64, 64)
+
+    def centre(row: int, column: int) -> torch.Tensor:
+        image = blank.clone()
+        image[:, :, row * 16 : row * 16 + 16, column * 16 : column * 16 + 16] = 3.0
+        response = (model(image).grid - model(blank).grid).norm(dim=-1)[0] ** 2
+        places = torch.arange(4.0) / 4
+        return torch.stack([response.sum(1) @ places, response.sum(0) @ places]) / response.sum()
+
+    with torch.no_grad():
+        down, right = centre(3, 1) - centre(0, 1), centre(1, 3) - centre(1, 0)
+    assert down[0] > max(0.02, 2 * abs(float(down[1])))
+    assert right[1] > max(0.02, 2 * abs(float(right[0])))
+    view = model(blank)
+    assert view.prefix.shape == (1, 1, 24)
+    assert view.token_logits.shape == (1, 4, 4, 3)
+    assert family_of_name("cvt_13").title == "CvT"
+    assert probe(model, (64, 96)) == (4, 6)

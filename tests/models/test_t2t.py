@@ -1,0 +1,325 @@
+"""T2T-ViT: the published sizes, the released state dict, a performer that survives half precision, timm's protocol."""
+
+import copy
+import math
+
+import pytest
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import everytoken  # noqa: F401  (registers the models)
+from everytoken.models import TokenModel, family_of_name, probe
+from everytoken.models.t2t import T2TViT, checkpoint_filter_fn, sinusoid_positions
+from everytoken.models.tokens_to_token import TokenPerformer, TokensToToken, TokenTransformer, performer
+from everytoken.models.weights import load_weights
+
+TINY = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3, "token_dim": 16}
+
+
+def tiny(name: str = "t2t_vit_7", **kwargs) -> T2TViT:
+    torch.manual_seed(0)
+    return timm.create_model(name, **{**TINY, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "parameters", "keys"),
+    [
+        ("t2t_vit_7", 224, 4_310_222, 111),
+        ("t2t_vit_10", 224, 5_889_230, 144),
+        ("t2t_vit_12", 224, 6_941_902, 166),
+        ("t2t_vit_14", 224, 21_545_550, 188),
+        ("t2t_vit_14", 384, 21_691_470, 188),  # published as 21.7 M
+        ("t2t_vit_19", 224, 39_177_422, 243),
+        ("t2t_vit_24", 224, 64_105_934, 298),
+        ("t2t_vit_t_14", 224, 21_541_070, 184),
+        ("t2t_vit_t_19", 224, 39_172_942, 239),
+        ("t2t_vit_t_24", 224, 64_101_454, 294),
+    ],
+)
+def test_parameters_and_number_of_keys_are_the_published_ones(name, size, parameters, keys):
+    with torch.device("meta"):
+        model = timm.create_model(name, img_size=size)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "gmac"),
+    [("t2t_vit_7", 1.1), ("t2t_vit_14", 4.8), ("t2t_vit_24", 13.8), ("t2t_vit_t_14", 6.1), ("t2t_vit_t_24", 15.0)],
+)
+def test_multiply_adds_are_the_published_ones(name, gmac):
+    with torch.device("meta"):
+        model = timm.create_model(name).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, 3, 224, 224))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(gmac, rel=0.015, abs=0.05)
+
+
+def test_the_keys_are_those_of_the_released_weights():
+    layer = ["norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "proj.weight", "proj.bias"]
+    of_performer = [*layer, "w", "kqv.weight", "kqv.bias", "mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"]
+    of_transformer = [
+        *[k if k.startswith("norm") else f"attn.{k}" for k in layer],
+        *["attn.qkv.weight", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight", "mlp.fc2.bias"],
+    ]
+    outer = ["cls_token", "pos_embed", "norm.weight", "norm.bias", "head.weight", "head.bias"]
+    outer += ["tokens_to_token.project.weight", "tokens_to_token.project.bias"]
+    for name, token_layer in (("t2t_vit_7", of_performer), ("t2t_vit_t_14", of_transformer)):
+        wanted = outer + [f"tokens_to_token.attention{i}.{k}" for i in (1, 2) for k in token_layer]
+        wanted += [f"blocks.{i}.{k}" for i in range(2) for k in of_transformer]
+        assert sorted(tiny(name).state_dict()) == sorted(wanted)
+
+
+def slow_performer(q, k, v, w, eps):
+    """The definition, pair by pair, in double precision."""
+    q, k, v, w = (t.double() for t in (q, k, v, w))
+    out = torch.zeros_like(v)
+    for b in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            top, bottom = torch.zeros(v.shape[2], dtype=torch.float64), 0.0
+            for j in range(k.shape[1]):
+                weight = 0.0
+                for row in w:
+                    of_query = torch.exp(row @ q[b, i] - q[b, i] @ q[b, i] / 2) / math.sqrt(len(w))
+                    weight += of_query * torch.exp(row @ k[b, j] - k[b, j] @ k[b, j] / 2) / math.sqrt(len(w))
+                top += weight * v[b, j]
+                bottom += weight
+            out[b, i] = top / (bottom + eps)
+    return out.float()
+
+
+@pytest.mark.parametrize("scale", [0.5, 4.0])
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_the_performer_is_its_definition(eps, scale):
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 2, 5, 6).unbind(0)
+    w = torch.randn(4, 6)
+    wanted = slow_performer(q * scale, k * scale, v, w, eps)
+    assert torch.allclose(performer(q * scale, k * scale, v, w, eps), wanted, atol=1e-5)
+    if scale == 4.0:  # here the released constant matters, so the two must differ
+        assert not torch.allclose(wanted, slow_performer(q * scale, k * scale, v, w, 1e-8 - eps), atol=1e-3)
+
+
+def test_the_performer_survives_large_inputs_and_half_precision():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 50, 16) * 3).unbind(0)
+    w = torch.linalg.qr(torch.randn(16, 8))[0].T * math.sqrt(8)
+    half = [t.half() for t in (q, k, v, w)]
+
+    def unsafe(t):  # exponents in half precision, as the released code has them under mixed precision
+        return torch.exp(t @ half[3].T - (t * t).sum(-1, keepdim=True) / 2)
+
+    naive = unsafe(half[0]) @ unsafe(half[1]).sum(1).unsqueeze(-1) + torch.tensor(1e-8).half()
+    assert bool((naive == 0).any())  # the denominator underflows, and the quotient is NaN
+    out = performer(*half, eps=0.0)
+    assert out.dtype == torch.float32
+    assert torch.allclose(out, performer(*(t.float() for t in half), eps=0.0))
+    for eps in (0.0, 1e-8):
+        big = [(t * 30).requires_grad_() for t in (q, k, v)]
+        out = performer(*big, w, eps)
+        out.sum().backward()
+        assert bool(torch.isfinite(out).all())
+        assert all(bool(torch.isfinite(t.grad).all()) for t in big)
+
+
+def test_under_autocast_the_performer_stays_in_single_precision():
+    layer = TokenPerformer(27, 16, drop=0.0)
+    x = torch.randn(2, 40, 27)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        k, q, v = layer.kqv(layer.norm1(x)).split(16, dim=-1)
+        assert k.dtype == torch.bfloat16
+        assert torch.equal(performer(q, k, v, layer.w), performer(q.float(), k.float(), v.float(), layer.w))
+        assert torch.allclose(layer(x), layer.float()(x), atol=0.1)
+
+
+def test_random_features_are_orthogonal_and_fixed():
+    layer = TokenPerformer(27, 16)
+    assert layer.w.shape == (8, 16)
+    assert torch.allclose(layer.w @ layer.w.T, 8 * torch.eye(8), atol=1e-4)
+    assert not layer.w.requires_grad
+
+
+@torch.no_grad()
+def test_the_token_transformer_attends_with_the_scale_of_its_input():
+    layer = TokenTransformer(27, 8).eval()
+    x = torch.randn(1, 6, 27)
+    q, k, v = (layer.norm1(x) @ layer.attn.qkv.weight.T)[0].split(8, dim=-1)
+    rows = []
+    for i in range(6):
+        weights = torch.tensor([math.exp(float(q[i] @ k[j]) / math.sqrt(27)) for j in range(6)])
+        mixed = sum(float(weights[j] / weights.sum()) * v[j] for j in range(6))
+        rows.append(v[i] + layer.attn.proj(mixed))
+    attended = torch.stack(rows)
+    assert torch.allclose(layer(x)[0], attended + layer.mlp(layer.norm2(attended)), atol=1e-5)
+
+
+def test_windows_overlap_and_lie_as_the_image_does():
+    module = TokensToToken((32, 48), embed_dim=8, token_dim=4, token_drop=0.0)
+    image = torch.randn(1, 3, 32, 48)
+
+    def windows(grid, kernel, stride, padding):
+        """[C, H, W] -> [h, w, C * kernel * kernel], one window after the other."""
+        padded = torch.nn.functional.pad(grid, (padding,) * 4)
+        h, w = ((n + 2 * padding - kernel) // stride + 1 for n in grid.shape[1:])
+        rows = [
+            [padded[:, stride * i : stride * i + kernel, stride * j : stride * j + kernel].flatten() for j in range(w)]
+            for i in range(h)
+        ]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    grid = image[0]
+    for i, split in enumerate(module.splits, start=1):
+        cut = windows(grid, *split)
+        if i < 3:
+            layer = getattr(module, f"attention{i}")
+            grid = layer(cut.flatten(0, 1).unsqueeze(0))[0].reshape(*cut.shape[:2], -1).permute(2, 0, 1)
+    wanted = module.project(cut)
+    assert wanted.shape == (2, 3, 8)
+    assert torch.allclose(module(image)[0], wanted.flatten(0, 1), atol=1e-5)
+
+
+def test_positions_are_sinusoids_and_are_not_trained():
+    table = sinusoid_positions(5, 6)
+    for p in range(5):
+        for c in range(6):
+            angle = p / 10000 ** (2 * (c // 2) / 6)
+            assert float(table[0, p, c]) == pytest.approx(math.sin(angle) if c % 2 == 0 else math.cos(angle), abs=1e-6)
+    model = tiny()
+    assert torch.equal(model.pos_embed, sinusoid_positions(17, 48))
+    assert not model.pos_embed.requires_grad
+    assert {"pos_embed", "cls_token"} <= model.no_weight_decay()
+
+
+@pytest.mark.parametrize("name", ["t2t_vit_7", "t2t_vit_t_14"])
+def test_the_timm_protocol(name):
+    model = tiny(name).eval()
+    x = torch.randn(2, 3, 64, 64)
+    features = model.forward_features(x)
+    assert features.shape == (2, 17, 48)
+    assert torch.allclose(model.forward_head(features), model(x))
+    assert model.forward_head(features, pre_logits=True).shape == (2, 48)
+    final, intermediates = model.forward_intermediates(x)
+    assert [tuple(i.shape) for i in intermediates] == [(2, 48, 4, 4)] * 2
+    assert torch.allclose(final, features)
+    assert [tuple(f.shape) for f in tiny(name, features_only=True, out_indices=(0, 1))(x)] == [(2, 48, 4, 4)] * 2
+    assert model.get_classifier() is model.head
+    model.reset_classifier(9, "avg")
+    assert model(x).shape == (2, 9)
+    assert torch.allclose(model(x), model.head(model.forward_features(x)[:, 1:].mean(1)), atol=1e-6)
+    model.reset_classifier(0)
+    assert model(x).shape == (2, 48)
+
+
+def test_ordinary_arguments_work():
+    model = tiny(img_size=(64, 96), in_chans=1, global_pool="avg", drop_path_rate=0.2)
+    assert model(torch.randn(2, 1, 64, 96)).shape == (2, 5)
+    assert [getattr(b.drop_path1, "drop_prob", 0.0) for b in model.blocks] == pytest.approx([0.0, 0.2])
+    assert [m.p for m in model.tokens_to_token.modules() if isinstance(m, torch.nn.Dropout)] == [0.1] * 4
+    quiet = tiny(token_drop=0.0).train()
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.allclose(quiet(x), quiet(x))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"patch_size": 8}, "patch_size=8"), ({"tokens": "conv"}, "conv"), ({"dynamic_img_pad": True}, "pad")],
+)
+def test_arguments_that_make_no_sense_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**wrong)
+
+
+def test_the_input_size_can_change_and_positions_follow_but_stay_fixed():
+    model = tiny()
+    model.set_input_size((96, 128))
+    assert model.pos_embed.shape == (1, 1 + 6 * 8, 48)
+    assert not model.pos_embed.requires_grad
+    assert model(torch.randn(1, 3, 96, 128)).shape == (1, 5)
+    with pytest.raises(AssertionError, match="set_input_size"):
+        model(torch.randn(1, 3, 64, 64))
+    any_size = tiny(dynamic_img_size=True).eval()
+    assert any_size(torch.randn(1, 3, 32, 80)).shape == (1, 5)
+    assert torch.allclose(any_size(x := torch.randn(1, 3, 64, 64)), tiny().eval()(x), atol=1e-6)
+
+
+def test_odd_sizes_have_the_grid_that_the_windows_make():
+    model = tiny(img_size=(50, 70)).eval()
+    h, w = model.patch_embed.grid_size
+    assert (h, w) == (3, 5)
+    assert model.forward_features(torch.randn(1, 3, 50, 70)).shape == (1, 1 + h * w, 48)
+
+
+def test_released_weights_load_and_positions_are_resized():
+    old = tiny()
+    torch.nn.init.normal_(old.pos_embed)  # so that resampling is seen
+    state = {"state_dict_ema": {f"module.{k}": v for k, v in old.state_dict().items()}, "epoch": 3}
+    new = tiny(img_size=96)
+    fitted = checkpoint_filter_fn(copy.deepcopy(state), new)
+    assert new.load_state_dict(fitted, strict=True)
+    grid = old.pos_embed[:, 1:].reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
+    bigger = torch.nn.functional.interpolate(grid, size=(6, 6), mode="bicubic").flatten(2).transpose(1, 2)
+    assert torch.allclose(new.pos_embed[:, 1:], bigger, atol=1e-5)
+    report = load_weights(tiny(num_classes=3), state)
+    assert [entry.split(" ")[0] for entry in report.left_out] == ["head.weight", "head.bias"]
+
+
+def test_weight_decay_and_layer_groups_are_known_to_timm():
+    from timm.optim import create_optimizer_v2, param_groups_layer_decay
+
+    model = tiny()
+    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
+    assert len({g["lr_scale"] for g in groups}) == 4  # tokens_to_token, two blocks, head
+    smallest = min(groups, key=lambda g: g["lr_scale"])["lr_scale"]
+    stem = {id(p) for g in groups if g["lr_scale"] == smallest for p in g["params"]}
+    assert id(model.tokens_to_token.project.weight) in stem
+    trained = {id(p) for g in create_optimizer_v2(model, "adamw").param_groups for p in g["params"]}
+    assert id(model.pos_embed) not in trained
+    assert id(model.tokens_to_token.attention1.w) not in trained
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model = tiny().eval()
+    other = copy.deepcopy(model)
+    other.set_grad_checkpointing()
+    x = torch.randn(2, 3, 64, 64)
+    model(x).sum().backward()
+    other(x).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        if p.requires_grad:
+            assert torch.allclose(p.grad, q[1].grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["t2t_vit_7", "t2t_vit_t_14"])
+def test_attention_is_fused_and_the_model_compiles_as_one_graph(name):
+    model = tiny(name).eval()
+    x = torch.randn(2, 3, 64, 64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    assert any("scaled_dot_product" in str(op) for op in counter.get_flop_counts()["Global"])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t2t_vit_7", "t2t_vit_t_14"])
+def test_the_token_view_lies_as_the_image_does(name):
+    model = TokenModel(tiny(name), token_classes=3).eval()
+    blank = torch.zeros(1, 3, 64, 64)
+
+    def centre(row: int, column: int) -> torch.Tensor:
+        image = blank.clone()
+        image[:, :, row * 16 : row * 16 + 16, column * 16 : column * 16 + 16] = 3.0
+        response = (model(image).grid - model(blank).grid).norm(dim=-1)[0] ** 2
+        places = torch.arange(4.0) / 4
+        return torch.stack([response.sum(1) @ places, response.sum(0) @ places]) / response.sum()
+
+    with torch.no_grad():
+        down, right = centre(3, 1) - centre(0, 1), centre(1, 3) - centre(1, 0)
+    assert down[0] > max(0.02, 2 * abs(float(down[1])))
+    assert right[1] > max(0.02, 2 * abs(float(right[0])))
+    view = model(blank)
+    assert view.prefix.shape == (1, 1, 48)
+    assert view.token_logits.shape == (1, 4, 4, 3)
+    assert model.can_mix_tokens
+    assert family_of_name(name).title == "T2T-ViT"
+    assert probe(TokenModel(tiny(name, img_size=(64, 96))), (64, 96)) == (4, 6)
