@@ -1,0 +1,178 @@
+"""The one resampler: source pixels to the network's input through one affine map, with anti-aliasing.
+
+All geometric steps of a sample (EXIF rotation, crop, resize, flips, rotate, shear, translate) arrive as one matrix.
+- If the network sees an upright rectangle inside the image (about three of four samples), that rectangle is cut out
+  and resized with an anti-aliasing filter; flips are nearly free. Its edges are first moved to whole stored pixels (by
+  at most half an output pixel), and the matrix that was really used is returned: pixels and placement always agree.
+- Otherwise the visible part is first reduced to about the network's resolution with the same filter, and then sampled
+  once, bilinearly. For bicubic samples the middle image is 1.5 times finer, which keeps the sharpness. Where the scale
+  is near 1, sampling goes straight to the source.
+
+Content that a rotation or shift brings in from beyond the crop is real image content; only what lies outside the
+source image gets the fill colour. timm fills everything beyond the crop, but then a token could see the fill where its
+score map has a label; here pixels and map show the same thing everywhere.
+
+Cost at 224 px from a 450 x 350 crop, one core: resize 0.3 ms (torch's uint8 kernels; Pillow takes 1.5 ms), warp 0.8 ms
+more for any number of steps (Pillow 1.3 ms bilinear, 3.5 ms bicubic, for each step). Measured against an
+8 times supersampled reference, the result is as good as resizing and then rotating with Pillow for bilinear samples and
+better for bicubic ones (+4 dB on a photo).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from everytoken.data.decode import Picture
+from everytoken.data.placement import Affine, compose, invert
+
+_MARGIN = 2  # middle-image pixels beyond the visible part, so that interpolation never sees a false edge
+_STRAIGHT = 1.25  # source pixels per output pixel up to which a bilinear warp needs no reduction first
+_FINER = 1.5  # how much finer than the output the middle image of a bicubic sample is
+
+
+def render(
+    picture: Picture, matrix: Affine, size: tuple[int, int], *, bicubic: bool, fill: tuple[int, int, int]
+) -> tuple[np.ndarray, Affine]:
+    """What the network sees.
+
+    Args:
+        picture: the source; decoded here, as far as needed.
+        matrix: [2, 3], output pixel position -> upright source pixel position (continuous coordinates).
+        size: (height, width) of the output.
+        bicubic: the filter; bilinear otherwise.
+        fill: colour of what lies outside the source image.
+
+    Returns:
+        uint8 [height, width, 3], and the matrix that was really used (within half an output pixel of the wanted one).
+    """
+    raw = compose(picture.to_raw, matrix)
+    (a, b, _), (d, e, _) = raw.tolist()
+    per_pixel = math.hypot(a, b), math.hypot(d, e)  # stored pixels per output pixel, along stored x and y
+    reduce = picture.reduction(min(per_pixel))
+    if (b == 0 and d == 0) or (a == 0 and e == 0):
+        made = _cut(picture, raw, size, reduce, bicubic)
+        if made is not None:
+            pixels, used = made
+            return pixels, compose(invert(picture.to_raw), used) if picture.turned else used
+    return _warp(picture, raw, size, per_pixel, reduce, bicubic, fill), matrix
+
+
+def resize(pixels: torch.Tensor, size: tuple[int, int], bicubic: bool) -> torch.Tensor:
+    """Anti-aliased resize of uint8 [h, w, 3] to (height, width).
+
+    Equal to Pillow's filters to one grey level, a little more at a few pixels if one side grows and the other shrinks
+    (the order of the two passes differs, and bicubic overshoots are clipped in between).
+    """
+    if tuple(pixels.shape[:2]) == size:
+        return pixels
+    h, w, _ = pixels.shape
+    # The batch stride is spelt out because torch looks at it to recognise channels_last, its fast path here.
+    image = torch.as_strided(pixels, (1, 3, h, w), (h * w * 3, 1, w * 3, 3))
+    mode = "bicubic" if bicubic else "bilinear"
+    return F.interpolate(image, size, mode=mode, antialias=True)[0].permute(1, 2, 0)
+
+
+class _Shared:
+    """The memory of a read-only array, declared writeable: torch warns about read-only arrays, and a copy costs 5 %."""
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        self.keep = pixels
+        self.__array_interface__ = {**pixels.__array_interface__, "data": (pixels.ctypes.data, False)}
+
+
+def _tensor(pixels: np.ndarray) -> torch.Tensor:
+    """A tensor on the array's memory, not to be written to."""
+    return torch.from_numpy(np.asarray(_Shared(pixels)))
+
+
+def _cut(
+    picture: Picture, raw: Affine, size: tuple[int, int], reduce: int, bicubic: bool
+) -> tuple[np.ndarray, Affine] | None:
+    """Cut out and resize an upright rectangle, or None if it is not inside the image."""
+    height, width = size
+    (a, b, c), (d, e, f) = raw.tolist()
+    x = _snap(c, c + a * width + b * height, picture.raw_size[0], reduce)
+    y = _snap(f, f + d * width + e * height, picture.raw_size[1], reduce)
+    if x is None or y is None:
+        return None
+    turned = a == 0
+    pixels = _tensor(picture.region((min(x), min(y), max(x), max(y)), reduce))
+    out = resize(pixels, (width, height) if turned else size, bicubic)
+    if turned:
+        out = out.permute(1, 0, 2)  # now rows run along stored x
+    flips = [k for k, backwards in enumerate((y[0] > y[1], x[0] > x[1])) if backwards]
+    if turned:
+        flips = [1 - k for k in flips]
+    if flips:
+        out = out.flip(flips)
+    dx, dy = x[1] - x[0], y[1] - y[0]
+    if turned:
+        used = np.array([[0.0, dx / height, x[0]], [dy / width, 0.0, y[0]]])
+    else:
+        used = np.array([[dx / width, 0.0, x[0]], [0.0, dy / height, y[0]]])
+    return (out.clone() if out is pixels else out.contiguous()).numpy(), used
+
+
+def _snap(start: float, end: float, limit: int, step: int) -> tuple[int, int] | None:
+    """Move an interval's ends to multiples of `step`; None if it is not inside 0..limit. The direction is kept."""
+    low, high = min(start, end), max(start, end)
+    if low < -0.5 or high > limit + 0.5:
+        return None
+    last = limit // step * step
+    first = min(max(round(low / step), 0) * step, last - step)
+    second = max(min(round(high / step) * step, last), first + step)
+    return (first, second) if start < end else (second, first)
+
+
+def _warp(
+    picture: Picture,
+    raw: Affine,
+    size: tuple[int, int],
+    per_pixel: tuple[float, float],
+    reduce: int,
+    bicubic: bool,
+    fill: tuple[int, int, int],
+) -> np.ndarray:
+    """Reduce the visible part to about the output's resolution, then sample it once."""
+    height, width = size
+    origin, scale = [0, 0], [1.0, 1.0]  # middle-image pixel = (stored pixel - origin) * scale, for x and y
+    box, middle, outside = [0, 0, 0, 0], [1, 1], False
+    for k in range(2):
+        p, q, r = raw[k].tolist()
+        ends = (r, r + p * width, r + q * height, r + p * width + q * height)
+        step = per_pixel[k] if bicubic or per_pixel[k] > _STRAIGHT else 1.0
+        if bicubic:
+            step /= _FINER
+        margin = _MARGIN * max(step, reduce)
+        last = -(-picture.raw_size[k] // reduce) * reduce
+        low = max(math.floor((min(ends) - margin) / reduce) * reduce, 0)
+        high = min(math.ceil((max(ends) + margin) / reduce) * reduce, last)
+        if high <= low:  # nothing of the image is in view
+            return np.broadcast_to(np.array(fill, dtype=np.uint8), (height, width, 3)).copy()
+        middle[k] = max(round((high - low) / max(step, reduce if not bicubic else 0)), 1)
+        origin[k], scale[k] = low, middle[k] / (high - low)
+        outside = outside or min(ends) < 0 or max(ends) > picture.raw_size[k]
+        box[k], box[k + 2] = low, high
+    pixels = resize(_tensor(picture.region((box[0], box[1], box[2], box[3]), reduce)), (middle[1], middle[0]), bicubic)
+
+    source = torch.as_strided(pixels.to(torch.float32), (1, 3, middle[1], middle[0]), (0, 1, 3 * middle[0], 3))
+    grid = np.empty((1, height, width, 2), dtype=np.float32)
+    across, down = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)
+    for k in range(2):
+        p, q, r = raw[k].tolist()
+        unit = 2 * scale[k] / middle[k]  # the sampler's coordinates run from -1 to 1
+        r = (r + 0.5 * (p + q) - origin[k]) * unit - 1
+        np.add((across * (p * unit))[None], (down * (q * unit) + r)[:, None], out=grid[0, :, :, k])
+    sampled = F.grid_sample(source, torch.from_numpy(grid), mode="bilinear", padding_mode="border", align_corners=False)
+    planes = sampled[0].add_(0.5).numpy().astype(np.uint8)
+    if outside:
+        beyond = (np.abs(grid[0]) > 1).any(-1)
+        for plane, value in zip(planes, fill, strict=True):
+            plane[beyond] = value
+    # Pillow interleaves planes several times faster than a strided copy does
+    return np.array(Image.merge("RGB", [Image.fromarray(plane) for plane in planes]))

@@ -1,0 +1,271 @@
+"""The training view has timm's distribution, and its parts mean what timm's mean."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+from timm.data import auto_augment as timm_aa
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import ColorJitter
+
+from everytoken.data import colour, keyed, randaugment
+from everytoken.data.augment import AugmentConfig, TrainTransform, random_crop
+from everytoken.data.erase import erase
+from everytoken.errors import EverytokenError
+
+
+def photo(size=(60, 40), key=0):
+    noise = keyed.generator(key, "photo").integers(0, 256, (size[1] // 4 + 1, size[0] // 4 + 1, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+STRINGS = [
+    "rand-m9-mstd0.5-inc1",
+    "rand-n3-m9-mstd0.5-inc1",
+    "rand-m7-n4-p0.7-mstd1-mmax12",
+    "rand-m5-mstd101-inc1",
+    "rand-m9-tweights",
+    "rand-m9-t3a-n1-p1",
+    "rand-m9-t3aw-mstd0.5",
+    "rand",
+]
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_a_string_means_what_it_means_to_timm(text):
+    hparams = {"translate_const": 100, "img_mean": (124, 116, 104)}
+    theirs, ours = timm_aa.rand_augment_transform(text, hparams), randaugment.parse(text)
+    assert [op.name for op in theirs.ops] == list(ours.names)
+    assert theirs.num_layers == ours.count
+    if theirs.choice_weights is None:
+        assert ours.weights is None
+    else:
+        assert np.allclose(theirs.choice_weights, ours.weights)
+    for op in theirs.ops:
+        assert (op.prob, op.magnitude, op.magnitude_std) == (ours.prob, ours.magnitude, ours.std)
+        assert (op.magnitude_max or 10) == ours.top
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_each_magnitude_gives_the_arguments_that_timm_gives(sign, monkeypatch):
+    monkeypatch.setattr(timm_aa, "_randomly_negate", lambda value: sign * value)
+    for name, ours in randaugment.LEVELS.items():
+        theirs = timm_aa.LEVEL_TO_ARG[name] or (lambda level, hparams: ())
+        for level in np.linspace(0, 10, 41).tolist():
+            assert ours(level, sign) == pytest.approx(theirs(level, {})), (name, level)
+
+
+def test_the_drawn_steps_have_timms_frequencies_and_magnitudes():
+    policy = randaugment.parse("rand-m9-mstd0.5-inc1")
+    steps = [step for i in range(6000) for step in policy.draw(keyed.generator(0, i))]
+    assert len(steps) / 6000 == pytest.approx(2 * 0.5, abs=0.03)
+    names = [name for name, _ in steps]
+    for name in policy.names:
+        assert names.count(name) / len(names) == pytest.approx(1 / 15, abs=0.012)
+    turns = np.array([values[0] for name, values in steps if name == "Rotate"])
+    assert (turns > 0).mean() == pytest.approx(0.5, abs=0.08)
+    random.seed(0)
+    levels = [min(10, max(0, random.gauss(9, 0.5))) * 3 for _ in range(6000)]
+    assert np.abs(turns).mean() == pytest.approx(np.mean(levels), abs=0.2)
+    assert np.abs(turns).std() == pytest.approx(np.std(levels), abs=0.2)
+    assert np.abs(turns).max() <= 30
+
+
+def test_weighted_sets_are_drawn_without_replacement_by_weight():
+    policy = randaugment.parse("rand-m9-p1-t3aw-n2")
+    drawn = [[name for name, _ in policy.draw(keyed.generator(0, i))] for i in range(3000)]
+    assert all(len(set(pair)) == 2 for pair in drawn)
+    first = [pair[0] for pair in drawn]
+    assert first.count("Desaturate") / 3000 == pytest.approx(6 / 33, abs=0.03)
+
+
+@pytest.mark.parametrize("name", [n for n in randaugment.LEVELS if n in randaugment.GEOMETRIC])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_geometric_steps_are_pillows_transforms(name, sign):
+    image = photo((80, 50))
+    (value,) = randaugment.LEVELS[name](7.0, sign)
+    theirs = timm_aa.NAME_TO_OP[name](image, value, resample=Image.Resampling.BILINEAR, fillcolor=(1, 2, 3))
+    m = randaugment.matrix((name, (value,)), image.size)
+    ours = image.transform(
+        image.size, Image.Transform.AFFINE, m.ravel().tolist(), Image.Resampling.BILINEAR, fillcolor=(1, 2, 3)
+    )
+    assert np.abs(np.asarray(theirs).astype(int) - np.asarray(ours)).mean() < 0.05
+
+
+@pytest.mark.parametrize("name", [n for n in randaugment.LEVELS if n not in randaugment.GEOMETRIC])
+@pytest.mark.parametrize("level", [0.0, 3.3, 9.0])
+def test_colour_steps_are_timms(name, level):
+    image = photo((80, 50))
+    arguments = randaugment.LEVELS[name](level, 1)
+    ours = np.asarray(colour.OPERATIONS[name](image, *arguments)).astype(int)
+    if name.startswith("Posterize") and arguments == (0,):  # Pillow 13 refuses what was black before
+        assert (ours == 0).all()
+        return
+    theirs = np.asarray(timm_aa.NAME_TO_OP[name](image, *arguments))
+    assert np.abs(ours - theirs).max() <= (1 if name.startswith("Sharpness") else 0)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.1, 1.0, 1.9])
+def test_sharpness_equals_pillows_to_one_level_borders_included(factor):
+    noise = Image.fromarray(keyed.generator(0, "n").integers(0, 256, (30, 20, 3), dtype=np.uint8))
+    theirs = np.asarray(ImageEnhance.Sharpness(noise).enhance(factor)).astype(int)
+    assert np.abs(np.asarray(colour.sharpness(noise, factor)) - theirs).max() <= 1
+    thin = noise.crop((0, 0, 2, 30))
+    assert colour.sharpness(thin, factor).size == (2, 30)
+
+
+def test_every_operation_of_every_set_works_on_an_image():
+    image = photo()
+    for text in STRINGS:
+        for name in randaugment.parse(text).names:
+            arguments = randaugment.LEVELS[name](10.0, -1)
+            if name in randaugment.GEOMETRIC:
+                assert randaugment.matrix((name, arguments), image.size).shape == (2, 3)
+            else:
+                assert colour.OPERATIONS[name](image, *arguments).size == image.size
+
+
+@pytest.mark.parametrize("text", ["original", "augmix-m5", "rand-x3", "rand-m9-tnone", "rand-m9-p3", "rand-mstd"])
+def test_a_wrong_string_is_refused_with_the_section_that_is_wrong(text):
+    with pytest.raises(EverytokenError, match="aa: "):
+        AugmentConfig(aa=text)
+
+
+def test_colour_jitter_draws_torchvisions_ranges_in_random_order():
+    strength = (0.4, 0.3, 2.0, 0.1)
+    reference = ColorJitter(*strength)
+    drawn = [colour.jitter(strength, keyed.generator(1, i)) for i in range(800)]
+    for name, limits in zip(
+        ("Brightness", "Contrast", "Color", "Hue"),
+        (reference.brightness, reference.contrast, reference.saturation, reference.hue),
+        strict=True,
+    ):
+        values = [dict(d)[name] for d in drawn]
+        assert min(values) == pytest.approx(limits[0], abs=0.02)
+        assert max(values) == pytest.approx(limits[1], abs=0.02)
+    assert len({tuple(name for name, _ in d) for d in drawn}) == 24
+    assert [name for name, _ in colour.jitter((0.4, 0, 0), keyed.generator(0))] == ["Brightness"]
+
+
+def test_hue_turns_as_torchvision_does():
+    from torchvision.transforms.functional import adjust_hue
+
+    for shift in (-0.3, 0.0, 0.1, 0.5):
+        ours = np.asarray(colour.hue(photo(), shift)).astype(int)
+        assert np.abs(ours - np.asarray(adjust_hue(photo(), shift))).max() <= 8  # one step of 256 hues
+
+
+@pytest.mark.parametrize("size", [(640, 480), (100, 400), (2000, 90), (7, 7)])
+def test_crops_have_timms_distribution(size):
+    image = Image.new("L", size)
+    random.seed(1)
+    limits = ((0.08, 1.0), (3 / 4, 4 / 3))
+    theirs = np.array([RandomResizedCropAndInterpolation.get_params(image, *limits) for _ in range(3000)], float)
+    theirs = theirs[:, [1, 0, 3, 2]]  # left, top, width, height
+    ours = np.array([random_crop(size, *limits, keyed.generator(0, i)) for i in range(3000)], float)
+    scale = np.array([size[0], size[1]] * 2)
+    for statistic in (np.mean, np.std, lambda a, axis: np.quantile(a, 0.1, axis=axis)):
+        assert np.abs(statistic(theirs / scale, axis=0) - statistic(ours / scale, axis=0)).max() < 0.03
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, :2] + ours[:, 2:] <= size).all()
+    assert (ours[:, 2:] >= 1).all()
+
+
+def test_erasing_has_timms_distribution_and_reports_its_rectangles():
+    random.seed(2)
+    reference = RandomErasing(0.6, mode="const", max_count=3, device="cpu")
+    theirs, ours, reported = [], [], []
+    for i in range(1500):
+        theirs.append((reference(torch.ones(3, 40, 60)) == 0)[0].float().mean().item())
+        pixels = np.full((40, 60, 3), 255, np.uint8)
+        boxes = erase(
+            pixels, keyed.generator(0, i), prob=0.6, mode="const", count=3, mean=(0.1, 0.1, 0.1), std=(1, 1, 1)
+        )
+        gone = pixels[..., 0] != 255
+        mask = np.zeros_like(gone)
+        for x0, y0, x1, y1 in boxes:
+            mask[round(y0 * 40) : round(y1 * 40), round(x0 * 60) : round(x1 * 60)] = True
+        reported.append(np.array_equal(mask, gone))
+        ours.append(gone.mean())
+    assert all(reported)
+    assert np.mean(ours) == pytest.approx(np.mean(theirs), abs=0.012)
+    assert np.std(ours) == pytest.approx(np.std(theirs), abs=0.012)
+    assert np.mean(np.array(ours) == 0) == pytest.approx(0.4, abs=0.04)
+
+
+def test_erased_pixels_have_the_noise_that_normalises_to_a_unit_normal():
+    pixels = np.zeros((200, 200, 3), np.uint8)
+    mean, std = (0.5, 0.4, 0.6), (0.1, 0.12, 0.08)
+    boxes = erase(pixels, keyed.generator(4), prob=1.0, mode="pixel", count=1, mean=mean, std=std)
+    (x0, y0, x1, y1) = (round(v * 200) for v in boxes[0])
+    patch = (pixels[y0:y1, x0:x1] / 255 - mean) / std
+    assert np.abs(patch.mean((0, 1))).max() < 0.1
+    assert np.abs(patch.std((0, 1)) - 1).max() < 0.1
+    one = np.zeros((200, 200, 3), np.uint8)
+    ((x0, y0, x1, y1),) = erase(one, keyed.generator(4), prob=1.0, mode="rand", count=1, mean=mean, std=std)
+    patch = one[round(y0 * 200) : round(y1 * 200), round(x0 * 200) : round(x1 * 200)]
+    assert len(np.unique(patch.reshape(-1, 3), axis=0)) == 1
+
+
+def test_the_same_key_gives_the_same_view_and_another_key_another():
+    transform = TrainTransform(AugmentConfig(img_size=48, aa="rand-m9-mstd0.5-inc1", reprob=0.5))
+    image = photo((90, 70))
+    random.seed(0)
+    np.random.seed(0)
+    views = [transform.view(image, keyed.generator(7, key)) for key in (1, 1, 2)]
+    assert np.array_equal(views[0].pixels, views[1].pixels)
+    assert np.array_equal(views[0].placement, views[1].placement)
+    assert views[0].erased == views[1].erased
+    assert not np.array_equal(views[0].pixels, views[2].pixels)
+
+
+def test_no_global_generator_is_touched():
+    transform = TrainTransform(AugmentConfig(img_size=48, aa="rand-m9-mstd0.5-inc1", reprob=1.0))
+    before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    for key in range(10):
+        transform(photo((90, 70)), keyed.generator(7, key))
+    assert random.getstate() == before[0]
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_probabilities_of_flips_are_kept():
+    image = Image.new("RGB", (40, 40))
+    image.paste((255, 255, 255), (0, 0, 20, 20))
+    config = AugmentConfig(img_size=16, scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.25, vflip=0.6, color_jitter=None)
+    corners = [TrainTransform(config)(image, keyed.generator(0, i))[0] for i in range(800)]
+    assert np.mean([c[:, :8].mean() < c[:, 8:].mean() for c in corners]) == pytest.approx(0.25, abs=0.05)
+    assert np.mean([c[:8].mean() < c[8:].mean() for c in corners]) == pytest.approx(0.6, abs=0.05)
+
+
+def test_colour_jitter_is_off_with_randaugment_and_on_without_as_in_timm():
+    assert TrainTransform(AugmentConfig(aa="rand-m9")).jitter is None
+    assert TrainTransform(AugmentConfig(aa="rand-m9-t3a")).jitter == (0.4, 0.4, 0.4)
+    assert TrainTransform(AugmentConfig(color_jitter=(0.1, 0.2, 0.3, 0.05))).jitter == (0.1, 0.2, 0.3, 0.05)
+    assert TrainTransform(AugmentConfig(color_jitter=None)).jitter is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("img_size", 0), ("scale", (0.5, 0.2)), ("scale", (0.0, 1.0)), ("ratio", (0.0, 1.0)), ("hflip", 1.5),
+        ("remode", "noise"), ("train_interpolation", "lanczos"), ("interpolation", "cubic"), ("crop_pct", 0.0),
+        ("crop_mode", "centre"), ("recount", 0), ("std", (0.0, 1.0, 1.0)), ("color_jitter", (0.1, 0.2)),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, value):
+    with pytest.raises(EverytokenError, match=field):
+        AugmentConfig(**{field: value})
+
+
+def test_the_crop_of_the_view_is_the_crop_that_the_placement_says():
+    config = AugmentConfig(img_size=24, hflip=0.0, color_jitter=None)
+    for i in range(100):
+        _, placement = TrainTransform(config)(photo((100, 80)), keyed.generator(0, i))
+        x, y, w, h = random_crop((100, 80), config.scale, config.ratio, keyed.generator(0, i))
+        assert np.allclose(placement, [[w / 100, 0, x / 100], [0, h / 80, y / 80]])

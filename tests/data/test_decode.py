@@ -1,0 +1,210 @@
+"""Odd images: handled as documented, or refused by name."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from everytoken.data import keyed
+from everytoken.data.augment import AugmentConfig, TrainTransform
+from everytoken.data.decode import ImageError, Picture, to_rgb
+from everytoken.data.evaluation import EvalTransform
+
+SIZE = (60, 40)
+
+
+def photo(size=SIZE, key=0):
+    noise = keyed.generator(key, "photo").integers(0, 256, (size[1] // 4 + 1, size[0] // 4 + 1, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+def encode(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def views(data):
+    """Both transforms work on it and give the right shape."""
+    train, _ = TrainTransform(AugmentConfig(img_size=32, aa="rand-m9-mstd0.5-inc1"))(Picture(data), keyed.generator(1))
+    evaluated, _ = EvalTransform(AugmentConfig(img_size=32))(Picture(data))
+    assert train.shape == evaluated.shape == (32, 32, 3)
+    assert train.dtype == evaluated.dtype == np.uint8
+    return evaluated
+
+
+def test_grey_one_bit_palette_and_cmyk_become_rgb():
+    image = photo()
+    for mode, kind in (("L", "PNG"), ("L", "JPEG"), ("1", "PNG"), ("P", "GIF"), ("P", "PNG"), ("CMYK", "JPEG")):
+        changed = image.convert(mode)
+        upright = Picture(encode(changed, kind)).upright()
+        assert upright.mode == "RGB"
+        want = np.asarray(changed.convert("RGB")).astype(int)
+        assert np.abs(np.asarray(upright) - want).mean() < 6, (mode, kind)  # JPEG is lossy
+        views(encode(changed, kind))
+
+
+def test_transparency_is_composited_over_white_or_black_or_dropped():
+    clear = Image.new("RGBA", SIZE, (200, 0, 0, 0))
+    clear.paste((0, 0, 200, 255), (0, 0, 30, 40))
+    data = encode(clear, "PNG")
+    for alpha, want in (("white", (255, 255, 255)), ("black", (0, 0, 0)), ("drop", (200, 0, 0))):
+        pixels = np.asarray(Picture(data, alpha=alpha).upright())
+        assert tuple(pixels[20, 50]) == want
+        assert tuple(pixels[20, 10]) == (0, 0, 200)
+    views(data)
+
+
+def test_transparency_of_palettes_and_grey_images_counts_too():
+    palette = Image.new("P", SIZE, 0)
+    palette.putpalette([10, 20, 30, 200, 0, 0])
+    palette.paste(1, (0, 0, 30, 40))
+    pixels = np.asarray(Picture(encode(palette, "PNG", transparency=0)).upright())
+    assert tuple(pixels[20, 50]) == (255, 255, 255)
+    assert tuple(pixels[20, 10]) == (200, 0, 0)
+    grey = Image.new("LA", SIZE, (50, 0))
+    assert (np.asarray(Picture(encode(grey, "PNG")).upright()) == 255).all()
+
+
+def test_sixteen_bit_grey_is_scaled_not_clipped():
+    ramp = np.linspace(0, 65535, 60 * 40).reshape(40, 60).astype(np.uint16)
+    for kind in ("PNG", "TIFF"):
+        pixels = np.asarray(Picture(encode(Image.fromarray(ramp), kind)).upright())
+        assert np.abs(pixels[..., 0] - ramp / 257.0).max() <= 0.5
+        views(encode(Image.fromarray(ramp), kind))
+
+
+def test_floats_and_wide_integers_are_refused_by_name_even_if_a_crop_would_pass():
+    for array in (np.ones((40, 60), np.float32), np.pad(np.ones((39, 60), np.int32), ((1, 0), (0, 0))) * 70000):
+        data = encode(Image.fromarray(array), "TIFF")
+        with pytest.raises(ImageError, match=r"strange\.tif.*Convert"):
+            Picture(data, "strange.tif").upright()
+        with pytest.raises(ImageError, match=r"strange\.tif"):
+            Picture(data, "strange.tif").region((0, 0, 4, 1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_rotation_is_applied(orientation, kind):
+    image = photo()
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    data = encode(image, kind, exif=tags)
+    want = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    picture = Picture(data)
+    assert picture.size == want.size
+    assert np.array_equal(np.asarray(picture.upright()), np.asarray(want))
+
+
+def test_damaged_exif_is_no_reason_to_refuse_the_pixels():
+    data = encode(photo(), "JPEG", exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff garbage")
+    assert Picture(data).size == SIZE
+    views(data)
+
+
+def test_of_an_animation_the_first_frame_is_taken():
+    frames = [Image.new("RGB", SIZE, colour) for colour in ("red", "green", "blue")]
+    for kind in ("GIF", "PNG", "WEBP"):
+        data = encode(frames[0], kind, save_all=True, append_images=frames[1:], duration=50)
+        red = np.asarray(Picture(data).upright()).reshape(-1, 3).mean(0)
+        assert red[0] > 240
+        assert red[1] < 15
+        views(data)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 500), (500, 1), (2, 3)])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_tiny_and_thin_images_work(size, kind):
+    data = encode(Image.new("RGB", size, (10, 200, 30)), kind)
+    assert np.abs(views(data).astype(int) - (10, 200, 30)).max() < 8
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP"])
+def test_truncated_files_are_refused_by_name_at_any_length(kind):
+    data = encode(photo((200, 160)), kind)
+    for part in (0, 1, 10, len(data) // 4, len(data) // 2, len(data) * 3 // 4, len(data) - 40):
+        with pytest.raises(ImageError, match="holiday"):
+            Picture(data[:part], "holiday").upright()
+
+
+def test_a_truncated_jpeg_is_refused_even_if_the_wanted_part_is_there():
+    data = encode(photo((200, 160)), "JPEG")
+    with pytest.raises(ImageError, match="truncated"):
+        Picture(data[: len(data) * 3 // 4], "x.jpg").region((0, 0, 200, 16))
+
+
+def test_garbage_empty_and_missing_files_are_refused_by_name(tmp_path):
+    for data, why in ((b"", "empty"), (b"hello" * 100, "not an image"), (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "x.png")):
+        with pytest.raises(ImageError, match=r"x\.png") as caught:
+            Picture(data, "x.png").upright()
+        assert why in str(caught.value)
+    with pytest.raises(ImageError, match="not there"):
+        Picture(tmp_path / "none.jpg", "none.jpg")
+    with pytest.raises(ImageError, match="cannot be read"):
+        Picture(tmp_path, "folder")
+
+
+def test_flipped_bytes_never_raise_anything_but_an_image_error():
+    rng = keyed.generator(5, "flips")
+    refused = []
+    for kind in ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"):
+        whole = encode(photo(), kind)
+        for _ in range(25):
+            data = bytearray(whole)
+            for at in rng.integers(0, len(data), 4):
+                data[at] = rng.integers(256)
+            try:
+                picture = Picture(bytes(data), "broken")
+                if picture.size[0] * picture.size[1] < 10**6:
+                    picture.upright()
+            except ImageError as error:  # anything else fails the test
+                refused.append(str(error))
+    assert len(refused) > 20
+    assert all(message.startswith("broken: ") for message in refused)
+
+
+def test_decompression_bombs_are_refused_before_they_are_decoded():
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    for side in (14_000, 60_000):
+        header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+        bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100))
+        with pytest.raises(ImageError, match=r"bomb\.png.*smaller copy"):
+            Picture(bomb, "bomb.png")
+    with pytest.raises(ImageError, match="limit of 100"):
+        Picture(encode(photo(), "PNG"), max_pixels=100)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_part_of_a_jpeg_equals_the_part_of_the_whole(options, mode):
+    image = photo((210, 170)).convert(mode)
+    data = encode(image, "JPEG", **options)
+    whole = np.asarray(to_rgb(Image.open(io.BytesIO(data))))
+    picture = Picture(data)
+    for box in ((0, 0, 210, 170), (3, 5, 100, 90), (50, 169, 210, 170), (0, 0, 210, 1)):
+        x0, y0, x1, y1 = box
+        assert np.array_equal(picture.region(box), whole[y0:y1, x0:x1])
+    draft = Image.open(io.BytesIO(data))
+    draft.draft(None, (210 // 4, 170 // 4))
+    smaller = np.asarray(to_rgb(draft))
+    assert np.array_equal(picture.region((8, 12, 208, 100), 4), smaller[3:25, 2:52])
+    assert np.array_equal(np.asarray(picture.upright()), whole)
+
+
+def test_a_jpeg_whose_row_has_the_markers_colour_is_still_right():
+    image = Image.new("L", (64, 64), 1)
+    data = encode(image, "JPEG", quality=100)
+    assert (Picture(data).region((0, 0, 64, 20)) == 1).all()
+
+
+def test_an_image_in_memory_is_a_picture_as_well():
+    image = photo()
+    assert np.array_equal(Picture(image).region((5, 6, 20, 30)), np.asarray(image)[6:30, 5:20])
+    assert Picture(image).reduction(8) == 1
