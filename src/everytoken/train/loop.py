@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from everytoken.train.optim import build_optimizer, build_schedule, learning_rat
 from everytoken.train.options import TrainOptions
 from everytoken.train.progress import Progress
 from everytoken.train.runfolder import RunFolder
+from everytoken.train.step import Moment
 
 
 class Task(Protocol):
@@ -61,17 +61,6 @@ class Task(Protocol):
     def metadata(self) -> dict[str, str]:
         """What somebody needs to know to use the weights."""
         ...
-
-
-@dataclass(frozen=True)
-class Moment:
-    """When a batch is seen: the key of everything random, and what schedules need."""
-
-    seed: int
-    step: int
-    rank: int
-    epoch: float
-    epochs: int
 
 
 class BadLossError(EverytokenError):
@@ -116,9 +105,7 @@ class Loop:
         self.trained = self._wrap(task.module)
 
     def _wrap(self, module: nn.Module) -> nn.Module:
-        """DDP over several processes, and torch.compile if asked for."""
-        if self.options.model.torchcompile:
-            module = torch.compile(module)  # type: ignore[assignment]
+        """DDP over several processes."""
         if self.world.size > 1:
             ids = [self.world.device.index] if self.world.device.type == "cuda" else None
             module = DistributedDataParallel(module, device_ids=ids)
@@ -224,15 +211,14 @@ class Loop:
         options = self.options.optim
         seed = int(generator(self.options.run.seed, self.step, self.world.rank, "update").integers(2**62))
         torch.manual_seed(seed)  # drop path and dropout draw from torch's generator
-        moment = Moment(
-            self.options.run.seed, self.step, self.world.rank, self.step / self.updates_per_epoch, self.epochs
-        )
         terms: dict[str, Tensor] = {}
         names: list[str] = []
         images, waited = 0, 0.0
         for part in range(self.accumulate):
             started = time.perf_counter()
             batch = next(batches)
+            epoch = self.step / self.updates_per_epoch
+            moment = Moment(self.options.run.seed, self.step, self.world.rank, part, epoch, self.epochs)
             waited += time.perf_counter() - started
             last = part == self.accumulate - 1
             no_sync = self.trained.no_sync if isinstance(self.trained, DistributedDataParallel) else nullcontext
@@ -240,6 +226,7 @@ class Loop:
                 with torch.autocast(self.world.device.type, self.dtype, enabled=options.amp):
                     out = self.trained(batch, moment)
                 self.scaler.scale(out["loss"] / self.accumulate).backward()
+            out.pop("output", None)
             for key, value in out.items():
                 terms[key] = terms.get(key, 0) + value.detach() / self.accumulate
             images += self.task.size(batch)

@@ -1,0 +1,95 @@
+"""The objectives as a timm training task, for timm's own training script or any loop built on `TrainingTask`.
+
+    task = TokenTask(timm.create_model("deit_tiny_patch16_224"), {"drloc": {}}, mixing={"cutmix": {}})
+    result = task(images, labels)        # labels: class numbers [B]
+    result["loss"].backward()
+
+timm's batches have images and labels and no score maps; so objectives that need maps want the `Batch` form:
+`task(batch)`. Mixing is drawn here, so leave timm's own mixup off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from timm.task import TrainingTask
+from torch import Tensor, nn
+
+from everytoken.models import TokenModel
+from everytoken.objectives import Batch
+from everytoken.train.step import Moment, TokenStep, build_mixer, build_objectives
+
+
+class TokenTask(TrainingTask):
+    """Any everytoken objectives on a plain timm model.
+
+    Args:
+        model: a timm model, or a TokenModel (with a token head, if an objective needs one).
+        objectives: name -> settings, as in a recipe.
+        mixing: name -> settings, as in a recipe.
+        seed: key of all randomness.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objectives: Mapping[str, Mapping[str, Any]],
+        mixing: Mapping[str, Mapping[str, Any]] | None = None,
+        seed: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__(device=device, dtype=dtype, verbose=verbose)
+        view = model if isinstance(model, TokenModel) else TokenModel(model)
+        built = build_objectives(objectives, view)
+        self.trainable_module: nn.Module = TokenStep(view, built, build_mixer(mixing or {})).to(self.device)
+        self.seed, self.step = seed, 0
+
+    def prepare_distributed(self, device_ids: list[int] | None = None, **ddp_kwargs: Any) -> TokenTask:
+        """Wrap what is trained in DistributedDataParallel."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
+        return self
+
+    def compile(self, backend: str = "inductor", mode: str | None = None, **kwargs: Any) -> nn.Module:
+        """Compile the token view in place."""
+        view = self._step().model
+        view.compile(backend=backend, mode=mode, **kwargs)
+        return view.backbone
+
+    def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
+        """The plain timm model, whose state dict checkpoints hold."""
+        module = module or self.get_trainable_module(ema=ema)
+        return None if module is None else self._step(module).model.backbone
+
+    def get_task_state(self, module: nn.Module | None = None, ema: bool = False) -> dict[str, Any]:
+        """What is trained besides the timm model: token head, objectives' modules."""
+        state = self._step(module or self.get_trainable_module(ema=ema)).state_dict()
+        return {k: v for k, v in state.items() if not k.startswith("model.backbone.")} | {"step": self.step}
+
+    def load_task_state(
+        self, state: dict[str, Any] | None, strict: bool = True, module: nn.Module | None = None, ema: bool = False
+    ) -> None:
+        """The reverse of `get_task_state`."""
+        if state:
+            state = dict(state)
+            self.step = int(state.pop("step", 0))
+            self._step(module or self.get_trainable_module(ema=ema)).load_state_dict(state, strict=False)
+
+    def forward(self, input: Tensor | Batch, target: Tensor | None = None) -> dict[str, Tensor]:
+        """Images [B, 3, H, W] and labels [B], or a Batch -> {"loss", "output" (class logits), terms}."""
+        batch = input if isinstance(input, Batch) else Batch(images=input, labels=target)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        result: dict[str, Tensor] = self.trainable_module(batch, Moment(self.seed, self.step, rank))
+        self.step += 1
+        return result
+
+    def _step(self, module: nn.Module | None = None) -> TokenStep:
+        module = self.trainable_module if module is None else module
+        while not isinstance(module, TokenStep):
+            module = module.module  # type: ignore[assignment]
+        return module

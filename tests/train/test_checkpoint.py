@@ -1,0 +1,67 @@
+"""Checkpoints: whole or not at all, torn ones passed over."""
+
+import errno
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from everytoken.train import checkpoint as ck
+
+
+def save(root, step, **kwargs):
+    weights = {"model": {"w": torch.full((4, 3), float(step))}}
+    return ck.save_checkpoint(
+        root, step, weights, {"step": step, "x": torch.arange(5)}, {"architecture": "m"}, **kwargs
+    )
+
+
+def test_a_checkpoint_comes_back_and_old_ones_go(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    newest = ck.newest_good(tmp_path)
+    assert ck.step_of(newest) == 3
+    assert torch.equal(ck.load_state(newest)["x"], torch.arange(5))
+    assert float(load_file(newest / "model.safetensors")["w"][0, 0]) == 3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, name, damage):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / name
+    data = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    else:
+        data[random.Random(name).randrange(len(data) - 1)] ^= 4
+        path.write_bytes(data[:-1] if damage == "cut" else data)
+    told = []
+    assert ck.step_of(ck.newest_good(tmp_path, told.append)) == 1
+    assert "step-00000002" in told[0]
+
+
+def test_without_any_whole_checkpoint_there_is_none(tmp_path):
+    assert ck.newest_good(tmp_path) is None
+    (save(tmp_path, 1) / "state.pt").unlink()
+    assert ck.newest_good(tmp_path) is None
+
+
+def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ck, "save_file", full)
+    with pytest.raises(ck.CheckpointError, match=r"full.*last good one is kept"):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
+    (tmp_path / ".writing-00000009-1").mkdir(parents=True)
+    save(tmp_path, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
