@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from everytoken.labels.errors import (
     StoreBusyError,
     StoreFullError,
 )
+from everytoken.labels.shard import shard_name
 
 SCRIPT = Path(__file__).with_name("fill_store.py")
 
@@ -81,6 +83,26 @@ def test_a_kill_at_any_disk_operation_ends_in_the_same_store(filling, content, t
             break
         step += 1 if "EVERYTOKEN_KILLS" in os.environ else 3
     assert step > 60  # the plan, 2 shards with their notes, the end
+
+
+def test_a_kill_while_a_deleted_shard_is_made_again_ends_in_the_same_store(filling, content, tmp_path):
+    def work(step: int, folder: Path):
+        die_at(step)
+        filling.fill(folder, n=12)
+
+    filling.fill(tmp_path / "whole", n=12)
+    undisturbed, step = content(tmp_path / "whole"), 0
+    while True:
+        folder = tmp_path / f"s{step}"
+        shutil.copytree(tmp_path / "whole", folder)
+        (folder / shard_name(1)).unlink()
+        killed = forked(lambda: work(step, folder)) == -signal.SIGKILL  # noqa: B023
+        filling.fill(folder, n=12)
+        assert content(folder) == undisturbed, f"differs after a kill at operation {step}"
+        if not killed:
+            break
+        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 3
+    assert step > 30
 
 
 def test_kills_at_random_moments_end_in_the_same_store(content, reference, tmp_path):

@@ -167,6 +167,7 @@ def test_a_map_of_another_grid_than_the_rest_is_refused(tmp_path):
         save(tmp_path / "pt", f"a/{i}.pt", released_map(i))
     done = import_legacy(tmp_path / "pt", tmp_path / "s")
     assert list(done.refused) == ["a/0.pt"]
+    assert import_legacy(tmp_path / "pt", tmp_path / "s") == done  # nothing to do, the same report
     assert len(Store(tmp_path / "s")) == 3
 
 

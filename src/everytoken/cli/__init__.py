@@ -16,6 +16,7 @@ from everytoken.errors import EverytokenError, did_you_mean
 COMMANDS: dict[str, str] = {
     "models": "list the backbones that are supported",
     "model": "one model: parameters, multiply-adds, token grid, throughput here",
+    "labels": "look at, check, import and export stores of score maps",
 }
 
 

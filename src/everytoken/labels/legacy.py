@@ -151,7 +151,6 @@ def import_legacy(
             class_names = folders
             notes.append("class names are the names of the image folder's class folders, in sorted order")
     meta = StoreMeta(grid, top_k, class_names, num_classes, mode, annotator or {"name": "released maps"})
-    refused: dict[str, str] = {}
 
     def record(key: str) -> ScoreMap | Skipped:
         file = by_key[key]
@@ -163,7 +162,6 @@ def import_legacy(
             if scores.shape != (*grid, top_k):
                 raise StoreError(f"has {scores.shape} cells and classes, the others {(*grid, top_k)}")
         except StoreError as error:
-            refused[file] = str(error)
             return Skipped(f"{file} {error}")
         try:
             size = (0, 0) if images is None else _upright_size(Path(images) / key)
@@ -180,6 +178,9 @@ def import_legacy(
             if progress is not None:
                 progress(done, len(by_key))
         manifest = writer.finalize()
+    # From the store, not from this run alone: an import may have been continued.
+    reasons = ((by_key[key], reason) for key, reason in Store(out).skipped.items())
+    refused = {file: why.removeprefix(f"{file} ") for file, why in reasons if file and why.startswith(f"{file} ")}
     if images is not None:
         used = {file for file in by_key.values() if file is not None} | set(ambiguous)
         without_image = [file for file in label_files if file not in used]
