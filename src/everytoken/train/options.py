@@ -29,6 +29,10 @@ class ModelOptions:
     """Stochastic depth, rising linearly to this rate in the last block."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
+    teacher: str = ""
+    """timm model that answers while training, for the objectives `distill` and `online-token`."""
+    teacher_checkpoint: str = ""
+    """Its weights; empty: timm's pretrained ones."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False
@@ -169,9 +173,12 @@ class RunOptions:
 class TrainOptions:
     """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
 
-    data: str = ""
+    data: tyro.conf.Positional[str] = ""
+    """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
     labels: str = ""
+    """Store of score maps (`everytoken annotate`), for objectives that need maps."""
     recipe: str = ""
+    """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
     dataset: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
     augment: tyro.conf.OmitArgPrefixes[AugmentOptions] = field(default_factory=AugmentOptions)
