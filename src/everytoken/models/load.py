@@ -53,9 +53,10 @@ class Description:
         """The reverse; None for weights that were not written here."""
         if not metadata or DESCRIPTION not in metadata:
             return None
-        values = json.loads(metadata[DESCRIPTION])
-        lists = ("class_names", "token_class_names", "img_size", "mean", "std")
-        return Description(**{k: tuple(v) if k in lists else v for k, v in values.items()})
+        values: dict[str, Any] = json.loads(metadata[DESCRIPTION])
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return Description(**values)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class LoadedModel:
 
 
 def find_weights(source: str | Path) -> Path:
-    """The weights file that a path means: itself, or for a run folder its best weights, else the newest checkpoint's."""
+    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's."""
     path = Path(source)
     if path.is_dir():
         candidates = [path / "best.safetensors", path / "ema.safetensors", path / "model.safetensors"]

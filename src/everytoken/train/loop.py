@@ -54,8 +54,8 @@ class Task(Protocol):
         """Validation of a copy of `module`; "score" is what "best" means."""
         ...
 
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """The state dict to give away: the plain timm model's."""
+    def weights(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
+        """State dicts to give away, by suffix of their file's name: "" is the plain timm model's."""
         ...
 
     def metadata(self) -> dict[str, str]:
@@ -140,7 +140,7 @@ class Loop:
         """Write a checkpoint of this very moment."""
         if not self.world.is_main:
             return
-        weights = {"model": self.task.weights(self.task.module)}
+        weights = {f"model{suffix}": w for suffix, w in self.task.weights(self.task.module).items()}
         state: dict[str, Any] = {
             "module": self.task.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -152,7 +152,7 @@ class Loop:
             "seconds": self.seconds,
         }
         if self.ema is not None:
-            weights["ema"] = self.task.weights(self.ema.module)
+            weights |= {f"ema{suffix}": w for suffix, w in self.task.weights(self.ema.module).items()}
             state["ema"] = self.ema.module.state_dict()
         save_checkpoint(self.folder.checkpoints, self.step, weights, state, self.task.metadata(), self.options.run.keep)
 
@@ -298,10 +298,11 @@ class Loop:
         from safetensors.torch import save_file
 
         module = self.ema.module if self.ema is not None else self.task.module
-        plain = {k: v.detach().cpu().contiguous() for k, v in self.task.weights(module).items()}
-        work = self.folder.path / ".best.safetensors.new"
-        save_file(plain, work, metadata=self.task.metadata())
-        work.rename(self.folder.path / "best.safetensors")
+        for suffix, tensors in self.task.weights(module).items():
+            plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+            work = self.folder.path / ".best.new"
+            save_file(plain, work, metadata=self.task.metadata())
+            work.rename(self.folder.path / f"best{suffix}.safetensors")
 
     def _summary(self) -> dict[str, Any]:
         last: dict[str, Any] = next((row for row in reversed(self.folder.rows()) if row.get("kind") == "epoch"), {})
