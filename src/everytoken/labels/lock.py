@@ -13,6 +13,7 @@ import os
 import socket
 import time
 import warnings
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ class Lock:
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(note).encode(), 0)
+        with suppress(OSError):  # on a full disk the lock holds without its note
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(note).encode(), 0)
         return True
 
     @staticmethod

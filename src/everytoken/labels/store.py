@@ -131,7 +131,7 @@ class Store(Mapping[str, ScoreMap]):
         shard = self._shards.get(index)
         if shard is None:
             if len(self._shards) >= _MAX_OPEN:
-                del self._shards[next(iter(self._shards))]
+                self._shards.pop(next(iter(self._shards)), None)
             shard = self._shards[index] = open_shard(self.path, self.manifest, index)
         row = shard[place].copy()  # a private copy: writable, and safe whatever happens to the file
         crc, state, width, height, x0, y0, x1, y1 = HEAD.unpack_from(row)
