@@ -20,6 +20,7 @@ class Models:
 
     Without a pattern: one line per family. With one: the matching model names.
 
+    Examples:
         everytoken models
         everytoken models 'swin*'
         everytoken models lvvit

@@ -173,7 +173,7 @@ class RunOptions:
 class TrainOptions:
     """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
 
-    data: tyro.conf.Positional[str] = ""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
     labels: str = ""
     """Store of score maps (`everytoken annotate`), for objectives that need maps."""

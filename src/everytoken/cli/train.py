@@ -1,0 +1,65 @@
+"""`everytoken train`: train a classifier on every token."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import tyro
+
+from everytoken.cli._parse import parse
+from everytoken.train.options import TrainOptions
+from everytoken.train.recipe import apply, flat, overrides, read_recipe
+
+T = TypeVar("T", bound="Train")
+
+
+@dataclass(frozen=True)
+class Train(TrainOptions):
+    """Train a model. Run the same command again and it goes on where it stopped.
+
+    Examples:
+        everytoken train photos --recipe small_photos
+        everytoken train photos --recipe small_photos --labels maps --set objectives.token.beta=0.5
+        everytoken train imagenet --recipe lvvit_s_token --labels maps --dry-run
+        torchrun --nproc-per-node 8 -m everytoken train imagenet --recipe lvvit_s_token --labels maps
+
+    Objectives and mixing come from the recipe; --set changes them, and null removes one.
+    """
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default_factory=tuple)
+    """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1; may be repeated."""
+    dry_run: bool = False
+    """Print the plan (model, batches, schedule, memory, time from a few timed steps) and stop."""
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Parse, train."""
+    options = resolve(Train, argv, prog)
+    from everytoken.train.classify import train
+
+    plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
+    return train(plain, dry_run=options.dry_run)
+
+
+def resolve(config: type[T], argv: list[str], prog: str) -> T:
+    """Recipe, then flags, then --set."""
+    base = config()
+    recipe = recipe_of(argv)
+    if recipe:
+        base = dataclasses.replace(apply(base, read_recipe(recipe), recipe), recipe=recipe)
+    options = parse(config, prog, argv, default=base)
+    if options.set:
+        options = apply(options, overrides(options.set, flat(options)), "--set")
+    return options
+
+
+def recipe_of(argv: list[str]) -> str:
+    """The value of --recipe, needed before the other flags are read."""
+    for i, word in enumerate(argv):
+        if word == "--recipe" and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith("--recipe="):
+            return word.removeprefix("--recipe=")
+    return ""
