@@ -1,0 +1,150 @@
+"""Which layer mixes tokens, and how: the one place that knows. Anything not listed here is an error that names it.
+
+To support another layer, add its class to RULES (it mixes places: give the rule), PLAIN (it only runs its children one
+after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. For a layer outside of
+this package: `everytoken.models.align.RULES["your.module.Layer"] = rule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from everytoken.models.align.attention import self_attention, talking_heads
+from everytoken.models.align.convolution import convolution, convolution_same, residual
+from everytoken.models.align.tape import Site
+from everytoken.models.align.token_mlp import mixer_block
+from everytoken.models.align.windows import patch_merging, window_block
+from everytoken.models.families import UnsupportedModelError
+
+Rule = Callable[[nn.Module, Site, str], None]
+
+RULES: dict[str, Rule] = {
+    # attention over all tokens
+    "timm.layers.attention.Attention": self_attention,
+    "timm.layers.attention.AttentionRope": self_attention,
+    "timm.models.vision_transformer_relpos.RelPosAttention": self_attention,
+    "timm.models.beit.Attention": self_attention,
+    "timm.models.eva.EvaAttention": self_attention,
+    "timm.models.cait.TalkingHeadAttn": talking_heads,
+    "timm.models.cait.ClassAttn": self_attention,
+    # attention in windows
+    "timm.models.swin_transformer.SwinTransformerBlock": window_block,
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": window_block,
+    "timm.models.swin_transformer.PatchMerging": patch_merging,
+    "timm.models.swin_transformer_v2.PatchMerging": patch_merging,
+    # learned matrices over tokens
+    "timm.models.mlp_mixer.MixerBlock": mixer_block,
+    "timm.models.mlp_mixer.ResBlock": mixer_block,
+    # convolution and pooling
+    "timm.layers.conv2d_same.Conv2dSame": convolution_same,
+    "timm.layers.pool2d_same.AvgPool2dSame": convolution_same,
+    "timm.layers.pool2d_same.MaxPool2dSame": convolution_same,
+    "torch.nn.modules.conv.Conv2d": convolution,
+    "torch.nn.modules.pooling.MaxPool2d": convolution,
+    "torch.nn.modules.pooling.AvgPool2d": convolution,
+    # blocks with a shortcut around convolutions
+    "timm.models.convnext.ConvNeXtBlock": residual("shortcut"),
+    "timm.models.resnet.BasicBlock": residual("downsample"),
+    "timm.models.resnet.Bottleneck": residual("downsample"),
+    "timm.models.regnet.Bottleneck": residual("downsample", only_if="downsample"),
+    "timm.models.convmixer.Residual": residual(),
+    **{
+        f"timm.models._efficientnet_blocks.{name}": residual(only_if="has_skip")
+        for name in (
+            "ConvBnAct",
+            "DepthwiseSeparableConv",
+            "InvertedResidual",
+            "UniversalInvertedResidual",
+            "EdgeResidual",
+        )
+    },
+}
+
+# Run their children one after the other; residual connections around attention are part of the attention's rule.
+PLAIN: set[str] = {
+    "torch.nn.modules.container.Sequential",
+    "torch.nn.modules.container.ModuleList",
+    "timm.layers.conv_bn_act.ConvNormAct",
+    "timm.models.vision_transformer.VisionTransformer",
+    "timm.models.vision_transformer.Block",
+    "timm.models.vision_transformer.ResPostBlock",
+    "timm.models.vision_transformer_relpos.VisionTransformerRelPos",
+    "timm.models.vision_transformer_relpos.RelPosBlock",
+    "timm.models.vision_transformer_relpos.ResPostRelPosBlock",
+    "timm.models.beit.Beit",
+    "timm.models.beit.Block",
+    "timm.models.eva.Eva",
+    "timm.models.eva.EvaBlock",
+    "timm.models.eva.EvaBlockPostNorm",
+    "timm.models.cait.Cait",
+    "timm.models.cait.LayerScaleBlock",
+    "timm.models.cait.LayerScaleBlockClassAttn",
+    "timm.models.swin_transformer.SwinTransformer",
+    "timm.models.swin_transformer.SwinTransformerStage",
+    "timm.models.swin_transformer_v2.SwinTransformerV2",
+    "timm.models.swin_transformer_v2.SwinTransformerV2Stage",
+    "timm.models.mlp_mixer.MlpMixer",
+    "timm.models.convnext.ConvNeXt",
+    "timm.models.convnext.ConvNeXtStage",
+    "timm.models.convnext.Downsample",
+    "timm.models.resnet.ResNet",
+    "timm.models.regnet.RegNet",
+    "timm.models.regnet.RegStage",
+    "timm.models.convmixer.ConvMixer",
+    "timm.models.efficientnet.EfficientNet",
+    "timm.models.mobilenetv3.MobileNetV3",
+}
+
+# Treat every token (place) alike, or scale channels of a whole image: classes, or whole modules when they end in a dot.
+TOKENWISE: tuple[str, ...] = (
+    "torch.nn.modules.linear.Linear",
+    "torch.nn.modules.linear.Identity",
+    "torch.nn.modules.normalization.",
+    "torch.nn.modules.batchnorm.",
+    "torch.nn.modules.dropout.",
+    *(
+        f"torch.nn.modules.activation.{name}"
+        for name in ("ReLU", "ReLU6", "GELU", "SiLU", "Hardswish", "Hardsigmoid", "LeakyReLU", "Sigmoid", "PReLU")
+    ),
+    "timm.layers.activations.",
+    "timm.layers.activations_me.",
+    "timm.layers.drop.",
+    "timm.layers.grn.",
+    "timm.layers.layer_scale.",
+    "timm.layers.mlp.",
+    "timm.layers.norm.",
+    "timm.layers.norm_act.",
+    "timm.layers.pos_embed_rel.",
+    "timm.layers.pos_embed_sincos.",
+    "timm.layers.squeeze_excite.",
+    "timm.models._efficientnet_blocks.SqueezeExcite",
+    "timm.models.beit.RelativePositionBias",
+    "timm.models.mlp_mixer.Affine",
+)
+
+
+def attach(module: nn.Module, site: Site, name: str, skip: frozenset[str] = frozenset()) -> None:
+    """Attach the rules of a module and its children, or say which layer is unknown.
+
+    Args:
+        name: where the module is in the backbone, for messages.
+        skip: children to leave out (patch embedding, heads).
+    """
+    for cls in type(module).__mro__:
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        if path in RULES:
+            RULES[path](module, site, name)
+            return
+        if path in PLAIN:
+            site.children(module, name, skip)
+            return
+        if path in TOKENWISE or f"{cls.__module__}." in TOKENWISE:
+            return
+    cls = type(module)
+    raise UnsupportedModelError(
+        f"token-label alignment does not know how {cls.__name__} ({cls.__module__}, at {name or 'the top'!r}) mixes "
+        "tokens. Train this backbone without alignment, or add the class to everytoken.models.align.RULES, PLAIN or "
+        "TOKENWISE."
+    )
