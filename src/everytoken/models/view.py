@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing import Mix, apply_to_tokens, unmix_tokens
+from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of
 
 
@@ -30,6 +31,7 @@ class TokenView:
         prefix: [B, P, D] class, distillation and register tokens, or None.
         token_logits: [B, h, w, C] from the token head, or None without one.
         distill_logits: [B, K] of the distillation token while it is trained, or None.
+        shares: which part of class token and tokens belongs to their own image, after `align` and with a mix; or None.
     """
 
     logits: Tensor
@@ -37,6 +39,7 @@ class TokenView:
     prefix: Tensor | None = None
     token_logits: Tensor | None = None
     distill_logits: Tensor | None = None
+    shares: Shares | None = None
 
 
 class TokenModel(nn.Module):
@@ -56,6 +59,7 @@ class TokenModel(nn.Module):
         self._own_head = False
         if token_classes:
             self.add_token_head(token_classes)
+        self.aligner: Aligner | None = None
         self._slot = _MixSlot()
         if self.family.embed is not None:
             embed = backbone.get_submodule(self.family.embed)
@@ -71,10 +75,21 @@ class TokenModel(nn.Module):
             nn.init.trunc_normal_(self.token_head.weight, std=0.02)
             nn.init.zeros_(self.token_head.bias)
 
+    def align(self, options: Alignment | None = None) -> None:
+        """From now on follow the shares of mixed images through the backbone (TL-Align), see `TokenView.shares`."""
+        if self.aligner is not None:
+            self.aligner.remove()
+        self.aligner = Aligner(self.backbone, options)
+
     @property
     def num_features(self) -> int:
         """Channels D of a token."""
         return int(self.backbone.num_features)  # type: ignore[arg-type]
+
+    @property
+    def uses_own_head(self) -> bool:
+        """Whether token logits come from a head that the backbone brought along."""
+        return self._own_head
 
     @property
     def can_mix_tokens(self) -> bool:
@@ -94,13 +109,20 @@ class TokenModel(nn.Module):
                 "overlaps its neighbours; use CutMix instead, which mixes pixels and works on every backbone"
             )
         self._slot.mix = token_mix
-        features = self.backbone.forward_features(images)  # type: ignore[operator]
+        shares = None
+        forward: Any = self.backbone.forward_features
+        if self.aligner is None or mix is None:
+            features = forward(images)
+        else:
+            features, shares = self.aligner.run(forward, images, mix)
         self._slot.mix = None
         grid, prefix = self.split(features, (images.shape[-2], images.shape[-1]))
         logits, distill = self._class_logits(features)
         if token_mix is not None:
             grid = unmix_tokens(grid, token_mix)
-        return TokenView(logits, grid, prefix, self.token_logits(grid), distill)
+            if shares is not None and token_mix.unmixes:
+                shares = shares.unmixed(token_mix.at((grid.shape[1], grid.shape[2])), token_mix.partner)
+        return TokenView(logits, grid, prefix, self.token_logits(grid), distill, shares)
 
     def token_logits(self, grid: Tensor) -> Tensor | None:
         """[B, h, w, D] -> [B, h, w, C], or None without a token head."""

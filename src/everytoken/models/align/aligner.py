@@ -12,9 +12,9 @@ Cost: see `fused`, `windows`, `convolution`, `token_mlp`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,15 @@ class Shares:
     prefix: Tensor | None = None
     total: float = 1.0
     history: tuple[Tensor, ...] = ()
+
+    def unmixed(self, mask: Tensor, partner: Tensor) -> Shares:
+        """For a grid whose tokens were put back to their own images: the part that belongs to the image they joined.
+
+        Args:
+            mask: [B or 1, h, w], 1 where a token was its own image's all along.
+            partner: [B].
+        """
+        return replace(self, grid=torch.where(mask >= 0.5, self.grid, 1 - self.grid[partner]))
 
 
 class Seen:
@@ -148,16 +157,25 @@ class Aligner:
                 image, 0 = partner) and `ratio` [B].
         """
         seen = Seen()
-        self.begin(images, mix)
+        self._begin(images, mix)
         try:
             with self._watch:
                 yield seen
-            seen._shares = self.end()
+            seen._shares = self._end()
         finally:
             self.tape.clear()
 
-    def begin(self, images: Tensor, mix: Any) -> None:
-        """Start a pass by hand; run the model inside `with aligner.mode:` and call `end` after it."""
+    def run(self, forward: Callable[[Tensor], Tensor], images: Tensor, mix: Any) -> tuple[Tensor, Shares]:
+        """The same as one call, which can be compiled as a whole: (forward(images), shares)."""
+        self._begin(images, mix)
+        try:
+            with self._watch:
+                out = forward(images)
+            return out, self._end()
+        finally:
+            self.tape.clear()
+
+    def _begin(self, images: Tensor, mix: Any) -> None:
         tape = self.tape
         tape.clear()
         # blocks that are run again in the backward pass are run without shares, so they should see the plain call
@@ -172,13 +190,7 @@ class Aligner:
         if self.is_map:
             tape.shares = tape.first = patch_shares(tape.mask, (images.shape[-2], images.shape[-1]))
 
-    @property
-    def mode(self) -> Watch:
-        """The context in which a pass started by `begin` runs."""
-        return self._watch
-
-    def end(self) -> Shares:
-        """The shares of the pass, which is over now."""
+    def _end(self) -> Shares:
         tape = self.tape
         shares, grid, history = tape.shares, tape.grid, tuple(tape.history)
         ran = shares is not tape.first
