@@ -1,0 +1,101 @@
+"""`alignment`: labels that follow the tokens when images are mixed (TL-Align).
+
+Paper: "Token-Label Alignment for Vision Transformers", equation (12): cross entropy of the class logits with
+r·y_own + (1-r)·y_partner, where r is the share of the own image in what the head reads, after every layer has mixed
+tokens. It replaces the mix ratio of ordinary CutMix; a batch that is not mixed is trained as usual.
+With `beta` above 0, token labels follow as well: the label of every token is r·own + (1-r)·partner with the token's own
+r, instead of the label of the place where it stands (token labeling and alignment together; not in the paper).
+The shares come from the backbone: call `attach` once, or `TokenModel.align`.
+Cost: see `everytoken.models.align`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from everytoken.errors import EverytokenError
+from everytoken.functional import CompactTarget, compact_cross_entropy
+from everytoken.functional.shares import aligned_target
+from everytoken.objectives.base import Batch, Context, View, need_maps, need_token_logits
+from everytoken.objectives.relabel import ClassTarget, FromMaps
+
+if TYPE_CHECKING:
+    from everytoken.models import TokenModel
+    from everytoken.models.align import Shares
+
+
+@dataclass(frozen=True)
+class AlignedLabels(FromMaps):
+    """Cross entropy with labels that followed the tokens. Further settings are those of supervision by score maps.
+
+    Args:
+        class_target: whose label of the image follows: the "truth" (paper), the annotator's ("machine"), or "both".
+        layers: mixing layers that count, from 1, -1 the last; None: all (Table 8: (12,), (2, 4, 6, 8)).
+        residual: average with the residual (equation 11); False: attention alone.
+        normalise: the paper's Norm; False multiplies the loss by 2 for every residual connection (Table 8).
+        beta: weight of the tokens' own labels; 0 leaves them out (paper).
+    """
+
+    class_target: ClassTarget = "truth"
+    layers: Sequence[int] | None = None
+    residual: bool = True
+    normalise: bool = True
+    beta: float = 0.0
+
+    name: ClassVar[str] = "alignment"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Labels or maps, by `class_target`; maps and a token head with `beta`."""
+        asked = frozenset({"labels"}) if self.class_target == "truth" else super().needs
+        return asked | {"maps", "token_logits"} if self.beta else asked
+
+    def attach(self, model: TokenModel) -> None:
+        """Let the model follow the shares of mixed images."""
+        from everytoken.models.align import Alignment
+
+        layers = None if self.layers is None else tuple(self.layers)
+        model.align(Alignment(layers, self.residual, self.normalise))
+
+    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+        """{"class": H(cls)}, and {"token": β · mean H(token)} with `beta`."""
+        plain = replace(batch, mix=None)
+        sampled = None
+        terms = {}
+        if self.beta:
+            logits = need_token_logits(view)
+            target = batch.token_target
+            if target is None:
+                maps, _ = need_maps(batch)
+                sampled = batch.sampled((logits.shape[1], logits.shape[2]), self.legacy)
+                target = self.soft_target(sampled.tokens, maps.classes, maps.num_classes, sampled.weight)
+            if batch.mix is not None:
+                target = self._followed(target, batch, need_shares(view).grid)
+            terms["token"] = compact_cross_entropy(logits, target) * self.beta
+        target = self.image_target(view, plain, sampled)
+        if batch.mix is None:
+            terms["class"] = compact_cross_entropy(view.logits, target)
+        else:
+            shares = need_shares(view)
+            target = self._followed(target, batch, shares.image)
+            terms["class"] = compact_cross_entropy(view.logits, target) * shares.total
+        return terms
+
+    def _followed(self, target: CompactTarget, batch: Batch, shares: Tensor) -> CompactTarget:
+        assert batch.mix is not None
+        return aligned_target(target, target[batch.mix.partner], shares)
+
+
+def need_shares(view: View) -> Shares:
+    """The view's shares, or an error that says how to get them."""
+    shares: Shares | None = getattr(view, "shares", None)
+    if shares is None:
+        raise EverytokenError(
+            "alignment needs the shares of mixed images: call attach(model) once before training, and give the model "
+            "the mix: model(images, mix)."
+        )
+    return shares

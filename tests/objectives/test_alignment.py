@@ -1,0 +1,177 @@
+"""The alignment objective, on a real token view and on real mixes."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+from everytoken.errors import EverytokenError
+from everytoken.functional import collate_maps, compact_cross_entropy, from_labels
+from everytoken.mixing import CutMix, MixToken, MixUp, apply_to_pixels, apply_to_tokens
+from everytoken.models import TokenModel
+from everytoken.objectives.alignment import AlignedLabels
+from everytoken.objectives.base import Batch, Context
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.token_labeling import TokenLabeling
+
+B, K, GRID = 4, 7, (4, 4)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    backbone = timm.create_model(
+        "deit_tiny_patch16_224", img_size=64, depth=2, embed_dim=48, num_heads=3, num_classes=K
+    )
+    with torch.no_grad():
+        for block in backbone.blocks:
+            block.attn.qkv.weight.normal_(std=0.3)
+    model = TokenModel(backbone, token_classes=K)
+    torch.nn.init.normal_(model.token_head.weight)
+    return model.train()
+
+
+def draw(mixer, smallest=0.9):
+    drawn = (mixer.draw(B, (64, 64), GRID, np.random.default_rng(seed)) for seed in range(100))
+    return next(mix for mix in drawn if mix.ratio.min() > 0.1 and mix.ratio.max() < smallest)
+
+
+def a_batch(mix=None):
+    rng = np.random.default_rng(0)
+    records = []
+    for _ in range(B):
+        classes = np.stack([rng.choice(K, size=3, replace=False) for _ in range(36)]).reshape(6, 6, 3)
+        scores = rng.normal(1, 3, (6, 6, 3)).astype("f2")
+        records.append(SimpleNamespace(scores=scores, classes=classes.astype("u2"), area=(0.0, 0.0, 1.0, 1.0)))
+    images = torch.randn(B, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    if mix is not None and mix.level == "pixels":
+        images = apply_to_pixels(images, mix)
+    placement = torch.tensor([[[0.6, 0, 0.1], [0, 0.5, 0.3]]] * B)
+    return Batch(images, torch.tensor([0, 3, 6, 1]), maps=collate_maps(records, K), placement=placement, mix=mix)
+
+
+@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken()])
+def test_the_class_token_learns_the_label_that_reached_it(model, mixer):
+    batch = a_batch(draw(mixer))
+    objective = AlignedLabels(smoothing=0.1)
+    objective.attach(model)
+    view = model(batch.images, batch.mix)
+    terms = objective(view, batch, Context())
+    smooth = F.one_hot(batch.labels, K) * 0.9 + 0.1 / K
+    r = view.shares.image[:, None]
+    target = r * smooth + (1 - r) * smooth[batch.mix.partner]
+    torch.testing.assert_close(terms["class"], F.cross_entropy(view.logits, target))
+    assert set(terms) == {"class"}
+    assert (view.shares.image - batch.mix.ratio).abs().max() > 1e-3
+    assert not view.shares.image.requires_grad
+
+
+def test_a_batch_that_is_not_mixed_is_trained_as_usual(model):
+    batch = a_batch()
+    objective = AlignedLabels()
+    objective.attach(model)
+    view = model(batch.images, None)
+    assert view.shares is None
+    torch.testing.assert_close(objective(view, batch, Context()), HardLabels()(view, batch, Context()))
+
+
+def test_under_mixup_it_is_ordinary_mixup(model):
+    batch = a_batch(draw(MixUp()))
+    objective = AlignedLabels()
+    objective.attach(model)
+    view = model(batch.images, batch.mix)
+    torch.testing.assert_close(objective(view, batch, Context()), HardLabels()(view, batch, Context()))
+
+
+def test_token_labels_follow_the_tokens_too(model):
+    batch = a_batch(draw(CutMix()))
+    objective = AlignedLabels(beta=0.5, class_target="machine")
+    objective.attach(model)
+    assert objective.needs == {"maps", "token_logits"}
+    view = model(batch.images, batch.mix)
+    terms = objective(view, batch, Context())
+
+    sampled = batch.sampled(GRID)
+    own = objective.soft_target(sampled.tokens, batch.maps.classes, K, sampled.weight).dense()
+    r = view.shares.grid[..., None]
+    target = r * own + (1 - r) * own[batch.mix.partner]
+    rows = -(view.token_logits.log_softmax(-1) * target).sum(-1)
+    torch.testing.assert_close(terms["token"], 0.5 * rows.mean())
+    plain = TokenLabeling(beta=0.5)(view, batch, Context())
+    assert (plain["token"] - terms["token"]).abs() > 1e-4, "shares moved nothing, so nothing was tested"
+
+
+def test_tokens_that_are_put_back_to_their_images_take_their_shares_along(model):
+    mix = draw(MixToken())
+    batch = a_batch(mix)
+    objective = AlignedLabels(beta=1.0)
+    objective.attach(model)
+    view = model(batch.images, mix)
+    model.aligner.remove()
+    model.aligner = None
+    # by hand: shares of the mixed batch as two "classes", which un-mixing carries along with the tokens
+    again = TokenModel(model.backbone)
+    again.align()
+    raw = again(batch.images, replace(mix, symmetric=False)).shares.grid  # not symmetric: nothing is put back
+    number = torch.arange(B)
+    who = torch.zeros(B, *GRID, B)  # what part of a token belongs to each image of the batch
+    who.scatter_add_(-1, number.view(B, 1, 1, 1).expand(B, *GRID, 1), raw[..., None])
+    who.scatter_add_(-1, mix.partner.view(B, 1, 1, 1).expand(B, *GRID, 1), 1 - raw[..., None])
+    home = apply_to_tokens(who, mix)
+    wanted = home.gather(-1, number.view(B, 1, 1, 1).expand(B, *GRID, 1))[..., 0]
+    torch.testing.assert_close(view.shares.grid, wanted)
+
+
+def test_table_8_is_reachable_from_the_objective(model):
+    batch = a_batch(draw(CutMix()))
+    losses = {}
+    for name, options in {
+        "full": {},
+        "last": {"layers": [-1]},
+        "attention": {"layers": [-1], "residual": False},
+        "sum": {"normalise": False},
+    }.items():
+        objective = AlignedLabels(**options)
+        objective.attach(model)
+        losses[name] = objective(model(batch.images, batch.mix), batch, Context())["class"].item()
+    assert len({round(v, 5) for v in losses.values()}) == 4
+    assert losses["sum"] == pytest.approx(losses["full"] * 2**4, rel=1e-5)
+
+
+def test_without_attach_the_error_says_what_to_do(model):
+    batch = a_batch(draw(CutMix()))
+    view = model(batch.images, batch.mix)
+    with pytest.raises(EverytokenError, match=r"call attach\(model\) once"):
+        AlignedLabels()(view, batch, Context())
+
+
+def test_the_machine_label_of_the_image_can_follow_as_well(model):
+    batch = a_batch(draw(CutMix()))
+    objective = AlignedLabels(class_target="machine")
+    objective.attach(model)
+    view = model(batch.images, batch.mix)
+    own = objective.image_target(view, replace(batch, mix=None), None).dense()
+    r = view.shares.image[:, None]
+    wanted = F.cross_entropy(view.logits, r * own + (1 - r) * own[batch.mix.partner])
+    torch.testing.assert_close(objective(view, batch, Context())["class"], wanted)
+
+
+def test_an_image_without_label_counts_by_its_partners_part(model):
+    batch = a_batch(draw(CutMix()))
+    batch = replace(batch, labels=torch.tensor([0, -1, 6, 1]))
+    objective = AlignedLabels(smoothing=0.0)
+    objective.attach(model)
+    view = model(batch.images, batch.mix)
+    loss = objective(view, batch, Context())["class"]
+    known = from_labels(batch.labels, K)
+    rows, weights = [], []
+    for i in range(B):
+        for who, part in ((i, view.shares.image[i]), (batch.mix.partner[i].item(), 1 - view.shares.image[i])):
+            if batch.labels[who] >= 0:
+                rows.append(part * compact_cross_entropy(view.logits[i : i + 1], known[who : who + 1]))
+                weights.append(part)
+    torch.testing.assert_close(loss, torch.stack(rows).sum() / torch.stack(weights).sum())
