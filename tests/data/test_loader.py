@@ -1,0 +1,380 @@
+"""Batches: the same samples whatever the workers, the order, the rank or the restart."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from everytoken.data import keyed
+from everytoken.data.augment import AugmentConfig, TrainTransform
+from everytoken.data.batch import Batch, Prefetcher, normalise, to_device
+from everytoken.data.decode import ImageError
+from everytoken.data.evaluation import EvalTransform
+from everytoken.data.find import open_dataset
+from everytoken.data.loader import BadImages, Loader
+from everytoken.data.sampler import BatchSampler
+from everytoken.data.sources import DataError
+
+CONFIG = AugmentConfig(img_size=32, aa="rand-m9-mstd0.5-inc1", reprob=0.5, recount=2)
+
+
+def image_bytes(key, size):
+    noise = keyed.generator(0, key).integers(0, 256, (size[1] // 8 + 1, size[0] // 8 + 1, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).resize(size).save(file, "JPEG", quality=92)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    for i in range(25):
+        path = root / "abc"[i % 3] / f"{i:02d}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(image_bytes(i, (40 + 3 * i, 90 - 2 * i)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return open_dataset(folder)
+
+
+@dataclass(frozen=True)
+class FakeMap:
+    scores: np.ndarray
+    classes: np.ndarray
+    size: tuple
+    area: tuple = (0.0, 0.0, 1.0, 1.0)
+
+
+class FakeStore:
+    """Maps that tell which image they belong to."""
+
+    @dataclass(frozen=True)
+    class manifest:  # noqa: N801
+        num_classes = 500
+
+    def __init__(self, without=()):
+        self.without = without
+
+    def __contains__(self, key):
+        return key not in self.without
+
+    def __getitem__(self, key):
+        if key in self.without:
+            raise DataError(f"no map of {key}")
+        number = int(key[2:4])
+        classes = np.array([number, number + 100, number + 200], dtype=np.uint16) * np.ones((4, 5, 1), np.uint16)
+        return FakeMap(np.full((4, 5, 3), number, np.float16), classes, (10, 10), (0.0, 0.0, 1.0, number / 100 + 0.5))
+
+
+def collect(batches):
+    """key -> everything that the loader says about the sample."""
+    found = {}
+    for batch in batches:
+        assert batch.images.shape[1:] == (3, 32, 32)
+        assert batch.images.dtype == torch.uint8
+        for k, key in enumerate(batch.keys):
+            assert key not in found
+            parts = (batch.images[k], batch.placement[k], batch.labels[k], batch.indices[k])
+            parts += () if batch.erased is None else (batch.erased[k],)
+            found[key] = tuple(part.numpy().tobytes() for part in parts)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_sample_is_the_same_with_any_number_of_workers_in_any_order_and_after_a_restart(data):
+    want = collect(Loader(data, TrainTransform(CONFIG), 4, train=True, seed=5, drop_last=False).epoch(2))
+    assert len(want) == 25
+    for workers in (1, 4):
+        loader = Loader(data, TrainTransform(CONFIG), 4, train=True, seed=5, drop_last=False, workers=workers)
+        first = collect(loader.epoch(1))
+        assert first != want  # another epoch looks different
+        assert collect(loader.epoch(2)) == want  # the workers of epoch 1 live on
+        rest = collect(loader.epoch(2, start=3))
+        assert len(rest) == 25 - 3 * 4
+        assert all(want[key] == value for key, value in rest.items())
+        loader.close()
+    other = collect(Loader(data, TrainTransform(CONFIG), 7, train=True, seed=5, drop_last=False, world=1).epoch(2))
+    assert other == want  # another batch size
+    fewer = data.subset(range(0, 25, 2))
+    some = collect(Loader(fewer, TrainTransform(CONFIG), 5, train=True, seed=5, drop_last=False).epoch(2))
+    assert all(want[key][:2] == value[:2] for key, value in some.items())  # other samples around it
+    assert collect(Loader(data, TrainTransform(CONFIG), 4, train=True, seed=6, drop_last=False).epoch(2)) != want
+
+
+def test_an_epoch_can_be_left_in_the_middle_and_begun_again(data):
+    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=2)
+    whole = [batch.keys for batch in loader.epoch(0)]
+    for batch in loader.epoch(0):
+        assert batch.keys == whole[0]
+        break
+    assert [batch.keys for batch in loader.epoch(0)] == whole
+    assert [batch.keys for batch in loader.epoch(0, start=5)] == whole[5:]
+    loader.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    total=st.integers(1, 200),
+    batch=st.integers(1, 17),
+    world=st.integers(1, 6),
+    repeats=st.integers(1, 3),
+    drop=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_every_sample_of_an_epoch_is_seen_exactly_once_over_all_ranks(total, batch, world, repeats, drop, epoch):
+    def steps(rank, **options):
+        sampler = BatchSampler(total, batch, rank=rank, world=world, **options)
+        sampler.set_epoch(epoch)
+        made = list(sampler)
+        assert len(made) == len(sampler)
+        assert all(made)
+        return made
+
+    seen = [r.sample for rank in range(world) for step in steps(rank, train=False) for r in step]
+    assert sorted(seen) == list(range(total))
+    if total < batch * world and (drop or total < world):
+        with pytest.raises(DataError, match="Lower the batch size"):
+            BatchSampler(total, batch, train=True, world=world, drop_last=drop)
+        return
+    ranks = [steps(rank, train=True, drop_last=drop, repeats=repeats) for rank in range(world)]
+    assert len({len(made) for made in ranks}) == 1  # no rank waits for a batch that another does not have
+    requests = [r for made in ranks for step in made for r in step]
+    assert len(set(requests)) == len(requests)
+    assert all(r.epoch == epoch for r in requests)
+    if drop:
+        assert all(len(step) == batch for made in ranks for step in made)
+        assert len(requests) == total // (batch * world) * batch * world
+    else:
+        assert len(requests) == total
+        sizes = [len(made[-1]) for made in ranks]
+        assert max(sizes) - min(sizes) <= 1
+    if repeats == 1:
+        assert len({r.sample for r in requests}) == len(requests)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_two_processes_share_the_steps_of_one(repeats):
+    def steps(batch, rank, world):
+        return list(BatchSampler(100, batch, train=True, seed=1, rank=rank, world=world, repeats=repeats))
+
+    one = steps(16, 0, 1)
+    for whole, left, right in zip(one, steps(8, 0, 2), steps(8, 1, 2), strict=True):
+        assert sorted(whole) == sorted(left + right)
+
+
+def test_epochs_have_different_orders_and_drop_different_samples():
+    sampler = BatchSampler(50, 8, train=True, seed=0)
+    kept = []
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        kept.append([r.sample for step in sampler for r in step])
+    assert len({tuple(k) for k in kept}) == 6
+    assert len(set.union(*(set(range(50)) - set(k) for k in kept))) > 4
+
+
+def test_repeated_augmentation_shows_each_image_several_times_and_each_time_differently(data):
+    loader = Loader(data, TrainTransform(CONFIG), 6, train=True, repeats=3, drop_last=False)
+    looks: dict[int, set[bytes]] = {}
+    count = 0
+    for batch in loader.epoch(0):
+        for image, sample in zip(batch.images, batch.indices.tolist(), strict=True):
+            looks.setdefault(sample, set()).add(image.numpy().tobytes())
+            count += 1
+    assert count == 25
+    assert len(looks) == 9
+    assert sorted(map(len, looks.values())) == [1] + [3] * 8
+    plain = collect(Loader(data, TrainTransform(CONFIG), 6, train=True, drop_last=False).epoch(0))
+    first = {value[0] for value in plain.values()}
+    assert all(len(first & views) == 1 for views in looks.values())  # the first look is the usual one
+
+
+def test_evaluation_is_in_order_and_needs_no_generator(data):
+    loader = Loader(data, EvalTransform(CONFIG), 10, train=False, workers=1)
+    keys = [key for batch in loader for key in batch.keys]
+    assert keys == list(data.keys())
+    batch = next(iter(loader))
+    want, placement = EvalTransform(CONFIG)(data.picture(4))
+    assert np.array_equal(batch.images[4].permute(1, 2, 0).numpy(), want)
+    assert np.allclose(batch.placement[4].numpy(), placement)
+    assert batch.erased is None
+    assert batch.labels.tolist() == data.labels[:10].tolist()
+    loader.close()
+
+
+def test_any_callable_is_a_transform(data):
+    def corner(picture, rng):
+        return picture.region((0, 0, 8, 6)), np.eye(2, 3)
+
+    batch = next(iter(Loader(data, corner, 3, train=False)))
+    assert batch.images.shape == (3, 3, 6, 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_score_maps_travel_with_their_images(data, workers):
+    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=workers, store=FakeStore())
+    for batch in loader.epoch(0):
+        numbers = torch.tensor([int(key[2:4]) for key in batch.keys])
+        assert torch.equal(batch.maps.scores[:, 0, 0, 0].long(), numbers)
+        words = batch.maps.classes.gather(1, batch.maps.local.flatten(1).long()).view(batch.maps.local.shape)
+        assert torch.equal(words[..., 1], (numbers + 100).view(-1, 1, 1).expand(-1, 4, 5))
+        assert torch.allclose(batch.maps.area[:, 3], numbers / 100 + 0.5)
+        assert batch.maps.num_classes == 500
+    loader.close()
+
+
+def test_a_missing_map_raises_unless_it_is_allowed(data):
+    lacking = FakeStore(without={data.key(3)})
+    with pytest.raises(DataError, match="no map of"):
+        list(Loader(data, TrainTransform(CONFIG), 5, train=True, store=lacking).epoch(0))
+    loader = Loader(data, EvalTransform(CONFIG), 5, train=False, store=lacking, missing_maps=True)
+    batch = next(iter(loader))
+    assert batch.maps.area[3].min() > 1  # out of every image's reach: weight 0
+
+
+def test_the_hook_for_maps_can_be_replaced(data):
+    loader = Loader(data, EvalTransform(CONFIG), 5, train=False, store=FakeStore(), collate_maps=len)
+    assert next(iter(loader)).maps == 5
+
+
+@pytest.fixture
+def spoilt(tmp_path):
+    for i in range(12):
+        path = tmp_path / "data" / "ab"[i % 2] / f"{i:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        good = image_bytes(i, (120, 90))
+        path.write_bytes(good[: len(good) * 3 // 4] if i in (3, 8) else good)
+    return open_dataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_image_raises_by_name(spoilt, workers):
+    loader = Loader(spoilt, TrainTransform(CONFIG), 4, train=True, workers=workers)
+    with pytest.raises(ImageError, match=r"(03|08)\.jpg.*truncated"):
+        list(loader.epoch(0))
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_skipped_image_is_left_out_counted_and_logged_once_and_never_replaced(spoilt, workers, tmp_path):
+    bad = BadImages("skip", quota=0.5, log=tmp_path / "bad.jsonl")
+    loader = Loader(spoilt, TrainTransform(CONFIG), 4, train=True, workers=workers, bad_images=bad)
+    for epoch in range(2):
+        batches = list(loader.epoch(epoch))
+        assert len(batches) == len(loader) == 3
+        keys = [key for batch in batches for key in batch.keys]
+        assert sorted(keys) == sorted(key for key in list(spoilt.keys()) if key[2:4] not in ("03", "08"))
+        assert sum(len(batch) + len(batch.skipped) for batch in batches) == 12
+    rows = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert sorted(row["key"] for row in rows) == ["a/08.jpg", "b/03.jpg"]
+    assert all("truncated" in row["reason"] for row in rows)
+    assert len(bad.seen) == 2
+    loader.close()
+
+
+def test_too_many_bad_images_stop_the_run_with_their_names(spoilt, tmp_path):
+    loader = Loader(spoilt, EvalTransform(CONFIG), 4, train=False, bad_images=BadImages("skip", 0.1, tmp_path / "x"))
+    with pytest.raises(DataError, match=r"2 of 12 images.*quota of 10\.0%(.|\n)*03\.jpg(.|\n)*are listed in"):
+        list(loader)
+    with pytest.raises(DataError, match="'raise' or 'skip'"):
+        BadImages("ignore")
+
+
+def test_a_batch_without_a_single_readable_image_stops_training_but_not_evaluation(spoilt):
+    only = spoilt.subset([i for i in range(12) if spoilt.key(i)[2:4] in ("03", "08")])
+    with pytest.raises(DataError, match="None of a batch's 2 images"):
+        list(Loader(only, TrainTransform(CONFIG), 2, train=True, bad_images=BadImages("skip", 1.0)).epoch(0))
+    assert list(Loader(only, EvalTransform(CONFIG), 2, train=False, bad_images=BadImages("skip", 1.0))) == []
+
+
+def test_normalisation_equals_the_definition_on_the_device_in_the_asked_type():
+    images = torch.randint(0, 256, (2, 3, 5, 4), dtype=torch.uint8)
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
+    want = (images / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    assert torch.allclose(normalise(images, mean, std), want, atol=1e-5)
+    half = normalise(images, mean, std, torch.bfloat16, channels_last=True)
+    assert half.dtype == torch.bfloat16
+    assert half.is_contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(half.float(), want, rtol=0.01, atol=0.01)
+    assert images.dtype == torch.uint8
+
+
+class Traveller:
+    """Stands for a tensor, and notes where it was sent."""
+
+    def __init__(self, where="cpu"):
+        self.where = where
+
+    def to(self, device, non_blocking=False):
+        return Traveller((device, non_blocking))
+
+    def pin_memory(self):
+        return Traveller("pinned")
+
+
+def test_a_batch_moves_with_all_its_parts_and_keeps_what_is_no_tensor():
+    batch = Batch(*(Traveller() for _ in range(4)), ("a",), erased=Traveller(), maps=Traveller(), skipped=(("b", "c"),))
+    for moved, where in ((batch.to("cuda:1", True), ("cuda:1", True)), (batch.pin_memory(), "pinned")):
+        parts = (moved.images, moved.labels, moved.placement, moved.indices, moved.erased, moved.maps)
+        assert all(part.where == where for part in parts)
+        assert moved.keys == ("a",)
+        assert moved.skipped == (("b", "c"),)
+
+
+def test_to_device_normalises_and_keeps_the_rest(data):
+    batch = next(iter(Loader(data, TrainTransform(CONFIG), 4, train=True, store=FakeStore())))
+    ready = to_device(batch, "cpu", CONFIG.mean, CONFIG.std, torch.bfloat16)
+    assert ready.images.dtype == torch.bfloat16
+    assert torch.equal(ready.images, normalise(batch.images, CONFIG.mean, CONFIG.std, torch.bfloat16))
+    assert ready.keys == batch.keys
+    assert torch.equal(ready.maps.scores, batch.maps.scores)
+
+
+def test_the_prefetcher_gives_all_batches_and_measures_who_waits_for_whom():
+    def slow(n, seconds):
+        for k in range(n):
+            time.sleep(seconds)
+            zeros = torch.zeros(2, dtype=torch.int64)
+            images = torch.full((2, 3, 4, 4), k, dtype=torch.uint8)
+            yield Batch(images, zeros, torch.zeros(2, 2, 3), zeros, ("a", "b"))
+
+    hungry = Prefetcher(slow(4, 0.03), "cpu", (0.0,) * 3, (1 / 255,) * 3)
+    assert [batch.images[0, 0, 0, 0].item() for batch in hungry] == pytest.approx([0, 1, 2, 3])
+    assert hungry.waited > 0.1
+    assert hungry.waiting_share > 0.8
+    busy = Prefetcher(slow(4, 0.0), "cpu", (0.0,) * 3, (1 / 255,) * 3)
+    for _ in busy:
+        time.sleep(0.03)
+    assert busy.waiting_share < 0.2
+
+
+def test_wrong_numbers_are_refused(data):
+    for options, message in (
+        ({"batch_size": 0}, "batch_size"),
+        ({"rank": 2, "world": 2}, "rank"),
+        ({"repeats": 0}, "repeats"),
+        ({"batch_size": 30}, "do not fill one batch"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Loader(data, TrainTransform(CONFIG), **{"batch_size": 4, "train": True, **options})
+    with pytest.raises(DataError, match="start"):
+        list(Loader(data, TrainTransform(CONFIG), 4, train=True).epoch(0, start=99))
+
+
+def test_the_loader_leaves_global_generators_alone(data):
+    before = torch.get_rng_state()
+    loader = Loader(data, TrainTransform(CONFIG), 8, train=True, workers=1)
+    list(loader.epoch(0))
+    loader.close()
+    assert torch.equal(before, torch.get_rng_state())
