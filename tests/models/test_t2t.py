@@ -133,6 +133,20 @@ def test_under_autocast_the_performer_stays_in_single_precision():
         assert torch.allclose(layer(x), layer.float()(x), atol=0.1)
 
 
+@torch.no_grad()
+def test_the_token_performer_keeps_the_released_order_key_query_value():
+    layer = TokenPerformer(27, 16, drop=0.0)
+    layer.kqv.weight.normal_(std=0.2)
+    x = torch.randn(2, 9, 27)
+    k, q, v = (
+        layer.norm1(x) @ w.T + b for w, b in zip(layer.kqv.weight.split(16), layer.kqv.bias.split(16), strict=True)
+    )
+    attended = v + layer.proj(performer(q, k, v, layer.w))
+    assert torch.allclose(layer(x), attended + layer.mlp(layer.norm2(attended)), atol=1e-5)
+    swapped = v + layer.proj(performer(k, q, v, layer.w))
+    assert not torch.allclose(attended, swapped, atol=1e-2)
+
+
 def test_random_features_are_orthogonal_and_fixed():
     layer = TokenPerformer(27, 16)
     assert layer.w.shape == (8, 16)

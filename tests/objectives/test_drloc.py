@@ -35,7 +35,11 @@ def batch(mix=None):
 
 def make(**settings) -> Drloc:
     torch.manual_seed(0)
-    return Drloc(**{"dim": DIM, "hidden": 16, "pairs": 20, **settings})
+    objective = Drloc(**{"dim": DIM, "hidden": 16, "pairs": 20, **settings})
+    with torch.no_grad():  # at the start the answers hardly depend on the tokens, which would hide mistakes
+        for parameter in objective.modules().parameters():
+            parameter.mul_(20 if parameter.ndim > 1 else 1).add_(0.1 if parameter.ndim == 1 else 0)
+    return objective
 
 
 def tiny_swin() -> TokenModel:
