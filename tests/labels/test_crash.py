@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from everytoken.labels import Store, StoreWriter
+from everytoken.labels import Store, StoreWriter, verify
 from everytoken.labels.errors import (
     StoreBusyError,
     StoreFullError,
@@ -97,12 +97,48 @@ def test_a_kill_while_a_deleted_shard_is_made_again_ends_in_the_same_store(filli
         shutil.copytree(tmp_path / "whole", folder)
         (folder / shard_name(1)).unlink()
         killed = forked(lambda: work(step, folder)) == -signal.SIGKILL  # noqa: B023
+        with StoreWriter.create_or_resume(folder, filling.keys(12), filling.META) as writer:
+            assert writer.pending_shards() in ([], [1])  # the good shard is not made again
         filling.fill(folder, n=12)
         assert content(folder) == undisturbed, f"differs after a kill at operation {step}"
         if not killed:
             break
         step += 1 if "EVERYTOKEN_KILLS" in os.environ else 3
     assert step > 30
+
+
+def test_a_kill_while_skipped_images_are_tried_again_ends_in_the_same_store(filling, content, tmp_path):
+    def retry(folder: Path, step: int | None = None):
+        if step is not None:
+            die_at(step)
+        with StoreWriter.create_or_resume(folder, filling.keys(12), filling.META, 8, retry_skipped=True) as writer:
+            for shard in writer.pending_shards():
+                writer.write_shard(shard, map(filling.make_map, writer.shard_keys(shard)))
+            writer.finalize()
+
+    filling.fill(tmp_path / "before", n=12)
+    retry(tmp_path / "mended")
+    mended, step = content(tmp_path / "mended"), 0
+    while True:
+        folder = tmp_path / f"s{step}"
+        shutil.copytree(tmp_path / "before", folder)
+        killed = forked(lambda: retry(folder, step)) == -signal.SIGKILL  # noqa: B023
+        verdict = verify(folder)
+        assert verdict.ok, f"{verdict.problems} after a kill at operation {step}"
+        retry(folder)
+        assert content(folder) == mended, f"differs after a kill at operation {step}"
+        if not killed:
+            break
+        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 2
+    assert step > 30
+
+
+def test_what_killed_processes_left_is_removed_but_not_what_living_ones_write(filling, tmp_path):
+    StoreWriter.create_or_resume(tmp_path / "s", filling.keys(9), filling.META).close()
+    for rank in (0, 1, 5):
+        (tmp_path / f"s/.tmp-{rank}-shard-00000.npy").touch()
+    StoreWriter.create_or_resume(tmp_path / "s", filling.keys(9), filling.META, rank=0, world=2).close()
+    assert [path.name for path in (tmp_path / "s").glob(".tmp-*")] == [".tmp-1-shard-00000.npy"]
 
 
 def test_kills_at_random_moments_end_in_the_same_store(content, reference, tmp_path):

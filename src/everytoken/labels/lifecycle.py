@@ -140,6 +140,8 @@ def tidy(folder: Path, manifest: Manifest) -> None:
     """Remove what only an unfinished store needs. Whatever is left by a kill here goes the next time."""
     for index in range(manifest.num_shards):
         sidecar(folder, index).unlink(missing_ok=True)
+    if SKIPPED_LIST not in manifest.checksums:  # a list from before skipped images were tried again
+        (folder / SKIPPED_LIST).unlink(missing_ok=True)
     for path in [*folder.glob(f"{files.TEMPORARY}*"), *folder.glob(f"{LOCK}rank-*")]:
         if path.name.startswith(files.TEMPORARY):
             path.unlink(missing_ok=True)
