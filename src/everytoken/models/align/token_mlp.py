@@ -29,6 +29,6 @@ class MixTokens(Hook):
 
 def mixer_block(module: nn.Module, site: Site, name: str) -> None:
     """Rule for a block with a token MLP `mlp_tokens` or a single layer `linear_tokens`."""
-    branch: Any = getattr(module, "mlp_tokens", None) or module.linear_tokens
+    branch: Any = module.mlp_tokens if hasattr(module, "mlp_tokens") else module.linear_tokens
     if site.layer():
         site.after(branch, MixTokens(site.tape))
