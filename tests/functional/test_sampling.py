@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchvision.ops import roi_align
 
 from everytoken.errors import EverytokenError
-from everytoken.functional import SampledMaps, collate_maps, from_scores, plan_sampling, sample_maps, spread
+from everytoken.functional import SampledMaps, collate_maps, plan_sampling, sample_maps, spread
 
 fractions = st.floats(0.02, 0.98)
 
@@ -21,29 +21,6 @@ def roi_crop(maps, boxes, grid):
     scale = torch.tensor([w, h, w, h])
     rois = torch.cat([torch.arange(len(boxes))[:, None], boxes * scale], dim=1).double()
     return roi_align(dense, rois, grid, 1.0, -1, aligned=True).permute(0, 2, 3, 1).float()
-
-
-def released_targets(maps, boxes, label_size, smoothing, hflip=False):
-    """The released algorithm, dense: [B, K] image label and [B, N, K] token labels.
-
-    boxes: [B, 4] (left, top, width, height) of the crop in fractions of the (flipped) image.
-    """
-    h, w = maps.size
-    B, K = len(maps), maps.num_classes
-    classes = maps.classes.gather(1, maps.local.long().view(B, -1)).view(maps.local.shape)
-    dense = torch.zeros(B, h, w, K).scatter_(-1, classes, maps.scores.float()).permute(0, 3, 1, 2)
-    if hflip:
-        dense = dense.flip(3)
-    left, top, width, height = boxes.double().unbind(1)
-    # the released mistake: (top, left, height, width) is read as (x, y, width, height)
-    rois = torch.stack([torch.arange(B).double(), top, left, top + height, left + width], dim=1)
-    rois[:, 1:] = rois[:, 1:] * w - 0.5
-    on, off = 1 - smoothing + smoothing / K, smoothing / K
-    both = [
-        roi_align(dense.double(), rois, (n, n), 1.0, -1, aligned=False).flatten(2).softmax(1) * on + off
-        for n in (1, label_size)
-    ]
-    return both[0][:, :, 0].float(), both[1].transpose(1, 2).float()
 
 
 def same(a: SampledMaps, b: SampledMaps, tolerance=1e-5):
@@ -93,40 +70,6 @@ def test_the_usual_sizes_equal_roi_align(make):
     got = sample_maps(maps, _crops(boxes), (14, 14))
     torch.testing.assert_close(got.tokens, roi_crop(maps, boxes, (14, 14)), rtol=0, atol=1e-5)
     torch.testing.assert_close(got.image, roi_crop(maps, boxes, (1, 1))[:, 0, 0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("hflip", [False, True])
-def test_legacy_swap_equals_the_released_algorithm(make, hflip):
-    rng = np.random.default_rng(1)
-    maps = make.maps(rng, n=40, h=9, w=9, num_classes=30)
-    size = torch.tensor(rng.uniform(0.02, 1, (40, 2)), dtype=torch.float32)  # some crops are below one cell
-    size[0], size[1] = 1, torch.tensor([1.0, 0.05])
-    start = torch.tensor(rng.random((40, 2)), dtype=torch.float32) * (1 - size)
-    boxes = torch.cat([start, size], dim=1)  # in the flipped image
-    image, tokens = released_targets(maps, boxes, 4, 0.1, hflip)
-    placement = _crops(torch.cat([start, start + size], dim=1))
-    if hflip:
-        placement[:, 0, 2], placement[:, 0, 0] = 1 - start[:, 0], -placement[:, 0, 0]
-    got = sample_maps(maps, placement, (4, 4), legacy_swap=True)
-    target = from_scores(got.tokens, maps.classes, 30).smooth(0.1, legacy=True)
-    torch.testing.assert_close(target.dense().flatten(1, 2), tokens, rtol=0, atol=1e-5)
-    target = from_scores(got.image, maps.classes, 30).smooth(0.1, legacy=True)
-    torch.testing.assert_close(target.dense(), image, rtol=0, atol=1e-5)
-
-
-def test_the_released_code_reads_the_wrong_quadrant_and_we_do_not(make):
-    classes = np.zeros((8, 8, 1), np.int64)
-    classes[:4, 4:], classes[4:, :4] = 1, 2  # top right is class 1, bottom left class 2
-    maps = collate_maps([_plain(np.full((8, 8, 1), 9.0, np.float32), classes)], 3)
-    top_right = make.batch([make.crop(0.5, 0, 1, 0.5)])
-    assert sample_maps(maps, top_right, (2, 2)).image[0].argmax() == 1
-    assert sample_maps(maps, top_right, (2, 2), legacy_swap=True).image[0].argmax() == 2
-
-
-def test_legacy_swap_refuses_rotations(make):
-    maps = make.maps(np.random.default_rng(0), n=1)
-    with pytest.raises(EverytokenError, match="crops and flips only"):
-        sample_maps(maps, make.batch([make.about_centre(make.rotation(20))]), (2, 2), legacy_swap=True)
 
 
 def chain(make, draw_numbers):

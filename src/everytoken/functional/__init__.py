@@ -1,12 +1,14 @@
 """Pure functions on tensors: the equations of the papers, each under one name. Imports torch (and numpy) only.
 
-From records to targets:  `vocabulary`, `collate_maps` -> `MapBatch`; `plan_sampling`, `sample_maps` -> `SampledMaps`;
-`from_scores`, `from_labels`, `blend`, `mix_with_truth`, `map_classes` -> `CompactTarget`.
+From records to targets:  `vocabulary`, `collate_maps` -> `MapBatch`; `plan_sampling`, `label_tokens` -> `MapTargets`
+(in two steps: `sample_maps` -> `SampledMaps`, `from_scores` -> `CompactTarget`); `from_labels`, `blend`,
+`mix_with_truth`, `map_classes`.
 From targets to losses:  `compact_cross_entropy`, `token_label_loss`, `dense_soft_cross_entropy`, `distillation_loss`.
 
 Shapes: B images, (h, w) map cells, k scores per cell, (H, W) tokens, U classes in a vocabulary, K classes in all.
 """
 
+from everytoken.functional.labeling import MapTargets, label_tokens
 from everytoken.functional.losses import (
     TokenLabelLoss,
     compact_cross_entropy,
@@ -29,6 +31,7 @@ from everytoken.functional.targets import (
 __all__ = [
     "CompactTarget",
     "MapBatch",
+    "MapTargets",
     "SampledMaps",
     "SamplingPlan",
     "TokenLabelLoss",
@@ -39,6 +42,7 @@ __all__ = [
     "distillation_loss",
     "from_labels",
     "from_scores",
+    "label_tokens",
     "map_classes",
     "mix_with_truth",
     "participating",

@@ -91,7 +91,7 @@ def vocabulary(classes: np.ndarray, num_classes: int | None = None) -> tuple[np.
         (vocabulary [U] int64 ascending, local: same shape as `classes`, uint8 when U <= 256, else int16), with
         ``vocabulary[local] == classes``.
     """
-    flat = classes.reshape(-1)
+    flat = classes.reshape(-1).astype(np.intp)
     if num_classes is None:
         num_classes = int(flat.max(initial=0)) + 1
     # A table of K marks is several times faster than sorting (np.unique).
@@ -107,7 +107,7 @@ def vocabulary(classes: np.ndarray, num_classes: int | None = None) -> tuple[np.
     words = np.flatnonzero(seen)
     table = np.zeros(num_classes, dtype=np.uint8 if len(words) <= 256 else np.int16)
     table[words] = np.arange(len(words))
-    return words, table[flat].reshape(classes.shape)
+    return words, table.take(flat).reshape(classes.shape)
 
 
 def collate_maps(maps: Sequence[ScoreMapLike | None], num_classes: int, multiple: int = 8) -> MapBatch:

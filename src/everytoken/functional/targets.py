@@ -77,10 +77,7 @@ class CompactTarget:
 
     def smooth(self, smoothing: float, legacy: bool = False) -> CompactTarget:
         """Label smoothing: (1-s)·t + s/K. With `legacy`, the released t·(1-s+s/K) + s/K, which sums to 1 + s/K."""
-        if not 0 <= smoothing < 1:
-            raise EverytokenError(f"label smoothing must be in [0, 1), got {smoothing}.")
-        off = smoothing / self.num_classes
-        on = 1 - smoothing + off if legacy else 1 - smoothing
+        on, off = smoothing_factors(smoothing, self.num_classes, legacy)
         return replace(self, mass=self.mass * on, background=self.background * on + off)
 
     def dense(self) -> Tensor:
@@ -112,6 +109,8 @@ def from_scores(
     weight: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
+    smoothing: float = 0.0,
+    legacy: bool = False,
 ) -> CompactTarget:
     """Softmax over all K classes, of which those outside the vocabulary score 0 (paper and released code).
 
@@ -123,36 +122,62 @@ def from_scores(
         temperature: scores are divided by it.
         top_k: None is the papers' definition. n keeps only the n best vocabulary classes of each place and shares
             all mass among them, background 0; n >= U is a softmax over the vocabulary.
+        smoothing, legacy: as in `CompactTarget.smooth`.
     """
-    B, U = classes.shape
-    if logits.shape[0] != B or logits.shape[-1] != U:
+    if logits.shape[0] != classes.shape[0] or logits.shape[-1] != classes.shape[1]:
         raise EverytokenError(f"logits {list(logits.shape)} do not fit a vocabulary of shape {list(classes.shape)}.")
-    if temperature <= 0:
-        raise EverytokenError(f"the temperature must be above 0, got {temperature}.")
-    real = (classes >= 0).view(B, *(1,) * (logits.dim() - 2), U)
-    scores = logits.float() if temperature == 1 else logits.float() / temperature
-    scores = scores.masked_fill(~real, -torch.inf)
-    if top_k is not None:
-        if top_k < 1:
-            raise EverytokenError(f"top_k must be at least 1, got {top_k}.")
-        if top_k < U:
-            least = scores.topk(top_k, dim=-1).values[..., -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
-        absent = torch.zeros((), device=logits.device)
-    else:
-        absent = (num_classes - real.sum(-1)).float()
-    # The largest exponent is 0, whether it belongs to a class of the vocabulary or to the absent ones.
-    peak = scores.amax(-1).clamp(min=-torch.finfo(scores.dtype).max)
-    peak = torch.where(absent > 0, peak.clamp(min=0), peak)
-    mass = scores.sub_(peak[..., None]).exp_()  # `scores` is ours: masked_fill made it
-    floor = torch.where(absent > 0, torch.exp(-peak), 0)
-    total = mass.sum(-1) + absent * floor
-    total = total.clamp(min=torch.finfo(total.dtype).tiny)  # an empty vocabulary with top_k has no mass at all
-    background = floor / total
-    mass = mass.div_(total[..., None]).sub_(background[..., None]).masked_fill_(~real, 0)
+    mass = logits.to(torch.float32, copy=True)
+    background = softmax_(mass, classes, num_classes, temperature, top_k, smoothing, legacy)
     if weight is None:
         weight = torch.ones_like(background)
     return CompactTarget(classes.clamp(min=0), mass, background, weight.float(), num_classes)
+
+
+def softmax_(
+    scores: Tensor,
+    classes: Tensor,
+    num_classes: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    smoothing: float = 0.0,
+    legacy: bool = False,
+) -> Tensor:
+    """The work of `from_scores`, in place: scores [B, ..., U] float32 become mass; returns background [B, ...]."""
+    if temperature <= 0:
+        raise EverytokenError(f"the temperature must be above 0, got {temperature}.")
+    if top_k is not None and top_k < 1:
+        raise EverytokenError(f"top_k must be at least 1, got {top_k}.")
+    B, U = classes.shape
+    filling = (classes < 0).view(B, *(1,) * (scores.dim() - 2), U)
+    if temperature != 1:
+        scores.div_(temperature)
+    scores.masked_fill_(filling, -torch.inf)
+    if top_k is not None:
+        if top_k < U:
+            scores.masked_fill_(scores < scores.topk(top_k, dim=-1).values[..., -1:], -torch.inf)
+        absent = torch.zeros((), device=scores.device)
+    else:
+        absent = (num_classes - U + filling.sum(-1)).float()
+    # The largest exponent is 0, whether it belongs to a class of the vocabulary or to the absent ones.
+    peak = scores.amax(-1).clamp(min=-torch.finfo(scores.dtype).max)
+    peak = torch.where(absent > 0, peak.clamp(min=0), peak)
+    mass = scores.sub_(peak[..., None]).exp_()
+    floor = torch.where(absent > 0, torch.exp(-peak), 0)
+    total = mass.sum(-1) + absent * floor
+    total = total.clamp(min=torch.finfo(total.dtype).tiny)  # an empty vocabulary with top_k has no mass at all
+    # Smoothing is linear, so it joins the normalisation.
+    on, off = smoothing_factors(smoothing, num_classes, legacy)
+    background = floor * (on / total)
+    mass.mul_((on / total)[..., None]).sub_(background[..., None]).masked_fill_(filling, 0)
+    return background.add_(off)
+
+
+def smoothing_factors(smoothing: float, num_classes: int, legacy: bool = False) -> tuple[float, float]:
+    """(on, off) with which t becomes on · t + off."""
+    if not 0 <= smoothing < 1:
+        raise EverytokenError(f"label smoothing must be in [0, 1), got {smoothing}.")
+    off = smoothing / num_classes
+    return (1 - smoothing + off if legacy else 1 - smoothing), off
 
 
 def from_labels(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> CompactTarget:

@@ -92,14 +92,14 @@ class Batch:
         """Everything in page-locked memory; torch's DataLoader calls this."""
         return self._each(lambda part: part.pin_memory() if hasattr(part, "pin_memory") else part)
 
+    def sampled(self, grid: tuple[int, int], legacy_swap: bool = False) -> SampledMaps:
+        """The maps' scores on a token grid, for objectives that make targets of their own."""
+        maps, placement = need_maps(self)
+        return sample_maps(maps, placement, grid, self.plan, legacy_swap)
+
     def _each(self, change: Callable[[Any], Any]) -> Batch:
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: change(part) for name, part in parts.items() if hasattr(part, "to")})
-
-    def sampled(self, grid: tuple[int, int], legacy_swap: bool = False) -> SampledMaps:
-        """The maps on a token grid."""
-        maps, placement = need_maps(self)
-        return sample_maps(maps, placement, grid, None if legacy_swap else self.plan, legacy_swap)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from torch import Tensor
 from everytoken.errors import EverytokenError
 from everytoken.functional import (
     CompactTarget,
+    MapTargets,
     SampledMaps,
     compact_cross_entropy,
     from_labels,
     from_scores,
+    label_tokens,
     map_classes,
     mix_with_truth,
 )
@@ -62,43 +64,51 @@ class FromMaps(Objective):
         """Maps, and labels when the truth is asked for."""
         return frozenset({"maps"} if self.class_target == "machine" else {"maps", "labels"})
 
+    def labels(self, batch: Batch, grid: tuple[int, int]) -> MapTargets:
+        """What the maps say about a grid of tokens and about the crop."""
+        maps, placement = need_maps(batch)
+        return label_tokens(
+            maps, placement, grid, batch.plan, self.temperature, self.top_k, self.smoothing, self.legacy
+        )
+
     def soft_target(self, logits: Tensor, classes: Tensor, num_classes: int, weight: Tensor) -> CompactTarget:
         """Sampled scores [B, ..., U] as a smoothed target."""
-        target = from_scores(logits, classes, num_classes, weight, self.temperature, self.top_k)
-        return target.smooth(self.smoothing, self.legacy) if self.smoothing else target
+        how = (self.temperature, self.top_k, self.smoothing, self.legacy)
+        return from_scores(logits, classes, num_classes, weight, *how)
 
-    def image_target(self, view: View, batch: Batch, sampled: SampledMaps | None) -> CompactTarget:
-        """The class token's target [B], mixed as the images are."""
+    def image_target(self, view: View, batch: Batch, made: MapTargets | SampledMaps | None) -> CompactTarget:
+        """The class token's target [B], mixed as the images are. `made`: from the maps, if that has been done."""
         K = view.logits.shape[-1]
         target = batch.class_target
         if self.class_target == "truth":
             target = from_labels(need_labels(batch), K, self.smoothing)
         else:
             if target is None:
-                target = self._machine_target(K, batch, sampled)
+                target = self._machine_target(K, batch, made)
             if self.class_target == "both":
                 target = mix_with_truth(target, need_labels(batch), self.rho, self.smoothing)
         return target if batch.mix is None else mix_image_target(target, batch.mix)
 
-    def _machine_target(self, K: int, batch: Batch, sampled: SampledMaps | None) -> CompactTarget:
+    def _machine_target(self, K: int, batch: Batch, made: MapTargets | SampledMaps | None) -> CompactTarget:
         maps, _ = need_maps(batch)
-        if sampled is None:
-            sampled = batch.sampled((1, 1), self.legacy)
-        logits, classes = sampled.image, maps.classes
+        made = made or self.labels(batch, (1, 1))
+        if isinstance(made, SampledMaps):
+            logits, classes, weight = made.image, maps.classes, made.image_weight
+        else:
+            logits, classes, weight = made.image_logits, made.classes, made.image.weight
         if self.class_map is not None:
             if len(self.class_map) != maps.num_classes:
                 raise EverytokenError(
                     f"class_map has {len(self.class_map)} entries, but the maps know {maps.num_classes} classes."
                 )
-            table = torch.as_tensor(self.class_map, device=classes.device)
-            logits, classes = map_classes(logits, classes, table)
+            logits, classes = map_classes(logits, classes, torch.as_tensor(self.class_map, device=classes.device))
         elif maps.num_classes != K:
             raise EverytokenError(
                 f"the class token has {K} outputs and the score maps speak {maps.num_classes} classes, so the maps "
                 "cannot label whole images. Let the class token learn the data set's own labels "
                 "(class_target='truth'), or say which classes correspond (class_map)."
             )
-        return self.soft_target(logits, classes, K, sampled.image_weight)
+        return self.soft_target(logits, classes, K, weight)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.functional import CompactTarget, SampledMaps, compact_cross_entropy, participating
+from everytoken.functional import compact_cross_entropy, participating
 from everytoken.mixing import mix_token_target
-from everytoken.objectives.base import Batch, Context, View, need_maps, need_token_logits
+from everytoken.objectives.base import Batch, Context, View, need_token_logits
 from everytoken.objectives.relabel import FromMaps
 
 
@@ -45,10 +45,15 @@ class TokenLabeling(FromMaps):
     def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         """{"class": H(cls), "token": β · mean H(token)}"""
         logits = need_token_logits(view)
-        target, sampled = batch.token_target, None
+        target, made = batch.token_target, None
         if target is None:
-            sampled = batch.sampled((logits.shape[1], logits.shape[2]), self.legacy)
-            target = self._token_target(logits, batch, sampled)
+            made = self.labels(batch, (logits.shape[1], logits.shape[2]))
+            target = made.tokens
+        if logits.shape[-1] != target.num_classes:
+            raise EverytokenError(
+                f"the token head has {logits.shape[-1]} outputs, but the score maps speak {target.num_classes} "
+                f"classes: build TokenModel(backbone, token_classes={target.num_classes})."
+            )
         if batch.mix is not None and not batch.mix.unmixes:
             target = mix_token_target(target, batch.mix)
         weight = target.weight
@@ -57,14 +62,5 @@ class TokenLabeling(FromMaps):
             weight = weight * participating(weight.shape, self.participation, generator, weight.device)
         terms = {"token": compact_cross_entropy(logits, target, weight=weight) * self.beta}
         if self.class_term:
-            terms["class"] = compact_cross_entropy(view.logits, self.image_target(view, batch, sampled))
+            terms["class"] = compact_cross_entropy(view.logits, self.image_target(view, batch, made))
         return terms
-
-    def _token_target(self, logits: Tensor, batch: Batch, sampled: SampledMaps) -> CompactTarget:
-        maps, _ = need_maps(batch)
-        if logits.shape[-1] != maps.num_classes:
-            raise EverytokenError(
-                f"the token head has {logits.shape[-1]} outputs, but the score maps speak {maps.num_classes} classes: "
-                f"build TokenModel(backbone, token_classes={maps.num_classes})."
-            )
-        return self.soft_target(sampled.tokens, maps.classes, maps.num_classes, sampled.weight)

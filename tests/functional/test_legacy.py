@@ -1,0 +1,78 @@
+"""The released label pipeline, written densely with torchvision, and our option that repeats it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torchvision.ops import roi_align
+
+from everytoken.errors import EverytokenError
+from everytoken.functional import collate_maps, from_scores, sample_maps
+
+
+def released_targets(maps, boxes, label_size, smoothing, hflip=False):
+    """The released algorithm, dense: [B, K] image label and [B, N, K] token labels.
+
+    boxes: [B, 4] (left, top, width, height) of the crop in fractions of the (flipped) image.
+    """
+    h, w = maps.size
+    B, K = len(maps), maps.num_classes
+    classes = maps.classes.gather(1, maps.local.long().view(B, -1)).view(maps.local.shape)
+    dense = torch.zeros(B, h, w, K).scatter_(-1, classes, maps.scores.float()).permute(0, 3, 1, 2)
+    if hflip:
+        dense = dense.flip(3)
+    left, top, width, height = boxes.double().unbind(1)
+    # the released mistake: (top, left, height, width) is read as (x, y, width, height)
+    rois = torch.stack([torch.arange(B).double(), top, left, top + height, left + width], dim=1)
+    rois[:, 1:] = rois[:, 1:] * w - 0.5
+    on, off = 1 - smoothing + smoothing / K, smoothing / K
+    both = [
+        roi_align(dense.double(), rois, (n, n), 1.0, -1, aligned=False).flatten(2).softmax(1) * on + off
+        for n in (1, label_size)
+    ]
+    return both[0][:, :, 0].float(), both[1].transpose(1, 2).float()
+
+
+def crops(boxes):
+    """Placements [B, 2, 3] of boxes [B, 4] (x0, y0, x1, y1)."""
+    placement = torch.zeros(len(boxes), 2, 3)
+    placement[:, 0, 0], placement[:, 1, 1] = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    placement[:, :, 2] = boxes[:, :2]
+    return placement
+
+
+@pytest.mark.parametrize("hflip", [False, True])
+def test_legacy_swap_equals_the_released_algorithm(make, hflip):
+    rng = np.random.default_rng(1)
+    maps = make.maps(rng, n=40, h=9, w=9, num_classes=30)
+    size = torch.tensor(rng.uniform(0.02, 1, (40, 2)), dtype=torch.float32)  # some crops are below one cell
+    size[0], size[1] = 1, torch.tensor([1.0, 0.05])
+    start = torch.tensor(rng.random((40, 2)), dtype=torch.float32) * (1 - size)
+    boxes = torch.cat([start, size], dim=1)  # in the flipped image
+    image, tokens = released_targets(maps, boxes, 4, 0.1, hflip)
+    placement = crops(torch.cat([start, start + size], dim=1))
+    if hflip:
+        placement[:, 0, 2], placement[:, 0, 0] = 1 - start[:, 0], -placement[:, 0, 0]
+    got = sample_maps(maps, placement, (4, 4), legacy_swap=True)
+    target = from_scores(got.tokens, maps.classes, 30).smooth(0.1, legacy=True)
+    torch.testing.assert_close(target.dense().flatten(1, 2), tokens, rtol=0, atol=1e-5)
+    target = from_scores(got.image, maps.classes, 30).smooth(0.1, legacy=True)
+    torch.testing.assert_close(target.dense(), image, rtol=0, atol=1e-5)
+
+
+def test_the_released_code_reads_the_wrong_quadrant_and_we_do_not(make):
+    classes = np.zeros((8, 8, 1), np.int64)
+    classes[:4, 4:], classes[4:, :4] = 1, 2  # top right is class 1, bottom left class 2
+    maps = collate_maps(
+        [SimpleNamespace(scores=np.full((8, 8, 1), 9.0, np.float32), classes=classes, area=(0.0, 0.0, 1.0, 1.0))], 3
+    )
+    top_right = make.batch([make.crop(0.5, 0, 1, 0.5)])
+    assert sample_maps(maps, top_right, (2, 2)).image[0].argmax() == 1
+    assert sample_maps(maps, top_right, (2, 2), legacy_swap=True).image[0].argmax() == 2
+
+
+def test_legacy_swap_refuses_rotations(make):
+    maps = make.maps(np.random.default_rng(0), n=1)
+    with pytest.raises(EverytokenError, match="crops and flips only"):
+        sample_maps(maps, make.batch([make.about_centre(make.rotation(20))]), (2, 2), legacy_swap=True)
