@@ -36,7 +36,7 @@ def stores(draw):
     return StoreMeta((h, w), top_k, num_classes=num_classes), maps, draw(st.integers(1, 4))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(stores())
 def test_reading_gives_back_exactly_what_was_written(tmp_path_factory, case):
     meta, maps, shard_size = case

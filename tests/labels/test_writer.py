@@ -131,6 +131,8 @@ def test_misuse_of_the_writer_is_explained(filling, tmp_path):
     with StoreWriter.create_or_resume(tmp_path / "s", ["a", "b", "c"], filling.META, 2) as writer:
         with pytest.raises(StoreError, match="shape"):
             writer.put([0], one.scores[None, :2], one.classes[None], [one.size], [one.area])
+        with pytest.raises(StoreError, match="different shapes"):
+            writer.put([0, 1], [one.scores, one.scores[:2]], [one.classes] * 2, [one.size] * 2, [one.area] * 2)
         with pytest.raises(StoreError, match="integers"):
             writer.put([0], one.scores[None], one.classes[None] * 1.0, [one.size], [one.area])
         with pytest.raises(StoreError, match="not all in"):

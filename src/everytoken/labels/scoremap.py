@@ -119,8 +119,11 @@ def pack(
 ) -> NDArray[np.void]:
     """Checked records of a batch: scores and classes [n, h, w, k], sizes [n, 2], areas [n, 4]."""
     n, shape = len(raw_keys), dtype["scores"].shape
-    scores, classes = np.asarray(scores), np.asarray(classes)
-    sizes, areas = np.asarray(sizes), np.asarray(areas, np.float64)
+    try:
+        scores, classes = np.asarray(scores), np.asarray(classes)
+        sizes, areas = np.asarray(sizes), np.asarray(areas, np.float64)
+    except ValueError as error:
+        raise StoreError(f"the maps of a batch have different shapes; this store's are {list(shape)}.") from error
     for name, array, wanted in (
         ("scores", scores, (n, *shape)),
         ("classes", classes, (n, *shape)),

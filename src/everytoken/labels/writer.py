@@ -168,6 +168,7 @@ class StoreWriter:
     def write_shard(self, index: int, records: Iterable[ScoreMap | Skipped]) -> None:
         """Write a whole shard: one ScoreMap or Skipped per key of ``shard_keys(index)``, in order."""
         span, given = self.shard_range(index), iter(records)
+        maps: dict[int, ScoreMap] = {}  # some at a time: packing one by one costs twice as much
         for position in span:
             record = next(given, None)
             if record is None:
@@ -178,7 +179,11 @@ class StoreWriter:
             if isinstance(record, Skipped):
                 self.skip(position, record.reason)
             else:
-                self.put([position], record.scores[None], record.classes[None], [record.size], [record.area])
+                maps[position] = record
+            if maps and (len(maps) == 64 or position == span[-1]):
+                names = ("scores", "classes", "size", "area")
+                self.put(list(maps), *([getattr(one, name) for one in maps.values()] for name in names))
+                maps.clear()
 
     def finalize(self) -> Manifest:
         """Close the books: collect all shards' checksums and mark the store complete. For rank 0, at the end."""
