@@ -14,6 +14,10 @@ from collections.abc import Mapping, Sequence
 from everytoken.errors import EverytokenError, did_you_mean
 
 COMMANDS: dict[str, str] = {
+    "train": "train a classifier on every token",
+    "finetune": "go on from trained weights, at another resolution or on other classes",
+    "recipes": "list and print recipes",
+    "plan": "storage, bandwidth, cores and time for a training of a given size",
     "models": "list the backbones that are supported",
     "model": "one model: parameters, multiply-adds, token grid, throughput here",
     "labels": "look at, check, import and export stores of score maps",

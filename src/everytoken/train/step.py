@@ -179,7 +179,11 @@ def build_objectives(
             if field not in allowed:
                 raise EverytokenError(f"objective {name!r} has no setting {field!r}.{did_you_mean(field, allowed)}")
         extra = {k: v for k, v in known.items() if k in allowed and k not in fields}
-        out.append(OBJECTIVES[name](**{**extra, **fields}))
+        objective = OBJECTIVES[name](**{**extra, **fields})
+        attach = getattr(objective, "attach", None)
+        if attach is not None:  # it wants to see the backbone: for its width, its layers or its shares
+            attach(model)
+        out.append(objective)
     return out
 
 

@@ -1,0 +1,44 @@
+"""`everytoken finetune`: go on from trained weights, at another resolution or on other classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from everytoken.cli.train import Train, resolve
+from everytoken.errors import EverytokenError
+from everytoken.train.options import TrainOptions
+
+
+@dataclass(frozen=True)
+class Finetune(Train):
+    """Go on from trained weights: at a larger resolution, or on other classes (transfer).
+
+    Position embeddings are resized, heads for other classes are made anew, and token targets follow the new grid.
+    Without a recipe, the papers' settings are used: AdamW, lr 5e-6 at a batch of 512, weight decay 1e-8, 30 epochs; on
+    other classes lr 5e-4 and weight decay 0.05.
+
+    Examples:
+        everytoken finetune imagenet --from runs/lvvit_s --img-size 384 --labels maps
+        everytoken finetune photos --from runs/lvvit_s --epochs 50
+        everytoken finetune photos --from released.pth.tar --model lvvit_s
+    """
+
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT")] = ""
+    """A run folder or a weights file (safetensors, or a foreign .pth, opened without running any code in it)."""
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Parse, fill in what fine-tuning means, train."""
+    options = resolve(Finetune, argv, prog)
+    if not options.source:
+        raise EverytokenError("say what to start from: everytoken finetune DATA --from RUN|CHECKPOINT")
+    from everytoken.train.classify import train
+    from everytoken.train.finetune import finetune_options
+
+    plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
+    given = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    return train(finetune_options(plain, options.source, given), dry_run=options.dry_run)

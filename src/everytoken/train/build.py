@@ -1,0 +1,185 @@
+"""From options to the parts of a classification run: data, store, model, objectives, mixing, teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from torch import nn
+
+from everytoken.data.augment import AugmentConfig
+from everytoken.data.find import open_dataset
+from everytoken.data.sources import DataSet
+from everytoken.errors import EverytokenError
+from everytoken.labels import Store
+from everytoken.models import TokenModel, probe
+from everytoken.models.load import Description, find_weights, load_model
+from everytoken.models.weights import load_weights
+from everytoken.objectives import OBJECTIVES
+from everytoken.train.checks import check_objectives, check_options
+from everytoken.train.distributed import World
+from everytoken.train.options import TrainOptions
+from everytoken.train.step import ALIASES, FrozenTeacher, TokenStep, build_mixer, build_objectives
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a classification run is made of."""
+
+    train_set: DataSet
+    val_set: DataSet
+    store: Store | None
+    step: TokenStep
+    grid: tuple[int, int]
+    augment: AugmentConfig
+    description: Description
+    notes: list[str]
+
+
+def build(options: TrainOptions, world: World) -> Parts:
+    """Everything but the loop. Contradictions are found before any image is read."""
+    notes = check_options(options)
+    torch.manual_seed(options.run.seed)  # of fresh weights
+    store = Store(options.labels) if options.labels else None
+    train_set, val_set = open_splits(options)
+    num_classes = options.dataset.num_classes or train_set.num_classes
+    if num_classes < train_set.num_classes:
+        raise EverytokenError(
+            f"--num-classes {num_classes} is fewer than the {train_set.num_classes} classes of {options.data}"
+        )
+    settings, more = _resolve_class_targets(options, store, train_set)
+    notes += more
+    token_names: tuple[str, ...] = ()
+    if any("token_logits" in _needs(name, fields) for name, fields in settings.items()):
+        token_names = tuple(store.manifest.class_names) if store is not None else tuple(train_set.class_names)
+    backbone, arguments = build_backbone(options, num_classes)
+    model = TokenModel(backbone, len(token_names) or None)
+    own = getattr(backbone, "aux_head", None)
+    if own is not None and not model.uses_own_head:
+        own.requires_grad_(False)  # nothing trains it, and DDP wants every trained weight to have a gradient
+    objectives = build_objectives(settings, model, options.augment.smoothing)
+    notes += check_objectives(options, objectives)
+    config = resolve_data_config({}, model=backbone)
+    augment = build_augment(options, config)
+    if any("distill_logits" in o.needs for o in objectives):
+        backbone.set_distilled_training(True)  # type: ignore[operator]
+    step = TokenStep(
+        model, objectives, build_mixer(options.mixing), build_teacher(options, config, num_classes),
+        compile=options.model.torchcompile,
+    ).to(world.device)  # fmt: skip
+    size = options.model.img_size
+    step.grid = grid = probe(model, (size, size))
+    description = Description(
+        architecture=options.model.model,
+        arguments=arguments,
+        class_names=tuple(train_set.class_names),
+        token_class_names=token_names,
+        img_size=(size, size),
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        crop_pct=augment.crop_pct,
+        interpolation=augment.interpolation,
+    )
+    return Parts(train_set, val_set, store, step, grid, augment, description, notes)
+
+
+def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet]:
+    """Training and validation images; a part is held out where the data has no validation images of its own."""
+    split, seed = options.dataset.val_split, options.run.seed
+    train_set = open_dataset(options.data, "train", val_split=split, seed=seed)
+    val_set = open_dataset(options.data, "val", val_split=split, seed=seed, class_list=train_set.class_names)
+    return train_set, val_set
+
+
+def _needs(name: str, fields: dict[str, Any]) -> frozenset[str]:
+    """What an objective will ask for; unknown names and settings are reported when it is built."""
+    known = OBJECTIVES.get(ALIASES.get(name, name))
+    if known is None:
+        return frozenset()
+    return known(**{k: v for k, v in fields.items() if k in known.__dataclass_fields__}).needs
+
+
+def _resolve_class_targets(
+    options: TrainOptions, store: Store | None, train_set: DataSet
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """With maps of other classes, the class token learns the data's own labels; say so."""
+    settings = {name: dict(fields) for name, fields in options.objectives.items()}
+    notes: list[str] = []
+    if store is None or list(store.manifest.class_names) == list(train_set.class_names):
+        return settings, notes
+    for name in ("token", "token_labeling"):
+        if name in settings and not {"class_target", "class_map"} & set(settings[name]):
+            settings[name]["class_target"] = "truth"
+            notes.append(
+                f"the score maps speak {store.manifest.num_classes} classes of their own (such as "
+                f"{store.manifest.class_names[0]!r}), the data has {train_set.num_classes} (such as "
+                f"{train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
+            )
+    return settings, notes
+
+
+def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The timm model and the arguments it was made with."""
+    chosen = options.model
+    arguments: dict[str, Any] = {"num_classes": num_classes, "img_size": chosen.img_size, **chosen.model_kwargs}
+    extra: dict[str, Any] = {"pretrained": chosen.pretrained}
+    if chosen.drop:
+        extra["drop_rate"] = chosen.drop
+    if chosen.drop_path:
+        extra["drop_path_rate"] = chosen.drop_path
+    try:
+        backbone = timm.create_model(chosen.model, **arguments, **extra)
+    except TypeError as error:
+        if "img_size" not in str(error):
+            raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
+        arguments.pop("img_size")  # convolutional networks take any size
+        backbone = timm.create_model(chosen.model, **arguments, **extra)
+    if chosen.initial_checkpoint:
+        report = load_weights(backbone, find_weights(chosen.initial_checkpoint))
+        print(f"weights from {chosen.initial_checkpoint}: {report}")
+    if chosen.grad_checkpointing:
+        backbone.set_grad_checkpointing(True)
+    if chosen.channels_last:
+        backbone = backbone.to(memory_format=torch.channels_last)
+    return backbone, arguments
+
+
+def build_augment(options: TrainOptions, config: dict[str, Any]) -> AugmentConfig:
+    """Augmentation from the options, with the model's own normalisation and evaluation crop."""
+    chosen = options.augment
+    return AugmentConfig(
+        img_size=options.model.img_size,
+        scale=chosen.scale,
+        ratio=chosen.ratio,
+        hflip=chosen.hflip,
+        vflip=chosen.vflip,
+        aa=chosen.aa or None,
+        color_jitter=chosen.color_jitter or None,
+        reprob=chosen.reprob,
+        remode=chosen.remode,
+        recount=chosen.recount,
+        train_interpolation=chosen.train_interpolation,
+        interpolation=chosen.interpolation or config["interpolation"],
+        crop_pct=chosen.crop_pct or config["crop_pct"],
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+    )
+
+
+def build_teacher(options: TrainOptions, config: dict[str, Any], num_classes: int) -> FrozenTeacher | None:
+    """The teacher, or None."""
+    name, path = options.model.teacher, options.model.teacher_checkpoint
+    if not name:
+        return None
+    loaded = load_model(path, architecture=name) if path else load_model(f"timm:{name}")
+    known = loaded.model.backbone.num_classes
+    if known != num_classes:
+        raise EverytokenError(
+            f"the teacher {name} knows {known} classes and the student {num_classes}; give one that was trained on "
+            "these classes with --teacher-checkpoint"
+        )
+    about = loaded.description
+    return FrozenTeacher(loaded.model, (config["mean"], config["std"]), (about.mean, about.std))

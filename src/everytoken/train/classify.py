@@ -1,0 +1,202 @@
+"""`train`: the classification task, and the run around it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everytoken.data.augment import TrainTransform
+from everytoken.data.batch import Batch as LoadedBatch
+from everytoken.data.batch import Prefetcher
+from everytoken.data.evaluation import EvalTransform
+from everytoken.data.loader import BadImages, Loader
+from everytoken.evaluate.accuracy import Predictions, predict
+from everytoken.functional import plan_sampling
+from everytoken.objectives import Batch
+from everytoken.train.build import Parts, build
+from everytoken.train.distributed import World, join_world
+from everytoken.train.loop import Loop, Stopped
+from everytoken.train.options import TrainOptions
+from everytoken.train.recipe import flat
+from everytoken.train.runfolder import RunFolder
+from everytoken.train.step import TokenStep
+
+
+class Classification:
+    """What the loop needs to train a classifier; see `loop.Task`."""
+
+    def __init__(self, parts: Parts, options: TrainOptions, world: World, folder: RunFolder) -> None:
+        self.parts, self.options, self.world = parts, options, world
+        self.module: nn.Module = parts.step
+        self.backbone: nn.Module = parts.step.model.backbone
+        data = options.dataset
+        bad = BadImages(data.on_bad_image, log=folder.path / "skipped-images.jsonl" if folder.writable else None)
+        common: dict[str, Any] = {
+            "seed": options.run.seed,
+            "workers": data.workers,
+            "rank": world.rank,
+            "world": world.size,
+            "bad_images": bad,
+            "pin_memory": world.device.type == "cuda",
+        }
+        self.loader = Loader(
+            parts.train_set,
+            TrainTransform(parts.augment),
+            data.batch_size,
+            train=True,
+            store=parts.store,
+            repeats=data.repeat_augment,
+            **common,
+        )
+        size = data.val_batch_size or data.batch_size
+        self.val_loader = Loader(parts.val_set, EvalTransform(parts.augment), size, train=False, **common)
+        self.batches_per_epoch = len(self.loader)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Training batches on the device. Where maps are sampled is planned while placements are still on the host."""
+        plans: deque[Any] = deque()
+
+        def planned() -> Iterator[LoadedBatch]:
+            for raw in self.loader.epoch(epoch, start):
+                maps = raw.maps
+                plans.append(maps and plan_sampling(raw.placement, maps.area, maps.size, self.parts.grid))
+                yield raw
+
+        for raw in self._on_device(planned()):
+            maps, placement = raw.maps, raw.placement
+            yield Batch(raw.images, raw.labels, raw.keys, maps, placement, plans.popleft())
+
+    def _on_device(self, batches: Iterator[LoadedBatch]) -> Prefetcher:
+        augment, last = self.parts.augment, self.options.model.channels_last
+        return Prefetcher(batches, self.world.device, augment.mean, augment.std, channels_last=last)
+
+    def size(self, batch: Batch) -> int:
+        """Images in a batch."""
+        return len(batch)
+
+    def name(self, batch: Batch) -> list[str]:
+        """Keys of a batch."""
+        return list(batch.keys)
+
+    def predictions(self, module: nn.Module) -> Predictions:
+        """Every validation image exactly once, over all processes."""
+        assert isinstance(module, TokenStep)
+        own = predict(module.model.backbone, self._on_device(self.val_loader.epoch(0)))
+        return Predictions.join(self.world.gather(own))
+
+    def score(self, module: nn.Module) -> dict[str, float]:
+        """Validation numbers; "score" is top-1."""
+        summary = self.predictions(module).summary()
+        return {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
+
+    def weights(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
+        """The plain timm model and, if it is separate, the token head."""
+        assert isinstance(module, TokenStep)
+        out = {"": module.model.backbone.state_dict()}
+        if module.model.token_head is not None:
+            out[".token_head"] = module.model.token_head.state_dict()
+        return out
+
+    def metadata(self) -> dict[str, str]:
+        """The description that `load_model` reads."""
+        return self.parts.description.to_metadata()
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        self.loader.close()
+        self.val_loader.close()
+
+
+def default_output(options: TrainOptions) -> str:
+    """runs/<recipe>-<model>-<data>-seed<seed>."""
+    recipe = Path(options.recipe).stem if options.recipe else "train"
+    data = Path(options.data.split(":")[-1]).name or "data"
+    return str(Path("runs") / f"{recipe}-{options.model.model}-{data}-seed{options.run.seed}")
+
+
+def train(options: TrainOptions, dry_run: bool = False) -> int:
+    """Train, or print the plan. Returns the exit code: 0, or 130 and 143 after a signal."""
+    if options.run.threads:
+        torch.set_num_threads(options.run.threads)
+    with join_world(options.run.device) as world:
+        tell: Callable[[str], None] = _say if world.is_main else lambda text: None
+        parts = build(options, world)
+        for note in parts.notes:
+            tell(f"note: {note}")
+        if dry_run:
+            from everytoken.train.dryrun import print_plan
+
+            print_plan(parts, options, world)
+            return 0
+        folder = RunFolder(options.run.output or default_output(options), writable=world.is_main)
+        world.barrier()
+        task = Classification(parts, options, world, folder)
+        with contextlib.closing(task):
+            return _run(task, options, folder, world, tell)
+
+
+def _run(
+    task: Classification, options: TrainOptions, folder: RunFolder, world: World, tell: Callable[[str], None]
+) -> int:
+    loop = Loop(task, options, folder, world)
+
+    def log(text: str) -> None:
+        tell(text)
+        folder.say(text)
+
+    resumed = loop.resume(log)
+    _check_same_run(folder, options, resumed, log)
+    folder.write_config(flat(options))
+    parts = task.parts
+    log(
+        f"{len(parts.train_set):,} training and {len(parts.val_set):,} validation images, "
+        f"{parts.train_set.num_classes} classes; {options.model.model}, token grid {parts.grid[0]}x{parts.grid[1]}; "
+        f"{', '.join(o.name for o in parts.step.objectives)}; global batch {loop.global_batch}, lr {loop.lr:.3g}, "
+        f"{loop.epochs} epochs of {loop.updates_per_epoch} updates; run folder {folder.path}"
+    )
+    try:
+        summary = loop.run()
+    except Stopped as stop:
+        log(f"stopped by a signal after update {loop.step}; the same command goes on from here")
+        return stop.code
+    if world.is_main:
+        _finish(task, loop, folder, summary, log)
+    return 0
+
+
+def _check_same_run(folder: RunFolder, options: TrainOptions, resumed: bool, log: Callable[[str], None]) -> None:
+    """When a run goes on with other options, say which; some changes are harmless, others are the user's will."""
+    harmless = {"workers", "output", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
+    if not resumed:
+        return
+    old, new = folder.read_config(), flat(options)
+    changed = [k for k in new if k in old and old[k] != new[k] and k not in harmless]
+    for key in changed:
+        log(f"note: going on with another {key}: {old[key]!r} before, {new[key]!r} now")
+
+
+def _finish(
+    task: Classification, loop: Loop, folder: RunFolder, summary: dict[str, Any], log: Callable[[str], None]
+) -> None:
+    module = loop.ema.module if loop.ema is not None else task.module
+    predictions = task.predictions(module) if task.world.size == 1 else None
+    if predictions is not None:
+        names = task.parts.train_set.class_names
+        folder.write("classes.json", json.dumps(predictions.per_class(names), indent=1))
+        low, high = predictions.interval()
+        log(f"top-1 {predictions.summary()['top1']:.2f} % (95 % interval {low:.2f} to {high:.2f})")
+    log(f"best top-1 {summary['best']['score']:.2f} % at epoch {summary['best']['epoch']}; weights: "
+        f"{folder.path / 'best.safetensors'}")  # fmt: skip
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+    sys.stdout.flush()

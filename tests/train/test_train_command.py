@@ -1,0 +1,186 @@
+"""`everytoken train` and `finetune` on real small images, through the real command line."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+from everytoken.cli import main
+from everytoken.models.load import load_model
+
+TINY = [
+    *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--workers", "0", "--batch-size", "8", "--epochs", "2"),
+    *("--warmup-epochs", "0", "--lr", "0.001", "--aa", "", "--log-interval", "1", "--threads", "1", "--device", "cpu"),
+    *("--set", "model_kwargs={patch_size: 8, embed_dim: 32, depth: 2, num_heads: 2}", "--drop-path", "0.2"),
+]
+
+
+def run(*words: str, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "everytoken", "train", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **kwargs)
+
+
+def rows(folder, kind="epoch"):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(photos, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", str(photos), *TINY, "--output", str(out), "--model-ema", "--model-ema-decay", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "best top-1" in text
+    expected = {"config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "log.txt", "summary.json"}
+    assert expected | {"best.safetensors", "classes.json", "checkpoints"} <= {p.name for p in out.iterdir()}
+    assert [row["epoch"] for row in rows(out)] == [1, 2]
+    newest = sorted((out / "checkpoints").iterdir())[-1]
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3,
+        checkpoint_path=newest / "model.safetensors",
+    )  # fmt: skip
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+    loaded = load_model(out)
+    assert loaded.description.class_names == ("class-0", "class-1", "class-2")
+    assert loaded.description.img_size == (32, 32)
+
+
+def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = [str(photos), *TINY, "--epochs", "3", "--checkpoint-steps", "1", "--set", "mixing.mixtoken={}"]
+    assert run(*words, "--output", str(whole)).returncode == 0
+    rng = random.Random(1)
+    kills = 0
+    for attempt in range(3):
+        extra = ["--workers", str(attempt % 2)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "everytoken", "train", *words, "--output", str(cut), *extra],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        wanted = sum(1 for _ in rows_or_none(cut)) + rng.randint(1, 3)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and sum(1 for _ in rows_or_none(cut)) < wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert kills >= 2
+    done = run(*words, "--output", str(cut), "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stdout
+    newest = [sorted((f / "checkpoints").iterdir())[-1] for f in (whole, cut)]
+    assert newest[0].name == newest[1].name
+    assert (newest[0] / "model.safetensors").read_bytes() == (newest[1] / "model.safetensors").read_bytes()
+    assert [r["loss"] for r in rows(whole, "step")] == [r["loss"] for r in rows(cut, "step")]
+
+
+def rows_or_none(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
+    words = [str(photos), *TINY, "--epochs", "200", "--workers", "1", "--output", str(tmp_path / "r")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not rows_or_none(tmp_path / "r"):
+        time.sleep(0.05)
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "goes on from here" in text
+    assert list((tmp_path / "r/checkpoints").glob("step-*"))
+
+
+def test_two_processes_train_as_one_with_the_same_global_batch(photos, tmp_path):
+    words = [str(photos), *TINY, "--drop-path", "0", "--reprob", "0", "--epochs", "1", "--hflip", "0"]
+    assert run(*words, "--batch-size", "12", "--output", str(tmp_path / "one")).returncode == 0
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "everytoken",
+    ]
+    command += ["train", *words, "--batch-size", "6", "--output", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one = load_file(sorted((tmp_path / "one/checkpoints").iterdir())[-1] / "model.safetensors")
+    two = load_file(sorted((tmp_path / "two/checkpoints").iterdir())[-1] / "model.safetensors")
+    for name, value in one.items():
+        assert torch.allclose(value, two[name], atol=1e-5), name
+    assert rows(tmp_path / "one")[0]["score"] == rows(tmp_path / "two")[0]["score"]
+    assert rows(tmp_path / "one")[0]["val_loss"] == pytest.approx(rows(tmp_path / "two")[0]["val_loss"], abs=1e-4)
+
+
+def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]) == 0
+    small = ["--workers", "0", "--batch-size", "8", "--threads", "1", "--epochs", "1", "--device", "cpu"]
+    larger = ["finetune", str(photos), "--from", str(out), "--img-size", "48", *small]
+    assert main([*larger, "--output", str(tmp_path / "large")]) == 0
+    assert "resized to fit: pos_embed" in capsys.readouterr().out
+    assert load_model(tmp_path / "large").description.img_size == (48, 48)
+    config = (tmp_path / "large/config.yaml").read_text()
+    assert "weight_decay: 1.0e-08" in config
+    (tmp_path / "other/train").mkdir(parents=True)
+    (tmp_path / "other/val").mkdir()
+    for split in ("train", "val"):
+        for c in (0, 1):
+            (tmp_path / f"other/{split}/own-{c}").symlink_to(photos / split / f"class-{c}")
+    assert main(["finetune", str(tmp_path / "other"), "--from", str(out), *small, "--output", str(tmp_path / "t")]) == 0
+    assert "left out" in capsys.readouterr().out
+    assert load_model(tmp_path / "t").description.class_names == ("own-0", "own-1")
+    assert "weight_decay: 0.05" in (tmp_path / "t/config.yaml").read_text()
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(photos), *TINY, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    for word in ("parameters", "updates", "learning rate", "images/s", "about"):
+        assert word in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--set", "objectives.token={}"], "needs score maps"),
+        (["--set", "objectives.alignment={}"], "nothing is mixed"),
+        (["--set", "objectives.distill={}"], "needs a teacher"),
+        (["--set", "objectives.tokens={}"], "no objective 'tokens'"),
+        (["--set", "objectives.hard.smoothin=0.1"], "'smoothing'"),
+        (["--set", "mixing.cutmix.alpa=1"], "'alpha'"),
+        (["--model", "resnet18", "--set", "mixing.mixtoken={}"], "CutMix"),
+        (["--model", "vit_tinny"], "Did you mean"),
+        (["--labels", "nowhere"], "no store of score maps at --labels nowhere"),
+        (["--recipe", "lvvit_s_tokn"], "lvvit_s_token"),
+        (["--epochs", "0"], "--epochs is 0"),
+        (["--batch-size", "100"], "--batch-size"),
+    ],
+)
+def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, words, what):
+    assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "r"), *words]) == 2
+    assert what in capsys.readouterr().err
+    assert not list(tmp_path.glob("r/checkpoints/*"))
+
+
+def test_missing_data_is_explained(tmp_path, capsys):
+    assert main(["train"]) == 2
+    assert "everytoken train DATA" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "nowhere"), *TINY]) == 2
+    assert "nowhere" in capsys.readouterr().err
