@@ -22,7 +22,7 @@ class Verify:
     everytoken labels verify maps
     """
 
-    maps: tyro.conf.Positional[Path]
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
     """Folder of the store."""
     list: Annotated[int, tyro.conf.arg(metavar="N")] = 20
     """Damaged images to name per file."""
@@ -60,12 +60,13 @@ class Import:
     Nothing in the files is executed; files that are not what they should be are refused and listed.
 
     everytoken labels import label_top5_train_nfnet maps --images imagenet/train
+
     everytoken labels import relabel maps --images imagenet/train
     """
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Folder of the released maps, with one folder per class."""
-    out: tyro.conf.Positional[Path]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder of the new store."""
     images: Path | None = None
     """Image folder; keys become its images' paths. Without it, keys are the maps' paths without .pt."""
@@ -120,9 +121,9 @@ class Export:
     everytoken labels export maps pt_maps
     """
 
-    maps: tyro.conf.Positional[Path]
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
     """Folder of the store."""
-    out: tyro.conf.Positional[Path]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the files; new or empty."""
     overwrite: bool = False
     """Replace files in a folder that is not empty."""

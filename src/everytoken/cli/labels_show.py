@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -25,7 +25,7 @@ class Info:
     everytoken labels info maps
     """
 
-    maps: tyro.conf.Positional[Path]
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
     """Folder of the store."""
     sample: int = 512
     """Maps to look at for the means; 0 leaves them out."""
@@ -95,7 +95,7 @@ class Sheet:
     everytoken labels sheet maps --images photos --out sheet.png
     """
 
-    maps: tyro.conf.Positional[Path]
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
     """Folder of the store."""
     images: Path | None = None
     """The image folder that was annotated. Without it the cells are drawn on grey."""
@@ -118,9 +118,9 @@ class Show:
     everytoken labels show maps cat/1.jpg dog/7.jpg --images photos --out two.png
     """
 
-    maps: tyro.conf.Positional[Path]
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
     """Folder of the store."""
-    keys: tyro.conf.Positional[tuple[str, ...]] = ()
+    keys: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY ...]")] = ()
     """Paths of images relative to the image folder."""
     images: Path | None = None
     """The image folder that was annotated. Without it the cells are drawn on grey."""

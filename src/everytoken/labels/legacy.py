@@ -8,7 +8,7 @@ What we do differently: files are loaded with ``weights_only`` (nothing in them 
 checked, and what does not pass is refused by name and listed, not trained on. Two images whose paths come to the
 same ``.pt`` name ("cat.1.jpg", "cat.2.jpg") cannot both own it: neither gets a map.
 
-Cost: about one and a half times torch.load per file; nothing grows with the number of files but the list of their names.
+Cost: about 1.5 times torch.load per file; nothing grows with the number of files but the list of their names.
 """
 
 from __future__ import annotations
