@@ -170,8 +170,12 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _quiet_worker(worker: int) -> None:
-    """Ctrl-C reaches the whole process group; only the main process should answer it."""
+    """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them.
+
+    A worker ends when the main process asks it to or is gone, which torch's own watchdog sees.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Loader:

@@ -117,6 +117,7 @@ class Loop:
         """Go on from the newest whole checkpoint, if there is one."""
         found = newest_good(self.folder.checkpoints, tell)
         if found is None:
+            self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
             return False
         if self.options.run.resume == "never":
             raise EverytokenError(
