@@ -1,0 +1,264 @@
+"""A training step with token-label alignment against CutMix alone, and against the paper's algorithm.
+
+    python benchmarks/align.py [--models deit_small_patch16_224 ...] [--batch 4] [--rounds 9] [--json out.json]
+    python benchmarks/align.py --kernels        only attention, forward and backward: plain, widened, asked again
+
+    cutmix      the plain timm model on images mixed by CutMix, target mixed by area
+    aligned     the same, target by everytoken.models.align
+    dense       the same, as the paper describes it: attention matrices and a K-wide label for every token
+A step is forward, loss and backward (no optimizer, which would hide differences). Each round runs all of them one after
+the other in changing order; shown are the median of the rounds' ratios to `cutmix` and an interval that holds the true
+median with 95 % confidence. CPU time of the process is shown next to wall time: it does not count what other programs
+on the machine take. Memory is the peak of a fresh process above what it held before its first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from everytoken.functional.shares import aligned_cross_entropy
+from everytoken.mixing import CutMix, Mix, apply_to_pixels
+from everytoken.models.align import Aligner
+from everytoken.models.align.fused import attend
+
+VARIANTS = ("cutmix", "aligned", "dense")
+LIMITS = {"deit_small_patch16_224": 1.03, "swin_tiny_patch4_window7_224": 1.06}
+
+
+class Dense:
+    """The paper's algorithm: the label of every token as K numbers, carried along by the attention matrices."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.labels: Tensor | None = None
+        self.swin = hasattr(model, "layers")
+        for module in model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
+        if self.swin:
+            for stage in model.layers:
+                if not isinstance(stage.downsample, nn.Identity):
+                    stage.downsample.register_forward_hook(self.merge)
+                for block in stage.blocks:
+                    block.attn.attn_drop.register_forward_pre_hook(self.windows(block))
+        else:
+            for block in model.blocks:
+                block.attn.attn_drop.register_forward_pre_hook(self.tokens)
+
+    def start(self, mix: Mix, own: Tensor, partner: Tensor, grid: int) -> None:
+        inside = mix.at((grid, grid)).expand(len(mix), -1, -1)[..., None]
+        labels = inside * own[:, None, None] + (1 - inside) * partner[:, None, None]
+        if not self.swin:
+            first = mix.ratio[:, None] * own + (1 - mix.ratio[:, None]) * partner
+            labels = torch.cat((first[:, None], labels.flatten(1, 2)), 1)
+        self.labels = labels
+
+    @torch.no_grad()
+    def tokens(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self.labels is not None:
+            self.labels = (args[0].mean(1) @ self.labels + self.labels) / 2
+
+    def windows(self, block: nn.Module) -> Callable[..., None]:
+        (wh, ww), shift = block.window_size, block.shift_size
+
+        @torch.no_grad()
+        def mix(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if self.labels is None:
+                return
+            y = torch.roll(self.labels, (-shift[0], -shift[1]), (1, 2))
+            b, h, w, k = y.shape
+            cut = y.view(b, h // wh, wh, w // ww, ww, k).transpose(2, 3).reshape(-1, wh * ww, k)
+            cut = (args[0].mean(1) @ cut).view(b, h // wh, w // ww, wh, ww, k).transpose(2, 3).reshape(b, h, w, k)
+            self.labels = (torch.roll(cut, shift, (1, 2)) + self.labels) / 2
+
+        return mix
+
+    @torch.no_grad()
+    def merge(self, *_: object) -> None:
+        if self.labels is not None:
+            b, h, w, k = self.labels.shape
+            self.labels = self.labels.view(b, h // 2, 2, w // 2, 2, k).mean((2, 4))
+
+    def end(self) -> Tensor:
+        labels, self.labels = self.labels, None
+        return labels.mean((1, 2)) if self.swin else labels[:, 0]
+
+
+def make_step(name: str, variant: str, batch: int, device: str) -> Callable[[], None]:
+    """One training step of a variant; all variants have the same weights and batch."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, drop_path_rate=0.1).train().to(device)
+    size = model.patch_embed.img_size
+    mix = CutMix().draw(batch, size, model.patch_embed.grid_size, np.random.default_rng(7), device)
+    images = apply_to_pixels(torch.randn(batch, 3, *size, device=device), mix)
+    labels = torch.randint(0, 1000, (batch,), device=device)
+    own, partner = F.one_hot(labels, 1000).float(), F.one_hot(labels[mix.partner], 1000).float()
+
+    def cutmix() -> Tensor:
+        return aligned_cross_entropy(model(images), labels, labels[mix.partner], mix.ratio, 0.1)
+
+    def aligned() -> Tensor:
+        with aligner.watch(images, mix) as seen:
+            logits = model(images)
+        return aligned_cross_entropy(logits, labels, labels[mix.partner], seen.shares.image, 0.1)
+
+    def with_dense() -> Tensor:
+        dense.start(mix, own, partner, model.patch_embed.grid_size[0])
+        logits = model(images)
+        return F.cross_entropy(logits, dense.end() * 0.9 + 0.1 / 1000)
+
+    if variant == "aligned":
+        aligner = Aligner(model)
+    elif variant == "dense":
+        dense = Dense(model)
+    loss = {"cutmix": cutmix, "aligned": aligned, "dense": with_dense}[variant]
+
+    def step() -> None:
+        torch.manual_seed(1)  # the same drop path for all
+        loss().backward()
+        model.zero_grad()
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def time_steps(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds per step, {"wall" or "cpu": {variant: one per round}}."""
+    times: dict[str, dict[str, list[float]]] = {kind: {n: [] for n in steps} for kind in ("wall", "cpu")}
+    order = list(steps)
+    shuffle = random.Random(0).shuffle
+    for i in range(-1, rounds):
+        shuffle(order)
+        for name in order:
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name]()
+            if i >= 0:  # the first round warms up
+                times["wall"][name].append(time.perf_counter() - wall)
+                times["cpu"][name].append(time.process_time() - cpu)
+    return times
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """(median, low, high): order statistics that hold the true median with at least 95 %."""
+    values = sorted(values)
+    n = len(values)
+    low = 0
+    while 2 * sum(math.comb(n, k) for k in range(low + 2)) / 2**n <= 0.05:
+        low += 1
+    return statistics.median(values), values[low], values[n - 1 - low]
+
+
+def shown(ratio: tuple[float, float, float]) -> str:
+    return f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
+
+
+def peak_memory(name: str, variant: str, batch: int) -> float:
+    """MB that two steps need above an idle process with the model in it."""
+    command = [sys.executable, __file__, "--memory-of", name, variant, "--batch", str(batch)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def measure_memory(name: str, variant: str, batch: int, device: str) -> float:
+    step = make_step(name, variant, batch, device)
+    if device != "cpu":
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    before = resident("VmRSS")
+    step()
+    step()
+    return resident("VmHWM") - before  # ru_maxrss would begin with what the parent process held
+
+
+def resident(kind: str) -> float:
+    """MB of this process: "VmRSS" now, "VmHWM" at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 2**10
+
+
+def compare_kernels(rounds: int) -> None:
+    """Attention of DeiT-S by itself: what one more column costs."""
+    b, heads, n, d = 8, 6, 197, 64
+    x = torch.randn(b, n, 3, heads, d, requires_grad=True)
+    values = torch.rand(b, n, 1)
+
+    def run(how: str) -> Callable[[], None]:
+        def step() -> None:
+            q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+            if how == "plain":
+                out = F.scaled_dot_product_attention(q, k, v)
+            elif how == "autograd":  # widened, and the widened backward as autograd would do it
+                wide = torch.cat((v, values[:, None].expand(-1, heads, -1, -1)), -1)
+                out = F.scaled_dot_product_attention(F.pad(q, (0, 1)), F.pad(k, (0, 1)), wide, scale=d**-0.5)
+                out = out[..., :d]
+            else:
+                out, _ = attend(values, how == "again", q, k, v)
+            out.transpose(1, 2).reshape(b, n, heads * d).sum().backward()
+            x.grad = None
+
+        return step
+
+    times = time_steps({how: run(how) for how in ("plain", "widened", "again", "autograd")}, rounds)["cpu"]
+    for how, seconds in times.items():
+        ratios = [a / p for a, p in zip(seconds, times["plain"], strict=True)]
+        print(f"{how:10s} {1e3 * statistics.median(seconds):7.1f} ms   {shown(median_interval(ratios))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(LIMITS))
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "VARIANT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_of:
+        print(measure_memory(*args.memory_of, args.batch, args.device))
+        return
+    if args.kernels:
+        compare_kernels(args.rounds)
+        return
+    rows = []
+    for name in args.models:
+        steps = {variant: make_step(name, variant, args.batch, args.device) for variant in VARIANTS}
+        times = time_steps(steps, args.rounds)
+        del steps
+        memory = {variant: peak_memory(name, variant, args.batch) for variant in VARIANTS}
+        print(f"\n{name}, batch {args.batch}, {args.device}, {args.rounds} rounds, {torch.get_num_threads()} threads")
+        for variant in VARIANTS:
+            row = {"model": name, "variant": variant, "memory": memory[variant] / memory["cutmix"]}
+            for kind in ("wall", "cpu"):
+                pairs = zip(times[kind][variant], times[kind]["cutmix"], strict=True)
+                row[kind] = median_interval([a / b for a, b in pairs])
+            row["seconds"] = statistics.median(times["wall"][variant])
+            rows.append(row)
+            ratios = f"wall {shown(row['wall'])}   cpu {shown(row['cpu'])}"
+            held = f"memory {memory[variant]:6.0f} MB {row['memory']:.3f}"
+            print(f"  {variant:8s} {row['seconds']:7.3f} s   {ratios}   {held}")
+        if name in LIMITS:
+            print(f"  limits: time {LIMITS[name]}, memory 1.02")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
