@@ -16,6 +16,7 @@ from everytoken.errors import EverytokenError, did_you_mean
 COMMANDS: dict[str, str] = {
     "train": "train a classifier on every token",
     "finetune": "go on from trained weights, at another resolution or on other classes",
+    "eval": "accuracy of a trained model, with a table of classes",
     "recipes": "list and print recipes",
     "plan": "storage, bandwidth, cores and time for a training of a given size",
     "models": "list the backbones that are supported",

@@ -12,6 +12,7 @@ from torch import nn
 
 from everytoken.data.augment import AugmentConfig
 from everytoken.data.find import open_dataset
+from everytoken.data.places import part
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.labels import Store
@@ -44,7 +45,8 @@ def build(options: TrainOptions, world: World) -> Parts:
     notes = check_options(options)
     torch.manual_seed(options.run.seed)  # of fresh weights
     store = Store(options.labels) if options.labels else None
-    train_set, val_set = open_splits(options)
+    train_set, val_set, more = open_splits(options)
+    notes += more
     num_classes = options.dataset.num_classes or train_set.num_classes
     if num_classes < train_set.num_classes:
         raise EverytokenError(
@@ -86,12 +88,18 @@ def build(options: TrainOptions, world: World) -> Parts:
     return Parts(train_set, val_set, store, step, grid, augment, description, notes)
 
 
-def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet]:
-    """Training and validation images; a part is held out where the data has no validation images of its own."""
-    split, seed = options.dataset.val_split, options.run.seed
-    train_set = open_dataset(options.data, "train", val_split=split, seed=seed)
-    val_set = open_dataset(options.data, "val", val_split=split, seed=seed, class_list=train_set.class_names)
-    return train_set, val_set
+def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
+    """Training and validation images, and what to say about them.
+
+    A tenth is held out where the data has no validation images of its own and nothing was asked for.
+    """
+    share, notes = options.dataset.val_split, []
+    named = options.data.startswith(("torchvision:", "hf:"))
+    if not share and not named and part(options.data, "val") is None:
+        share = 0.1
+        notes.append(f"{options.data} has no validation images: 10 % of each class are held out (--val-split)")
+    found = [open_dataset(options.data, s, val_split=share, seed=options.run.seed) for s in ("train", "val")]
+    return found[0], found[1], notes
 
 
 def _needs(name: str, fields: dict[str, Any]) -> frozenset[str]:

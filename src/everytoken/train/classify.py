@@ -28,6 +28,7 @@ from everytoken.train.options import TrainOptions
 from everytoken.train.recipe import flat
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import TokenStep
+from everytoken.train.track import build_trackers
 
 
 class Classification:
@@ -155,6 +156,8 @@ def _run(
     resumed = loop.resume(log)
     _check_same_run(folder, options, resumed, log)
     folder.write_config(flat(options))
+    if world.is_main:
+        folder.trackers = build_trackers(options, folder.path, flat(options))
     parts = task.parts
     log(
         f"{len(parts.train_set):,} training and {len(parts.val_set):,} validation images, "
@@ -167,6 +170,9 @@ def _run(
     except Stopped as stop:
         log(f"stopped by a signal after update {loop.step}; the same command goes on from here")
         return stop.code
+    finally:
+        for tracker in folder.trackers:
+            tracker.close()
     if world.is_main:
         _finish(task, loop, folder, summary, log)
     return 0

@@ -39,6 +39,7 @@ class RunFolder:
     def __init__(self, path: str | Path, writable: bool = True) -> None:
         self.path = Path(path)
         self.writable = writable
+        self.trackers: list[Any] = []  # see `track`
         if writable:
             if self.path.exists() and not self.path.is_dir():
                 raise EverytokenError(f"--output {self.path} is a file; a run is a folder")
@@ -80,6 +81,8 @@ class RunFolder:
             return
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+        for tracker in self.trackers:
+            tracker.record(row)
         if row.get("kind") == "epoch":
             self._write_csv()
 

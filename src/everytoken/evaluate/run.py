@@ -1,0 +1,161 @@
+"""Evaluate a trained model on a folder of images: numbers, a class table, throughput."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everytoken.data.augment import AugmentConfig
+from everytoken.data.batch import Batch, Prefetcher
+from everytoken.data.evaluation import EvalTransform
+from everytoken.data.find import open_dataset
+from everytoken.data.loader import BadImages, Loader
+from everytoken.data.places import part
+from everytoken.data.sources import DataSet
+from everytoken.errors import EverytokenError
+from everytoken.evaluate.accuracy import Predictions, predict, read_real, real_accuracy
+from everytoken.models import TokenModel
+from everytoken.models.load import LoadedModel, load_model
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of evaluating one model on one set.
+
+    Attributes:
+        numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters.
+        predictions: what each image got.
+        class_names: of the model's answers.
+        keys: of the images.
+        skipped: unreadable images, key -> reason.
+    """
+
+    numbers: dict[str, float]
+    predictions: Predictions
+    class_names: list[str]
+    keys: list[str]
+    skipped: dict[str, str]
+
+
+class Voter(nn.Module):
+    """Images -> class logits, plus `vote` times the strongest token logit of each class (the released evaluation)."""
+
+    def __init__(self, model: TokenModel, vote: float = 0.0) -> None:
+        super().__init__()
+        self.model, self.vote = model, vote
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, K]"""
+        view = self.model(images)
+        if not self.vote or view.token_logits is None:
+            return view.logits
+        return view.logits + self.vote * view.token_logits.flatten(1, 2).amax(1)
+
+
+def evaluate(
+    source: str,
+    data: str,
+    *,
+    split: str = "val",
+    architecture: str = "",
+    img_size: int | None = None,
+    crop_pct: float = 0.0,
+    batch_size: int = 64,
+    workers: int = 4,
+    device: str = "cpu",
+    amp: bool = False,
+    token_vote: float = 0.0,
+    real: str = "",
+    on_bad_image: str = "raise",
+) -> Evaluation:
+    """Evaluate a run, a weights file or timm:NAME on a data set. See `everytoken eval --help` for the options."""
+    loaded = load_model(source, architecture, img_size=img_size)
+    _check_vote(loaded, token_vote)
+    dataset = _open(data, split)
+    lookup = class_lookup(loaded, dataset)
+    about = loaded.description
+    augment = AugmentConfig(
+        img_size=(about.img_size[0], about.img_size[1]),
+        crop_pct=crop_pct or about.crop_pct,
+        interpolation=about.interpolation,
+        mean=_three(about.mean),
+        std=_three(about.std),
+    )
+    bad = BadImages(on_bad_image)
+    loader = Loader(
+        dataset, EvalTransform(augment), batch_size, train=False, workers=workers, bad_images=bad,
+        pin_memory=device.startswith("cuda"),
+    )  # fmt: skip
+    model = Voter(loaded.model, token_vote).to(device).eval()
+
+    def batches() -> Iterator[Batch]:
+        for batch in Prefetcher(loader.epoch(0), device, augment.mean, augment.std):
+            yield replace(batch, labels=lookup.to(batch.labels.device)[batch.labels])
+
+    started = time.perf_counter()
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
+        predictions = predict(model, batches())
+    seconds = time.perf_counter() - started
+    loader.close()
+    keys = [dataset.key(i) for i in range(len(dataset))]
+    numbers: dict[str, float] = predictions.summary()
+    numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
+    numbers["parameters"] = sum(p.numel() for p in loaded.model.backbone.parameters())
+    if real:
+        numbers |= real_accuracy(predictions, keys, read_real(real))
+    names = list(about.class_names) or list(dataset.class_names)
+    return Evaluation(numbers, predictions, names, keys, dict(bad.seen))
+
+
+def _open(data: str, split: str) -> DataSet:
+    """The validation part of a data set, or all of it when it is one folder of class folders."""
+    undivided = not data.startswith(("torchvision:", "hf:")) and not part(data, "val") and not part(data, "train")
+    return open_dataset(data, "all" if split == "val" and undivided else split)
+
+
+def class_lookup(loaded: LoadedModel, dataset: DataSet) -> Tensor:
+    """[classes of the data] -> class of the model, matched by name; the data may have fewer classes.
+
+    Without names (a foreign checkpoint) the numbers of classes must agree, and so must the order, which cannot be
+    checked.
+    """
+    names = list(loaded.description.class_names)
+    if not names:
+        count = int(loaded.model.backbone.num_classes)  # type: ignore[arg-type]
+        if count != dataset.num_classes:
+            raise EverytokenError(
+                f"{loaded.source} answers with {count} classes and does not say their names; {dataset.name} has "
+                f"{dataset.num_classes} classes. Evaluate on data with the same classes."
+            )
+        return torch.arange(count)
+    unknown = [name for name in dataset.class_names if name not in names]
+    if unknown:
+        raise EverytokenError(
+            f"{dataset.name} has classes that {loaded.source} was not trained on: {', '.join(unknown[:5])}"
+            f"{' ...' if len(unknown) > 5 else ''}. It knows {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}."
+        )
+    return torch.from_numpy(np.array([names.index(name) for name in dataset.class_names], np.int64))
+
+
+def _check_vote(loaded: LoadedModel, vote: float) -> None:
+    if not vote:
+        return
+    own = getattr(loaded.model.backbone, "aux_head", None)
+    classes: Any = loaded.model.backbone.num_classes
+    if loaded.model.token_head is None and not loaded.model.uses_own_head:
+        if own is None or own.out_features != classes:
+            raise EverytokenError(f"{loaded.source} has no token head, so --token-vote cannot be used")
+        loaded.model.add_token_head(classes)  # the one that the backbone brought
+    tokens = loaded.model.token_head or own
+    if tokens is None or tokens.out_features != classes:
+        raise EverytokenError("the token head speaks other classes than the class head, so --token-vote cannot be used")
+
+
+def _three(values: tuple[float, ...]) -> tuple[float, float, float]:
+    return values[0], values[1], values[2]

@@ -1,0 +1,93 @@
+"""`everytoken eval` on a small trained model."""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import everytoken  # noqa: F401
+from everytoken.cli import main
+from everytoken.models.load import Description
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    about = Description(
+        "vit_tiny_patch16_224", TINY, ("class-0", "class-1", "class-2"), img_size=(32, 32), crop_pct=1.0
+    )
+    save_file(model.state_dict(), path, metadata=about.to_metadata())
+    return path
+
+
+def test_numbers_table_and_files_are_written(photos, weights, tmp_path, capsys):
+    words = ["eval", str(weights), str(photos), "--workers", "0", "--device", "cpu", "--out", str(tmp_path / "e")]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "top-1" in text
+    assert "Classes, worst first" in text
+    numbers = json.loads((tmp_path / "e.json").read_text())
+    lines = (tmp_path / "e.csv").read_text().splitlines()
+    assert numbers["images"] == 12 == len(lines) - 1
+    right = sum(line.split(",")[1] == line.split(",")[2] for line in lines[1:])
+    assert numbers["top1"] == pytest.approx(100 * right / 12)
+
+
+def test_the_result_is_that_of_a_plain_loop_over_timms_own_transform(photos, weights, capsys):
+    from PIL import Image
+    from timm.data import create_transform
+
+    model = timm.create_model("vit_tiny_patch16_224", **TINY, checkpoint_path=weights).eval()
+    transform = create_transform(32, is_training=False, crop_pct=1.0, interpolation="bicubic")
+    files = sorted((photos / "val").rglob("*.png"))
+    with torch.no_grad():
+        logits = torch.cat([model(transform(Image.open(f).convert("RGB"))[None]) for f in files])
+    labels = torch.tensor([int(f.parent.name[-1]) for f in files])
+    main(["eval", str(weights), str(photos / "val"), "--workers", "0", "--device", "cpu", "--json"])
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
+    assert numbers["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)
+
+
+def test_fewer_classes_are_matched_by_name_and_unknown_ones_refused(photos, weights, tmp_path, capsys):
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some/class-2").symlink_to(photos / "val/class-2")
+    (tmp_path / "some/class-0").symlink_to(photos / "val/class-0")
+    assert main(["eval", str(weights), str(tmp_path / "some"), "--workers", "0", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == 8
+    (tmp_path / "some/owl").symlink_to(photos / "val/class-1")
+    assert main(["eval", str(weights), str(tmp_path / "some"), "--workers", "0", "--device", "cpu"]) == 2
+    assert "not trained on: owl" in capsys.readouterr().err
+
+
+def test_the_token_vote_needs_a_token_head(photos, weights, capsys):
+    words = ["--workers", "0", "--device", "cpu", "--token-vote", "0.5"]
+    assert main(["eval", str(weights), str(photos), *words]) == 2
+    assert "no token head" in capsys.readouterr().err
+
+
+def test_foreign_weights_need_a_name_and_released_ones_vote(photos, tmp_path, capsys):
+    torch.manual_seed(0)
+    small = {"img_size": 224, "num_classes": 3}
+    model = timm.create_model("lvvit_t", **small)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "released.pth.tar")
+    words = ["eval", str(tmp_path / "released.pth.tar"), str(photos), "--workers", "0", "--device", "cpu", "--json"]
+    assert main(words) == 2
+    assert "--model" in capsys.readouterr().err
+    for vote in ("0", "0.5"):
+        assert main([*words, "--model", "lvvit_t", "--token-vote", vote]) == 0
+    first, second = [json.loads(t) for t in capsys.readouterr().out.split("\n}\n")[0:2] for t in [t + "\n}"]]
+    assert first["loss"] != second["loss"]
+
+
+def test_a_missing_model_or_folder_is_named(photos, weights, tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "none"), str(photos)]) == 2
+    assert "none" in capsys.readouterr().err
+    assert main(["eval", str(weights), str(tmp_path / "nodata")]) == 2
+    assert "nodata" in capsys.readouterr().err
