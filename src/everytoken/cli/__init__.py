@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "plan": "storage, bandwidth, cores and time for a training of a given size",
     "models": "list the backbones that are supported",
     "model": "one model: parameters, multiply-adds, token grid, throughput here",
+    "annotate": "give every image of a data set a score map: labels for every cell",
     "labels": "look at, check, import and export stores of score maps",
 }
 

@@ -1,0 +1,105 @@
+"""Building, keeping and finding again the networks that `fit` trains."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from timm.data import resolve_data_config
+from torch import Tensor, nn
+
+from everytoken.annotate.annotator import AnnotatorError, Preprocessing
+from everytoken.annotate.imagenet_registry import MEAN, STD, registry_model
+from everytoken.annotate.networks import create, pretrained_model
+from everytoken.annotate.small_cnn import small_cnn
+from everytoken.data.keyed import digest
+from everytoken.errors import did_you_mean
+
+
+@dataclass(frozen=True)
+class FitModel:
+    """A network to train, and the input it wants."""
+
+    backbone: nn.Module
+    preprocessing: Preprocessing
+
+
+def build_model(name: str, pretrained: bool, num_classes: int, size: tuple[int, int], seed: int) -> FitModel:
+    """A network with fresh or pretrained weights; the fresh ones depend on the seed alone."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(int.from_bytes(digest(seed, "fit-init")[:7], "little"))
+        if not name:
+            return FitModel(small_cnn(num_classes, max(size)), Preprocessing(size))
+        if name.startswith("registry:"):
+            model: Any = registry_model(name.removeprefix("registry:"))
+            model.reset_classifier(num_classes)
+            return FitModel(model, Preprocessing(size, MEAN, STD))
+        if not timm.is_model(name.split(".")[0]):
+            raise AnnotatorError(f"--fit-model: timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
+        if pretrained:
+            model = pretrained_model(name, size)
+            model.reset_classifier(num_classes)
+        else:
+            model = create(name, size, num_classes=num_classes)
+        config = resolve_data_config({}, model=model)
+        return FitModel(model, Preprocessing(size, config["mean"], config["std"], config["interpolation"]))
+
+
+@dataclass(frozen=True)
+class SavedFold:
+    """A finished network: its weights, and what was measured."""
+
+    weights: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def save_fold(folder: Path, number: int, model: nn.Module, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Weights first, then the note that makes them count: a kill in between costs the training, not the truth."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    _replace(folder / f"fold-{number}.safetensors", save(weights))
+    note = json.dumps({"plan": plan, "facts": dict(facts)}, indent=1, sort_keys=True)
+    _replace(folder / f"fold-{number}.json", note.encode())
+
+
+def load_fold(folder: Path, number: int, plan: Mapping[str, Any]) -> SavedFold | None:
+    """A finished network, or None. One that was trained otherwise is an error, not a surprise."""
+    note, path = folder / f"fold-{number}.json", folder / f"fold-{number}.safetensors"
+    if not note.is_file() or not path.is_file():
+        return None
+    try:
+        content = json.loads(note.read_text())
+        weights = load_file(path)
+        facts: dict[str, Any] = content["facts"]
+        kept: dict[str, Any] = content["plan"]
+    except (ValueError, KeyError, SafetensorError, OSError) as error:
+        raise AnnotatorError(
+            f"{note} or {path.name} is damaged ({error}). Remove both; it will be trained again."
+        ) from error
+    plan = json.loads(json.dumps(plan))
+    different = [name for name in plan.keys() | kept.keys() if plan.get(name) != kept.get(name)]
+    if different:
+        what = "the images or their classes" if "data_sha256" in different else ", ".join(sorted(different))
+        raise AnnotatorError(
+            f"{folder} holds an annotator that was trained with other settings ({what} changed). Use the old settings, "
+            "another --out, or remove that folder."
+        )
+    return SavedFold(weights, facts)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put a file in its place in one step, on the disk."""
+    work = path.with_name(f".{path.name}.new")
+    with work.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(work, path)
