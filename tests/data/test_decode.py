@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from everytoken.data import keyed
 from everytoken.data.augment import AugmentConfig, TrainTransform
-from everytoken.data.decode import ImageError, Picture, to_rgb
+from everytoken.data.decode import ImageError, Picture, _plain_jpeg, to_rgb
 from everytoken.data.evaluation import EvalTransform
 
 SIZE = (60, 40)
@@ -101,6 +101,7 @@ def test_exif_rotation_is_applied(orientation, kind):
     assert np.array_equal(np.asarray(picture.upright()), np.asarray(want))
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_damaged_exif_is_no_reason_to_refuse_the_pixels():
     data = encode(photo(), "JPEG", exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff garbage")
     assert Picture(data).size == SIZE
@@ -198,10 +199,46 @@ def test_a_part_of_a_jpeg_equals_the_part_of_the_whole(options, mode):
     assert np.array_equal(np.asarray(picture.upright()), whole)
 
 
+def test_the_quick_look_at_a_jpeg_sees_what_pillow_sees():
+    image = photo((37, 53))
+    for options in ({}, {"progressive": True}, {"comment": b"hello"}, {"icc_profile": b"x" * 300}, {"dpi": (72, 72)}):
+        data = encode(image, "JPEG", **options)
+        assert _plain_jpeg(data) == Image.open(io.BytesIO(data)).size
+        picture = Picture(data)
+        assert picture._image is None  # Pillow was not even asked
+        assert np.array_equal(picture.region((0, 0, 37, 20)), np.asarray(Image.open(io.BytesIO(data)))[:20])
+    plain = encode(image, "JPEG")
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    for other in (
+        encode(image, "JPEG", exif=tags),
+        encode(image.convert("L"), "JPEG"),
+        encode(image.convert("CMYK"), "JPEG"),
+        encode(image, "PNG"),
+        encode(image, "MPO", save_all=True, append_images=[image]),
+        plain[:-1],
+        plain[:2] + b"\xff\x00\x00\x04ab" + plain[2:],
+        plain[:20] + b"\xff\xd9",
+        b"",
+    ):
+        assert _plain_jpeg(other) is None
+
+
 def test_a_jpeg_whose_row_has_the_markers_colour_is_still_right():
     image = Image.new("L", (64, 64), 1)
     data = encode(image, "JPEG", quality=100)
     assert (Picture(data).region((0, 0, 64, 20)) == 1).all()
+
+
+def test_views_of_an_image_in_memory_leave_it_unchanged():
+    image = photo((32, 32))
+    before = image.copy()
+    transform = TrainTransform(
+        AugmentConfig(img_size=32, scale=(1.0, 1.0), ratio=(1.0, 1.0), reprob=1.0, color_jitter=None)
+    )
+    for key in range(20):
+        transform(image, keyed.generator(key))
+    assert np.array_equal(np.asarray(image), np.asarray(before))
 
 
 def test_an_image_in_memory_is_a_picture_as_well():

@@ -23,6 +23,7 @@ from PIL import Image
 from everytoken.data import colour, erase, randaugment
 from everytoken.data import placement as pl
 from everytoken.data.decode import Picture
+from everytoken.data.pixels import to_image, view
 from everytoken.data.warp import render
 from everytoken.errors import EverytokenError, did_you_mean
 
@@ -203,10 +204,10 @@ class TrainTransform:
         if self.jitter:
             colours += [(name, (value,)) for name, value in colour.jitter(self.jitter, rng)]
         if colours:
-            small = Image.fromarray(pixels)
+            small = to_image(pixels)
             for name, arguments in colours:
                 small = colour.OPERATIONS[name](small, *arguments)
-            pixels = np.array(small)
+            pixels = view(small)
         erased = erase.erase(
             pixels, rng, prob=config.reprob, mode=config.remode, count=config.recount, mean=config.mean, std=config.std
         )

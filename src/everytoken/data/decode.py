@@ -3,7 +3,8 @@
 What happens to unusual images (`docs/data.md` has the table): EXIF rotation is applied; grey, palette, CMYK and 1-bit
 become RGB; transparency is composited over a colour (white by default) or dropped; 16-bit grey is scaled to 8 bits
 (Pillow alone would clip it to white); of an animation the first frame is taken. Truncated and corrupt files, float
-pixels and decompression bombs raise `ImageError`. Nothing is ever replaced by something else.
+pixels and decompression bombs raise `ImageError`. Nothing is ever replaced by something else. One thing cannot be seen:
+damage within a JPEG's compressed data over which libjpeg steps with a warning, because Pillow does not pass it on.
 
 A `Picture` is lazy: opening reads the header only. The pixels are decoded when it is known which part is wanted. Then
 - a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop allows it (DCT scaling inside libjpeg);
@@ -26,6 +27,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from everytoken.data.pixels import view
 from everytoken.errors import EverytokenError
 
 Alpha = Literal["white", "black", "drop"]
@@ -33,6 +35,7 @@ Box = tuple[int, int, int, int]
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit for an error; a 13,000 x 13,000 image passes
 _EXIF_ORIENTATION = 0x0112
+_END = b"\xff\xd9"  # the last two bytes of a JPEG
 # upright pixel position (u, v) -> stored pixel position, for each EXIF orientation; W, H are those of the stored image.
 # Rows: (coefficient of u, of v, of W, of H) for x and for y.
 _ORIENTATIONS: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
@@ -94,34 +97,47 @@ class Picture:
     ) -> None:
         self.where = where
         self.alpha = alpha
-        self._jpeg: tuple[bytes, str, tuple] | None = None
-        with _naming(where), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # bombs are judged below; damaged EXIF is no reason to refuse pixels
+        self._jpeg: tuple[bytes, str, tuple] | None = None  # file, mode and the decoder's arguments
+        self._image: Image.Image | None = None
+        with _naming(where):
             if isinstance(source, Image.Image):
-                self.image = source
+                self._data, self._image = b"", source
             else:
-                data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
-                if not data:
+                self._data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
+                if not self._data:
                     raise ImageError(f"{where}: the file is empty.")
-                self.image = Image.open(io.BytesIO(data))
-                tile = self.image.tile[0] if len(self.image.tile) == 1 else None
-                # Only a JPEG that ends with its end marker is decoded in part: it is known not to be truncated.
-                if tile and self.image.format == "JPEG" and tile[0] == "jpeg" and data[-2:] == b"\xff\xd9":
-                    self._jpeg = (data, self.image.mode, tuple(tile[3] or ()))
-            width, height = self.image.size
+            size = _plain_jpeg(self._data)
+            if size is not None:
+                self._jpeg = (self._data, "RGB", ("RGB", ""))
+            width, height = size or self.image.size
             if width * height > max_pixels:
                 raise ImageError(
                     f"{where}: {width} x {height} pixels are more than the limit of {max_pixels}. "
                     "Make a smaller copy, or raise max_pixels if you trust the file."
                 )
-            if self.image.format == "TIFF":
-                self.image.load()  # Pillow turns a TIFF upright by itself, but only then tells so
-                width, height = self.image.size
-            turn = _ORIENTATIONS[_orientation(self.image)]
+            orientation = 1
+            if size is None:
+                if self.image.format == "TIFF":
+                    self.image.load()  # Pillow turns a TIFF upright by itself, but only then tells so
+                    width, height = self.image.size
+                orientation = _orientation(self.image)
+            turn = _ORIENTATIONS[orientation]
         self.raw_size = (width, height)
         self.turned = turn is not _ORIENTATIONS[1]
         self.to_raw = np.array([[u, v, w * width + h * height] for u, v, w, h in turn], dtype=np.float64)
         self.size = (height, width) if turn[0][0] == 0 else (width, height)
+
+    @property
+    def image(self) -> Image.Image:
+        """The stored image as Pillow opens it."""
+        if self._image is None:
+            with _naming(self.where):
+                self._image = image = Image.open(io.BytesIO(self._data))
+                tile = image.tile[0] if len(image.tile) == 1 else None
+                # Only a JPEG that ends with its end marker is decoded in part: it is known not to be truncated.
+                if tile and image.format == "JPEG" and tile[0] == "jpeg" and self._data[-2:] == _END:
+                    self._jpeg = (self._data, image.mode, tuple(tile[3] or ()))
+        return self._image
 
     def reduction(self, limit: float) -> int:
         """The largest of 8, 4, 2, 1 that is at most `limit` and by which this image can be decoded smaller."""
@@ -135,15 +151,17 @@ class Picture:
             reduce: a value that `reduction` returned; the box's edges are multiples of it.
 
         Returns:
-            uint8 [(y1 - y0) / reduce, (x1 - x0) / reduce, 3].
+            uint8 [(y1 - y0) / reduce, (x1 - x0) / reduce, 3], perhaps a view of a larger image: read it, do not write.
         """
         x0, y0, x1, y1 = (edge // reduce for edge in box)
         with _naming(self.where):
             image = self._rows(y1, reduce)
             if image.mode in ("I", "F"):  # judged by all its pixels, so that no crop of it passes by luck
                 image = to_rgb(image, self.alpha, self.where)
-            part = image if (x0, y0, x1, y1) == (0, 0, *image.size) else image.crop((x0, y0, x1, y1))
-            return np.asarray(to_rgb(part, self.alpha, self.where))
+            whole = to_rgb(image, self.alpha, self.where) if image.mode == "RGB" else None
+            if whole is image:  # no conversion: look at the wanted part of Pillow's memory
+                return view(image)[y0:y1, x0:x1]
+            return view(to_rgb(image.crop((x0, y0, x1, y1)), self.alpha, self.where))
 
     def _rows(self, rows: int, reduce: int) -> Image.Image:
         """The stored image, reduced, down to `rows` at least.
@@ -157,7 +175,8 @@ class Picture:
         if self._jpeg is not None and (reduce > 1 or rows < height):
             data, mode, args = self._jpeg
             marker = (1, 254, 3, 2)[: len(mode)] if len(mode) > 1 else 1
-            made = Image.new(mode, (width, rows), marker)
+            made = Image.new(mode, (width, rows), None)
+            made.paste(marker, (0, rows - 1, width, rows))
             with suppress(ValueError):
                 made.frombytes(data, "jpeg", (*args, reduce, 0))
             if made.crop((0, rows - 1, width, rows)).getcolors(1) != [(width, marker)]:
@@ -181,9 +200,38 @@ class Picture:
         return made
 
 
+def _plain_jpeg(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of a whole JPEG with three 8-bit channels and without EXIF, XMP or further images; else None.
+
+    For these, which most photos in data sets are, everything that opening finds out is known after a few microseconds.
+    """
+    if data[:3] != b"\xff\xd8\xff" or data[-2:] != _END:
+        return None
+    at, size = 2, None
+    while at + 10 < len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xDA:  # the pixels begin
+            return size
+        if marker == 0xE1 or (marker == 0xE2 and data[at + 4 : at + 8] == b"MPF\0"):
+            return None
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            precision, height, width, channels = struct.unpack_from(">BHHB", data, at + 4)
+            if precision != 8 or channels != 3 or not width or not height:
+                return None
+            size = (width, height)
+        if marker < 0xC0 or 0xD0 <= marker <= 0xD9:  # fill bytes and the like: leave it to Pillow
+            return None
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return None
+
+
 def _orientation(image: Image.Image) -> int:
+    if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
+        return 1
     try:
-        value = image.getexif().get(_EXIF_ORIENTATION, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # Pillow raises many kinds on damaged EXIF; the pixels may be fine
         return 1
     return value if value in _ORIENTATIONS else 1

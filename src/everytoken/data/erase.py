@@ -5,14 +5,17 @@ third of the image (divided by their number) with an aspect ratio in 0.3..3.3; `
 (CutOut), `rand` with one random colour, `pixel` with noise.
 
 What differs: it is done per sample on uint8, before the batch, from the sample's own generator, so the same sample is
-erased alike on every device; the noise is N(mean, std) of the normalisation, as in timm, but clipped to 0..255. The
-rectangles are reported, so that a token can know that there is nothing to see. Cost: 0.2 ms for an erased image.
+erased alike on every device; the noise is N(mean, std) of the normalisation, as in timm, but in 256 levels and within
+0..255. The rectangles are reported, so that a token can know that there is nothing to see. Cost: 0.15 ms for an erased
+image.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
@@ -58,10 +61,22 @@ def erase(
 def _values(
     mode: str, h: int, w: int, mean: Sequence[float], std: Sequence[float], rng: np.random.Generator
 ) -> np.ndarray:
-    shape = (h, w, 3) if mode == "pixel" else (1, 1, 3)
-    middle = np.array(mean, dtype=np.float32) * 255
     if mode == "const":
-        value = np.broadcast_to(middle, shape).copy()
-    else:
-        value = rng.standard_normal(shape, dtype=np.float32) * (np.array(std, dtype=np.float32) * 255) + middle
-    return (value + 0.5).clip(0, 255).astype(np.uint8)
+        return np.array([_byte(m) for m in mean], dtype=np.uint8)
+    if mode == "rand":
+        drawn = rng.standard_normal(3).tolist()
+        return np.array([_byte(m + s * z) for m, s, z in zip(mean, std, drawn, strict=True)], dtype=np.uint8)
+    noise = np.frombuffer(rng.bytes(3 * h * w), dtype=np.uint8).reshape(3, h, w)
+    tables = _tables(tuple(mean), tuple(std))
+    return np.stack([table.take(plane) for table, plane in zip(tables, noise, strict=True)], axis=-1)
+
+
+def _byte(value: float) -> int:
+    return min(255, max(0, round(255 * value)))
+
+
+@lru_cache(maxsize=8)
+def _tables(mean: tuple[float, ...], std: tuple[float, ...]) -> list[np.ndarray]:
+    """Uniform byte -> pixel of normal noise, for each channel: the 256 quantiles' middles (5 times faster to draw)."""
+    quantiles = [NormalDist().inv_cdf((k + 0.5) / 256) for k in range(256)]
+    return [np.array([_byte(m + s * z) for z in quantiles], dtype=np.uint8) for m, s in zip(mean, std, strict=True)]

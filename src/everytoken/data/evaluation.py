@@ -15,6 +15,7 @@ from PIL import Image
 from everytoken.data import placement as pl
 from everytoken.data.augment import FILTERS, AugmentConfig, View
 from everytoken.data.decode import Picture
+from everytoken.data.pixels import view
 
 _LARGE = 50_000_000  # pixels of a resized image; a 1 x 1000 image becomes 256 x 256,000
 
@@ -57,7 +58,7 @@ class EvalTransform:
             canvas.paste(part.crop((x, y, min(x + new_w, crop_w), min(y + new_h, crop_h))), (x, y))
             part = canvas
         placement = pl.from_box(left / new_w, top / new_h, (left + crop_w) / new_w, (top + crop_h) / new_h)
-        return View(np.array(part), placement, [])
+        return View(view(part), placement, [])
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) of the whole image after the resize, before the crop; rounded as timm and torchvision do."""

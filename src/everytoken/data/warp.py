@@ -21,6 +21,7 @@ better for bicubic ones (+4 dB on a photo).
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import torch
@@ -28,11 +29,28 @@ import torch.nn.functional as F
 from PIL import Image
 
 from everytoken.data.decode import Picture
+from everytoken.data.pixels import full, turn, view
 from everytoken.data.placement import Affine, compose, invert
 
 _MARGIN = 2  # middle-image pixels beyond the visible part, so that interpolation never sees a false edge
-_STRAIGHT = 1.25  # source pixels per output pixel up to which a bilinear warp needs no reduction first
+_STRAIGHT = 1.25  # source pixels per middle-image pixel up to which no reduction is needed
 _FINER = 1.5  # how much finer than the output the middle image of a bicubic sample is
+
+
+class _Scratch(threading.local):
+    """Memory that is used again for each image; asking the system for new pages costs more than the work itself."""
+
+    memory = torch.empty(0)
+
+    def floats(self, pixels: np.ndarray) -> torch.Tensor:
+        """The pixels as float32, valid until the next call."""
+        if self.memory.numel() < pixels.size:
+            self.memory = torch.empty(pixels.size)
+        made = self.memory[: pixels.size].view(pixels.shape)
+        return made.copy_(torch.from_numpy(pixels))
+
+
+_scratch = _Scratch()
 
 
 def render(
@@ -62,32 +80,20 @@ def render(
     return _warp(picture, raw, size, per_pixel, reduce, bicubic, fill), matrix
 
 
-def resize(pixels: torch.Tensor, size: tuple[int, int], bicubic: bool) -> torch.Tensor:
-    """Anti-aliased resize of uint8 [h, w, 3] to (height, width).
+def resize(pixels: np.ndarray, size: tuple[int, int], bicubic: bool) -> np.ndarray:
+    """Anti-aliased resize of uint8 [h, w, 3] to (height, width); four bytes per pixel stay four (see `pixels`).
 
     Equal to Pillow's filters to one grey level, a little more at a few pixels if one side grows and the other shrinks
     (the order of the two passes differs, and bicubic overshoots are clipped in between).
     """
-    if tuple(pixels.shape[:2]) == size:
+    if pixels.shape[:2] == size:
         return pixels
     h, w, _ = pixels.shape
+    row, step = pixels.strides[:2]
     # The batch stride is spelt out because torch looks at it to recognise channels_last, its fast path here.
-    image = torch.as_strided(pixels, (1, 3, h, w), (h * w * 3, 1, w * 3, 3))
-    mode = "bicubic" if bicubic else "bilinear"
-    return F.interpolate(image, size, mode=mode, antialias=True)[0].permute(1, 2, 0)
-
-
-class _Shared:
-    """The memory of a read-only array, declared writeable: torch warns about read-only arrays, and a copy costs 5 %."""
-
-    def __init__(self, pixels: np.ndarray) -> None:
-        self.keep = pixels
-        self.__array_interface__ = {**pixels.__array_interface__, "data": (pixels.ctypes.data, False)}
-
-
-def _tensor(pixels: np.ndarray) -> torch.Tensor:
-    """A tensor on the array's memory, not to be written to."""
-    return torch.from_numpy(np.asarray(_Shared(pixels)))
+    image = torch.as_strided(torch.from_numpy(full(pixels)), (1, step, h, w), (h * row, 1, row, step))
+    made = F.interpolate(image, size, mode="bicubic" if bicubic else "bilinear", antialias=True)
+    return made[0].permute(1, 2, 0).numpy()[..., :3]
 
 
 def _cut(
@@ -101,21 +107,20 @@ def _cut(
     if x is None or y is None:
         return None
     turned = a == 0
-    pixels = _tensor(picture.region((min(x), min(y), max(x), max(y)), reduce))
-    out = resize(pixels, (width, height) if turned else size, bicubic)
-    if turned:
-        out = out.permute(1, 0, 2)  # now rows run along stored x
-    flips = [k for k, backwards in enumerate((y[0] > y[1], x[0] > x[1])) if backwards]
-    if turned:
-        flips = [1 - k for k in flips]
-    if flips:
-        out = out.flip(flips)
+    part = picture.region((min(x), min(y), max(x), max(y)), reduce)
+    out = resize(part, (width, height) if turned else size, bicubic)
+    backwards = (y[0] > y[1], x[0] > x[1])  # along stored y and x, which are the output's rows and columns, or turned
+    down, across = backwards[::-1] if turned else backwards
+    if turned or down or across:
+        out = turn(out, turned, down, across)
+    elif out is part:  # the picture's own memory must not be written to later
+        out = out.copy()
     dx, dy = x[1] - x[0], y[1] - y[0]
     if turned:
         used = np.array([[0.0, dx / height, x[0]], [dy / width, 0.0, y[0]]])
     else:
         used = np.array([[dx / width, 0.0, x[0]], [0.0, dy / height, y[0]]])
-    return (out.clone() if out is pixels else out.contiguous()).numpy(), used
+    return out, used
 
 
 def _snap(start: float, end: float, limit: int, step: int) -> tuple[int, int] | None:
@@ -145,22 +150,24 @@ def _warp(
     for k in range(2):
         p, q, r = raw[k].tolist()
         ends = (r, r + p * width, r + q * height, r + p * width + q * height)
-        step = per_pixel[k] if bicubic or per_pixel[k] > _STRAIGHT else 1.0
-        if bicubic:
-            step /= _FINER
-        margin = _MARGIN * max(step, reduce)
+        cell = per_pixel[k] / (_FINER if bicubic else 1.0)  # stored pixels per pixel of the middle image
+        if (1 / _FINER if bicubic else 0.0) <= cell <= _STRAIGHT:
+            cell = 1.0
+        margin = _MARGIN * max(cell, reduce)
         last = -(-picture.raw_size[k] // reduce) * reduce
         low = max(math.floor((min(ends) - margin) / reduce) * reduce, 0)
         high = min(math.ceil((max(ends) + margin) / reduce) * reduce, last)
         if high <= low:  # nothing of the image is in view
             return np.broadcast_to(np.array(fill, dtype=np.uint8), (height, width, 3)).copy()
-        middle[k] = max(round((high - low) / max(step, reduce if not bicubic else 0)), 1)
+        middle[k] = max(round((high - low) / max(cell, 0 if bicubic else reduce)), 1)
         origin[k], scale[k] = low, middle[k] / (high - low)
         outside = outside or min(ends) < 0 or max(ends) > picture.raw_size[k]
         box[k], box[k + 2] = low, high
-    pixels = resize(_tensor(picture.region((box[0], box[1], box[2], box[3]), reduce)), (middle[1], middle[0]), bicubic)
+    pixels = resize(picture.region((box[0], box[1], box[2], box[3]), reduce), (middle[1], middle[0]), bicubic)
 
-    source = torch.as_strided(pixels.to(torch.float32), (1, 3, middle[1], middle[0]), (0, 1, 3 * middle[0], 3))
+    source = _scratch.floats(full(pixels))
+    step = source.shape[2]
+    source = torch.as_strided(source, (1, 3, middle[1], middle[0]), (0, 1, step * middle[0], step))
     grid = np.empty((1, height, width, 2), dtype=np.float32)
     across, down = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)
     for k in range(2):
@@ -168,11 +175,12 @@ def _warp(
         unit = 2 * scale[k] / middle[k]  # the sampler's coordinates run from -1 to 1
         r = (r + 0.5 * (p + q) - origin[k]) * unit - 1
         np.add((across * (p * unit))[None], (down * (q * unit) + r)[:, None], out=grid[0, :, :, k])
-    sampled = F.grid_sample(source, torch.from_numpy(grid), mode="bilinear", padding_mode="border", align_corners=False)
+    edge = "border" if outside else "zeros"  # both are the same inside, and zeros are faster
+    sampled = F.grid_sample(source, torch.from_numpy(grid), mode="bilinear", padding_mode=edge, align_corners=False)
     planes = sampled[0].add_(0.5).numpy().astype(np.uint8)
     if outside:
         beyond = (np.abs(grid[0]) > 1).any(-1)
         for plane, value in zip(planes, fill, strict=True):
             plane[beyond] = value
     # Pillow interleaves planes several times faster than a strided copy does
-    return np.array(Image.merge("RGB", [Image.fromarray(plane) for plane in planes]))
+    return view(Image.merge("RGB", [Image.fromarray(plane) for plane in planes]))
