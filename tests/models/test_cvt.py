@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401  (registers the models)
+from everytoken.mixing import Mix
 from everytoken.models import TokenModel, family_of_name, probe
 from everytoken.models.cvt import CvT, checkpoint_filter_fn
 from everytoken.models.weights import load_weights
@@ -250,3 +251,19 @@ def test_the_token_view_lies_as_the_image_does():
     assert view.token_logits.shape == (1, 4, 4, 3)
     assert family_of_name("cvt_13").title == "CvT"
     assert probe(model, (64, 96)) == (4, 6)
+
+
+def test_tokens_can_be_mixed_after_the_first_embedding():
+    model = TokenModel(busy(tiny())).eval()
+    images = torch.randn(4, 3, 64, 64)
+    mask = torch.ones(1, 4, 4)
+    mask[:, 1:3, 2:] = 0
+    partner = torch.arange(3, -1, -1)
+    with torch.no_grad():
+        view = model(images, Mix(partner, mask, mask.mean((1, 2)).expand(4), "tokens"))
+        first = model.backbone.stage0.patch_embed(images)  # [4, 8, 16, 16]: each cell of the mask covers 4x4 tokens
+        fine = mask.repeat_interleave(4, 1).repeat_interleave(4, 2).unsqueeze(1)
+        mixed = torch.where(fine == 1, first, first[partner])
+        model.backbone.stage0.patch_embed = torch.nn.Identity()
+        wanted = model.backbone(mixed)
+    assert torch.allclose(view.logits, wanted, atol=1e-5)

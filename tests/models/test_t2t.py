@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401  (registers the models)
+from everytoken.mixing import Mix
 from everytoken.models import TokenModel, family_of_name, probe
 from everytoken.models.t2t import T2TViT, checkpoint_filter_fn, sinusoid_positions
 from everytoken.models.tokens_to_token import TokenPerformer, TokensToToken, TokenTransformer, performer
@@ -337,3 +338,20 @@ def test_the_token_view_lies_as_the_image_does(name):
     assert model.can_mix_tokens
     assert family_of_name(name).title == "T2T-ViT"
     assert probe(TokenModel(tiny(name, img_size=(64, 96))), (64, 96)) == (4, 6)
+
+
+def test_tokens_can_be_mixed_before_they_meet_positions():
+    model = TokenModel(tiny()).eval()
+    images = torch.randn(4, 3, 64, 64)
+    mask = torch.ones(1, 4, 4)
+    mask[:, 1:3, 2:] = 0
+    partner = torch.arange(3, -1, -1)
+    with torch.no_grad():
+        view = model(images, Mix(partner, mask, mask.mean((1, 2)).expand(4), "tokens"))
+        tokens = model.backbone.tokens_to_token(images)
+        mixed = torch.where(mask.view(1, 16, 1) == 1, tokens, tokens[partner])
+        x = model.backbone._pos_embed(mixed)
+        features = model.backbone.norm(model.backbone.blocks(x))
+    assert torch.allclose(view.logits, model.backbone.forward_head(features), atol=1e-5)
+    grid = features[:, 1:].reshape(4, 4, 4, -1)
+    assert torch.allclose(view.grid, torch.where(mask.unsqueeze(-1) == 1, grid, grid[partner]), atol=1e-5)

@@ -1,6 +1,8 @@
 """The drloc objective: variants, levels, released options, mixed images, and that it leaves the backbone alone."""
 
 import copy
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -283,6 +285,18 @@ def test_taps_hold_nothing_in_evaluation_nor_in_copies():
     assert not taps.outputs
 
 
+def test_taps_work_in_a_model_compiled_as_one_graph():
+    model = tiny_vit().train()
+    taps = Taps(model, "blocks")
+    images = torch.randn(1, 3, 64, 64)
+    model(images)
+    wanted = taps.grids((64, 64))
+    torch.compile(model, fullgraph=True, backend="eager")(images)
+    for got, plain in zip(taps.grids((64, 64)), wanted, strict=True):
+        assert torch.allclose(got, plain, atol=1e-5)
+        assert got.requires_grad
+
+
 @pytest.mark.parametrize("levels", ["stages", "merged"])
 def test_levels_that_a_backbone_does_not_have_are_refused(levels):
     with pytest.raises(UnsupportedModelError, match="no stages"):
@@ -330,6 +344,7 @@ def slow_mean(mask):
     return (mask[:, ::2, ::2] + mask[:, 1::2, ::2] + mask[:, ::2, 1::2] + mask[:, 1::2, 1::2]) / 4
 
 
+@torch.no_grad()
 def test_tokens_that_were_put_back_to_their_images_do_not_cross():
     mix = a_mix(MixToken())
     assert mix.unmixes
@@ -404,3 +419,15 @@ def test_one_released_part_may_be_named_alone():
 def test_it_must_know_the_token_width():
     with pytest.raises(EverytokenError, match="give dim"):
         Drloc()(view(), batch(), Context())
+
+
+def test_the_snippet_in_the_documentation_runs():
+    page = Path(__file__).parents[2] / "docs" / "drloc.md"
+    if not page.exists():
+        pytest.skip("the documentation is not here")
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    images = torch.randn(2, 3, 32, 32)
+    names = {"loader": [(images, torch.tensor([1, 2]))] * 2}
+    exec(code, names)
+    assert bool(torch.isfinite(names["loss"]))
+    assert not any("drloc" in key or "layers" in key for key in names["weights"])
