@@ -58,8 +58,8 @@ class Toy:
         module.train()
         return {"score": -loss}
 
-    def weights(self, module):
-        return {"": module.net.state_dict()}
+    def weights(self, state):
+        return {"": {k.removeprefix("net."): v for k, v in state.items()}}
 
     def metadata(self):
         return {"architecture": "toy"}

@@ -11,7 +11,6 @@ import time
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file
 
 from everytoken.cli import main
 from everytoken.models.load import load_model
@@ -100,30 +99,6 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
     assert process.returncode == 143
     assert "goes on from here" in text
     assert list((tmp_path / "r/checkpoints").glob("step-*"))
-
-
-def test_two_processes_train_as_one_with_the_same_global_batch(photos, tmp_path):
-    words = [str(photos), *TINY, "--drop-path", "0", "--reprob", "0", "--epochs", "1", "--hflip", "0"]
-    assert run(*words, "--batch-size", "12", "--output", str(tmp_path / "one")).returncode == 0
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "everytoken",
-    ]
-    command += ["train", *words, "--batch-size", "6", "--output", str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    one = load_file(sorted((tmp_path / "one/checkpoints").iterdir())[-1] / "model.safetensors")
-    two = load_file(sorted((tmp_path / "two/checkpoints").iterdir())[-1] / "model.safetensors")
-    for name, value in one.items():
-        assert torch.allclose(value, two[name], atol=1e-5), name
-    assert rows(tmp_path / "one")[0]["score"] == rows(tmp_path / "two")[0]["score"]
-    assert rows(tmp_path / "one")[0]["val_loss"] == pytest.approx(rows(tmp_path / "two")[0]["val_loss"], abs=1e-4)
 
 
 def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):

@@ -18,7 +18,7 @@ from everytoken.data.batch import Batch as LoadedBatch
 from everytoken.data.batch import Prefetcher
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.loader import BadImages, Loader
-from everytoken.evaluate.accuracy import Predictions, predict
+from everytoken.evaluate.accuracy import Predictions
 from everytoken.functional import plan_sampling
 from everytoken.objectives import Batch
 from everytoken.train.build import Parts, build
@@ -27,7 +27,7 @@ from everytoken.train.loop import Loop, Stopped
 from everytoken.train.options import TrainOptions
 from everytoken.train.recipe import flat
 from everytoken.train.runfolder import RunFolder
-from everytoken.train.step import TokenStep
+from everytoken.train.step import Moment
 from everytoken.train.track import build_trackers
 
 
@@ -87,23 +87,38 @@ class Classification:
         """Keys of a batch."""
         return list(batch.keys)
 
+    @torch.no_grad()
     def predictions(self, module: nn.Module) -> Predictions:
         """Every validation image exactly once, over all processes."""
-        assert isinstance(module, TokenStep)
-        own = predict(module.model.backbone, self._on_device(self.val_loader.epoch(0)))
-        return Predictions.join(self.world.gather(own))
+        was = module.training
+        module.eval()
+        parts = []
+        for batch in self._on_device(self.val_loader.epoch(0)):
+            logits = module(Batch(batch.images), Moment())["output"]
+            parts.append(Predictions.of_batch(batch.indices, batch.labels, logits))
+        if self.options.run.fsdp and self.world.size > 1:
+            self._keep_in_step(module, len(parts))
+        module.train(was)
+        return Predictions.join([p for own in self.world.gather(parts) for p in own])
+
+    def _keep_in_step(self, module: nn.Module, done: int) -> None:
+        """Sharded weights are gathered in every pass, so a process with a batch less runs an empty one."""
+        size = self.options.model.img_size
+        for _ in range(done, max(self.world.gather(done))):
+            module(Batch(torch.zeros(1, 3, size, size, device=self.world.device)), Moment())
 
     def score(self, module: nn.Module) -> dict[str, float]:
         """Validation numbers; "score" is top-1."""
         summary = self.predictions(module).summary()
         return {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
 
-    def weights(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The plain timm model and, if it is separate, the token head."""
-        assert isinstance(module, TokenStep)
-        out = {"": module.model.backbone.state_dict()}
-        if module.model.token_head is not None:
-            out[".token_head"] = module.model.token_head.state_dict()
+        out: dict[str, dict[str, Tensor]] = {}
+        for suffix, prefix in (("", "model.backbone."), (".token_head", "model.token_head.")):
+            part = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            if part:
+                out[suffix] = part
         return out
 
     def metadata(self) -> dict[str, str]:

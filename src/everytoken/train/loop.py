@@ -27,6 +27,14 @@ from everytoken.train.optim import build_optimizer, build_schedule, learning_rat
 from everytoken.train.options import TrainOptions
 from everytoken.train.progress import Progress
 from everytoken.train.runfolder import RunFolder
+from everytoken.train.sharding import (
+    load_module_state,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+    spread,
+    whole,
+)
 from everytoken.train.step import Moment
 
 
@@ -54,8 +62,8 @@ class Task(Protocol):
         """Validation of a copy of `module`; "score" is what "best" means."""
         ...
 
-    def weights(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """State dicts to give away, by suffix of their file's name: "" is the plain timm model's."""
+    def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Of the module's state dict, those to give away, by suffix of their file: "" is the plain timm model's."""
         ...
 
     def metadata(self) -> dict[str, str]:
@@ -90,6 +98,10 @@ class Loop:
             )
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
         self.lr = learning_rate(optim, self.global_batch)
+        self.fsdp = options.run.fsdp and world.size > 1
+        if self.fsdp and optim.model_ema:
+            raise EverytokenError("--fsdp does not keep an average of the weights yet; add --no-model-ema")
+        self.trained = spread(task.module, task.backbone, world, self.fsdp)
         self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
         self.schedule, self.epochs = build_schedule(self.optimizer, optim, self.updates_per_epoch)
         self.ema = ModelEmaV3(task.module, decay=optim.model_ema_decay, use_warmup=True) if optim.model_ema else None
@@ -102,14 +114,6 @@ class Loop:
         self.bad_in_row = self.bad_total = 0
         self.seconds = 0.0  # of training, over all starts
         self.stop_code = 0
-        self.trained = self._wrap(task.module)
-
-    def _wrap(self, module: nn.Module) -> nn.Module:
-        """DDP over several processes."""
-        if self.world.size > 1:
-            ids = [self.world.device.index] if self.world.device.type == "cuda" else None
-            module = DistributedDataParallel(module, device_ids=ids)
-        return module
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -125,10 +129,10 @@ class Loop:
                 "--resume never to go on with it"
             )
         state = load_state(found)
-        self.task.module.load_state_dict(state["module"])
+        load_module_state(self.task.module, state["module"], self.fsdp)
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.position = state["step"], state["position"]
         self.best, self.bad_total, self.seconds = state["best"], state["bad_total"], state["seconds"]
@@ -139,12 +143,14 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint of this very moment."""
+        module = module_state(self.task.module, self.fsdp)  # with FSDP, gathered from all processes
+        optimizer = optimizer_state(self.task.module, self.optimizer, self.fsdp)
         if not self.world.is_main:
             return
-        weights = {f"model{suffix}": w for suffix, w in self.task.weights(self.task.module).items()}
+        weights = {f"model{suffix}": w for suffix, w in self.task.weights(module).items()}
         state: dict[str, Any] = {
-            "module": self.task.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "module": module,
+            "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "step": self.step,
             "position": self.position,
@@ -153,8 +159,8 @@ class Loop:
             "seconds": self.seconds,
         }
         if self.ema is not None:
-            weights |= {f"ema{suffix}": w for suffix, w in self.task.weights(self.ema.module).items()}
             state["ema"] = self.ema.module.state_dict()
+            weights |= {f"ema{suffix}": w for suffix, w in self.task.weights(state["ema"]).items()}
         save_checkpoint(self.folder.checkpoints, self.step, weights, state, self.task.metadata(), self.options.run.keep)
 
     @property
@@ -241,7 +247,7 @@ class Loop:
         options = self.options.optim
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
         if bool(torch.isfinite(norm)):
             if options.clip_grad:
@@ -294,12 +300,12 @@ class Loop:
             raise Stopped(self.stop_code or 143)
 
     def _write_best(self) -> None:
-        if not self.world.is_main:
-            return
         from safetensors.torch import save_file
 
-        module = self.ema.module if self.ema is not None else self.task.module
-        for suffix, tensors in self.task.weights(module).items():
+        state = module_state(self.task.module if self.ema is None else self.ema.module, self.fsdp)
+        if not self.world.is_main:
+            return
+        for suffix, tensors in self.task.weights(state).items():
             plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
             work = self.folder.path / ".best.new"
             save_file(plain, work, metadata=self.task.metadata())

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from everytoken.train.sharding import mean_over
+
 if TYPE_CHECKING:
     from everytoken.train.loop import Loop
 
@@ -64,6 +66,8 @@ class Progress:
         show = loop.world.is_main and (last or time.monotonic() - self.shown > pause)
         if not (record or show):
             return
+        if record:  # at the same updates on every process
+            terms = mean_over(dict(terms), loop.world)
         values = {key: float(value) for key, value in terms.items()}
         rate = self.images * loop.world.size / max(self.spent, 1e-9)
         lr = max(group["lr"] for group in loop.optimizer.param_groups)

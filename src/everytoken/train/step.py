@@ -109,9 +109,14 @@ class TokenStep(nn.Module):
         self.grid: tuple[int, int] | None = None
 
     def forward(self, batch: Batch, moment: Moment) -> dict[str, Tensor]:
-        """Terms by name, each a scalar; "loss" is their weighted sum; "output" holds the class logits [B, K]."""
+        """Terms by name, each a scalar; "loss" is their weighted sum; "output" holds the class logits [B, K].
+
+        In evaluation mode the output only.
+        """
         batch = self.mixed(batch, moment)
         view = self.model(batch.images, batch.mix)
+        if not self.training:
+            return {"output": view.logits}
         context = Context(
             seed=moment.seed,
             step=moment.step * 1_000_003 + moment.rank * 1009 + moment.part,
