@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from everytoken.errors import EverytokenError, did_you_mean
 
 COMMANDS: dict[str, str] = {
+    "demo": "see it work on real images in a few minutes",
     "train": "train a classifier on every token",
     "finetune": "go on from trained weights, at another resolution or on other classes",
     "eval": "accuracy of a trained model, with a table of classes",

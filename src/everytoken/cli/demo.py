@@ -1,0 +1,42 @@
+"""`everytoken demo`: see it work on real images in a few minutes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from everytoken.cli._parse import parse
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Fit an annotator, annotate, train with and without token labels, compare. Interrupted, it goes on.
+
+    The images are CIFAR-10 (from a cache, its home page, or the npm registry), or scikit-learn's digits when there is
+    no network.
+
+    Examples:
+        everytoken demo
+        everytoken demo --data my-photos
+        everytoken demo --scale gpu --seeds 5
+    """
+
+    out: Path = Path("demo")
+    """Where images, maps, runs and the result go."""
+    data: str = ""
+    """Your own folder of class folders, instead of the demo's images; they are seen at 32 px here."""
+    scale: Literal["minutes", "hour", "gpu"] = "minutes"
+    """How much: a few minutes or about an hour on two cores, or a GPU."""
+    seeds: int = 0
+    """Runs of each model; 0: as many as the scale says."""
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Parse, run."""
+    options = parse(Demo, prog, argv)
+    from everytoken.cli import main as run
+    from everytoken.demo.run import demo
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    return demo(options.out, lambda words: run(words), options.scale, options.data, options.seeds)
