@@ -57,7 +57,7 @@ class Annotate:
     split: str = "train"
     """Part of the data set: train, val, test, or all."""
     val_split: float = 0.0
-    """Leave out the part that training with the same --val-split and --seed sets aside for validation."""
+    """Leave out the part that training with the same --val-split sets aside for validation."""
     class_list: Path | None = None
     """Text file with the data set's class names in the order of their numbers. Default: sorted folder names."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 32
@@ -110,9 +110,9 @@ def _open(options: Annotate) -> DataSet:
     from everytoken.data.find import open_dataset
     from everytoken.data.sources import DataError
 
-    given: dict[str, Any] = {"val_split": options.val_split, "seed": options.seed, "class_list": options.class_list}
+    given: dict[str, Any] = {"val_split": options.val_split, "class_list": options.class_list}
     if options.unlabelled:
-        return open_dataset(options.data, options.split, labelled=False, val_split=options.val_split, seed=options.seed)
+        return open_dataset(options.data, options.split, labelled=False, val_split=options.val_split)
     try:
         return open_dataset(options.data, options.split, **given)
     except DataError as error:

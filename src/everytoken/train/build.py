@@ -98,7 +98,8 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     if not share and not named and part(options.data, "val") is None:
         share = 0.1
         notes.append(f"{options.data} has no validation images: 10 % of each class are held out (--val-split)")
-    found = [open_dataset(options.data, s, val_split=share, seed=options.run.seed) for s in ("train", "val")]
+    # held out by the images' names alone: the same ones for every --seed, and for `everytoken annotate`
+    found = [open_dataset(options.data, s, val_split=share) for s in ("train", "val")]
     return found[0], found[1], notes
 
 

@@ -69,5 +69,5 @@ def _other_classes(options: TrainOptions, about: Any) -> bool:
         return False
     from everytoken.data.find import open_dataset
 
-    data = open_dataset(options.data, "train", val_split=options.dataset.val_split, seed=options.run.seed)
+    data = open_dataset(options.data, "train", val_split=options.dataset.val_split)
     return list(data.class_names) != list(about.class_names)
