@@ -20,7 +20,7 @@ from everytoken.models import TokenModel, probe
 from everytoken.models.load import Description, find_weights, load_model
 from everytoken.models.weights import load_weights
 from everytoken.objectives import OBJECTIVES
-from everytoken.train.checks import check_objectives, check_options
+from everytoken.train.checks import ContradictionError, check_objectives, check_options
 from everytoken.train.distributed import World
 from everytoken.train.options import TrainOptions
 from everytoken.train.step import ALIASES, FrozenTeacher, TokenStep, build_mixer, build_objectives
@@ -119,6 +119,12 @@ def _resolve_class_targets(
     notes: list[str] = []
     if store is None or list(store.manifest.class_names) == list(train_set.class_names):
         return settings, notes
+    if "relabel" in settings and not {"class_target", "class_map"} & set(settings["relabel"]):
+        raise ContradictionError(
+            f"ReLabel teaches the class token what the score maps say, and these speak {store.manifest.num_classes} "
+            f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token`, which lets every token "
+            "learn the maps' classes, or say which classes correspond with class_map."
+        )
     for name in ("token", "token_labeling"):
         if name in settings and not {"class_target", "class_map"} & set(settings[name]):
             settings[name]["class_target"] = "truth"
