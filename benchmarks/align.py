@@ -9,7 +9,7 @@
 A step is forward, loss and backward (no optimizer, which would hide differences). Each round runs all of them one after
 the other in changing order; shown are the median of the rounds' ratios to `cutmix` and an interval that holds the true
 median with 95 % confidence. CPU time of the process is shown next to wall time: it does not count what other programs
-on the machine take. Memory is the peak of a fresh process above what it held before its first step.
+on the machine take. Memory is the peak of all tensors in a step, above what was there before it (weights).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from everytoken.functional.shares import aligned_cross_entropy
 from everytoken.mixing import CutMix, Mix, apply_to_pixels
@@ -167,30 +167,25 @@ def shown(ratio: tuple[float, float, float]) -> str:
     return f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
 
 
-def peak_memory(name: str, variant: str, batch: int) -> float:
-    """MB that two steps need above an idle process with the model in it."""
-    command = [sys.executable, __file__, "--memory-of", name, variant, "--batch", str(batch)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
-def measure_memory(name: str, variant: str, batch: int, device: str) -> float:
-    step = make_step(name, variant, batch, device)
+def peak_memory(step: Callable[[], None], device: str) -> float:
+    """MB of tensors at the peak of a step, above what was there before it."""
+    step()
     if device != "cpu":
-        step()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    before = resident("VmRSS")
-    step()
-    step()
-    return resident("VmHWM") - before  # ru_maxrss would begin with what the parent process held
-
-
-def resident(kind: str) -> float:
-    """MB of this process: "VmRSS" now, "VmHWM" at its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 2**10
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        seen.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    events = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    held = peak = 0
+    for event in events:
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak / 2**20
 
 
 def compare_kernels(rounds: int) -> None:
@@ -229,11 +224,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "VARIANT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.memory_of:
-        print(measure_memory(*args.memory_of, args.batch, args.device))
-        return
     if args.kernels:
         compare_kernels(args.rounds)
         return
@@ -241,8 +232,7 @@ def main() -> None:
     for name in args.models:
         steps = {variant: make_step(name, variant, args.batch, args.device) for variant in VARIANTS}
         times = time_steps(steps, args.rounds)
-        del steps
-        memory = {variant: peak_memory(name, variant, args.batch) for variant in VARIANTS}
+        memory = {variant: peak_memory(step, args.device) for variant, step in steps.items()}
         print(f"\n{name}, batch {args.batch}, {args.device}, {args.rounds} rounds, {torch.get_num_threads()} threads")
         for variant in VARIANTS:
             row = {"model": name, "variant": variant, "memory": memory[variant] / memory["cutmix"]}

@@ -29,6 +29,7 @@ MODELS = {
     "beit": ("beit_base_patch16_224", {}),
     "eva": ("eva02_tiny_patch14_224", {"img_size": 56}),
     "cait": ("cait_xxs24_224", {}),
+    "t2t-vit": ("t2t_vit_7", {"token_drop": 0.0}),
 }
 
 
@@ -55,7 +56,7 @@ def make(name, **more):
 
 
 def batch(model):
-    size = getattr(model.patch_embed, "img_size", (64, 64))
+    size = getattr(getattr(model, "patch_embed", None), "img_size", (64, 64))
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(B, 3, *size, generator=generator)
     mask = torch.ones(B, *size)
@@ -111,7 +112,7 @@ def slow(model, images, labels, mix, layers=None, residual=True):
     for hook in hooks:
         hook.remove()
     own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
-    p = model.patch_embed.patch_size
+    p = model.patch_embed.patch_size if hasattr(model, "patch_embed") else (16, 16)
     h, w = images.shape[-2] // p[0], images.shape[-1] // p[1]
     inside = mix.mask.view(B, h, p[0], w, p[1]).mean((2, 4)).view(B, h * w, 1)
     y = inside * own[:, None] + (1 - inside) * partner[:, None]

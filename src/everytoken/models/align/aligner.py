@@ -127,17 +127,16 @@ class Aligner:
         self._may_checkpoint = [m for m in backbone.modules() if hasattr(m, "grad_checkpointing")]
 
     def _attach(self, tape: Tape, layers: frozenset[int] | None) -> Site:
-        site = Site(tape, lambda module, name: attach(module, site, name), layers)
-        skip = _HEADS
+        embed = None if self.is_map else self.family.embed
+        site = Site(tape, lambda module, name: attach(module, site, name), embed, layers)
         if not self.is_map:
-            if self.family.embed is None:
+            if embed is None:
                 raise UnsupportedModelError(
                     f"token-label alignment does not know where {type(self.backbone).__name__} embeds its patches"
                 )
-            site.after(self.backbone.get_submodule(self.family.embed), _Begin(tape, self.family))
-            skip = skip | {self.family.embed.split(".")[0]}
+            site.after(self.backbone.get_submodule(embed), _Begin(tape, self.family))
         try:
-            attach(self.backbone, site, "", skip)
+            attach(self.backbone, site, "", _HEADS)
         except Exception:
             _remove(site.handles)
             raise

@@ -26,33 +26,40 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
-class Convolve(Hook):
-    """A convolution or pooling layer over [B, C, h, w] has run; `same`: it pads both sides to keep size / stride."""
+def convolved_by(layer: nn.Module, shares: Tensor, out: tuple[int, int] | None = None, same: bool = False) -> Tensor:
+    """What a convolution or pooling layer makes of a map of shares, [B, h, w] -> [B, h', w'].
 
-    def __init__(self, tape: Tape, same: bool = False) -> None:
-        super().__init__(tape)
-        self.same = same
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        kernel = _pair(module.kernel_size)
-        stride = _pair(module.stride or kernel)
-        dilation = _pair(getattr(module, "dilation", 1))
-        if kernel == (1, 1) and stride == (1, 1):
-            return
-        front = None if self.same or isinstance(module.padding, str) else _pair(module.padding)
-        padding = _sides(front, shares.shape[1:], output.shape[-2:], kernel, stride, dilation)
-        weight = getattr(module, "weight", None)
-        if weight is None or (kernel == stride and not any(padding)):
-            places = torch.full(kernel, 1 / (kernel[0] * kernel[1]), device=shares.device)
+    Args:
+        out: (h', w') if the layer may round up; None: as a convolution, rounded down.
+        same: the layer pads both sides to keep size / stride.
+    """
+    module: Any = layer
+    kernel = _pair(module.kernel_size)
+    stride = _pair(module.stride or kernel)
+    dilation = _pair(getattr(module, "dilation", 1))
+    if kernel == (1, 1) and stride == (1, 1):
+        return shares
+    front = None if same or isinstance(module.padding, str) else _pair(module.padding)
+    size = (shares.shape[1], shares.shape[2])
+    if out is None:
+        if front is None:
+            out = (-(-size[0] // stride[0]), -(-size[1] // stride[1]))
         else:
-            places = kernel_of(weight)
-        self.tape.shares = convolved_shares(shares, places, stride, padding, dilation)
+            reach = [size[i] + 2 * front[i] - dilation[i] * (kernel[i] - 1) - 1 for i in (0, 1)]
+            out = (reach[0] // stride[0] + 1, reach[1] // stride[1] + 1)
+    padding = _sides(front, size, out, kernel, stride, dilation)
+    weight = getattr(module, "weight", None)
+    if weight is None or (kernel == stride and not any(padding)):
+        places = torch.full(kernel, 1 / (kernel[0] * kernel[1]), device=shares.device)
+    else:
+        places = kernel_of(weight)
+    return convolved_shares(shares, places, stride, padding, dilation)
 
 
 def _sides(
     front: tuple[int, int] | None,
-    size: torch.Size,
-    out: torch.Size,
+    size: tuple[int, int],
+    out: tuple[int, int],
     kernel: tuple[int, int],
     stride: tuple[int, int],
     dilation: tuple[int, int],
@@ -65,6 +72,17 @@ def _sides(
         first = missing // 2 if front is None else front[axis]
         sides += [first, max(0, whole - size[axis] - first)]
     return sides[0], sides[1], sides[2], sides[3]
+
+
+class Convolve(Hook):
+    """A convolution or pooling layer over [B, C, h, w] has run; `same`: it pads both sides to keep size / stride."""
+
+    def __init__(self, tape: Tape, same: bool = False) -> None:
+        super().__init__(tape)
+        self.same = same
+
+    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.tape.shares = convolved_by(module, shares, (output.shape[-2], output.shape[-1]), self.same)
 
 
 def convolution(module: nn.Module, site: Site, name: str) -> None:

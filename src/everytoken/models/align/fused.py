@@ -84,7 +84,8 @@ class _Widened(torch.autograd.Function):
         wide[..., width:] = columns[:, None].to(wide.dtype)
         out, lse = _FLASH(F.pad(query, (0, more)), F.pad(key, (0, more)), wide, 0.0, False, scale=scale)
         mixed = out[..., width:].float().mean(1)
-        out = out[..., :width]
+        # Packed as the next layer wants it, [B, M, heads, D]: what is saved here and there is then one tensor.
+        out = out.transpose(1, 2)[..., :width].contiguous().transpose(1, 2)
         # What the plain call saves, in its order: a checkpointed block that is run again without shares then fits.
         ctx.save_for_backward(key, query, value, lse, out)
         ctx.scale = scale

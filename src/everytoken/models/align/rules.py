@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import nn
 
 from everytoken.models.align.attention import self_attention, talking_heads
+from everytoken.models.align.conv_attention import conv_attention, stage_embedding
 from everytoken.models.align.convolution import convolution, convolution_same, residual
 from everytoken.models.align.tape import Site
 from everytoken.models.align.token_mlp import mixer_block
@@ -29,6 +30,9 @@ RULES: dict[str, Rule] = {
     "timm.models.eva.EvaAttention": self_attention,
     "timm.models.cait.TalkingHeadAttn": talking_heads,
     "timm.models.cait.ClassAttn": self_attention,
+    # attention over convolved tokens
+    "everytoken.models.cvt_stage.ConvAttention": conv_attention,
+    "everytoken.models.cvt_stage.ConvEmbed": stage_embedding,
     # attention in windows
     "timm.models.swin_transformer.SwinTransformerBlock": window_block,
     "timm.models.swin_transformer_v2.SwinTransformerV2Block": window_block,
@@ -81,6 +85,9 @@ PLAIN: set[str] = {
     "timm.models.cait.Cait",
     "timm.models.cait.LayerScaleBlock",
     "timm.models.cait.LayerScaleBlockClassAttn",
+    "everytoken.models.cvt.CvT",
+    "everytoken.models.cvt_stage.CvTStage",
+    "everytoken.models.cvt_stage.CvTBlock",
     "timm.models.swin_transformer.SwinTransformer",
     "timm.models.swin_transformer.SwinTransformerStage",
     "timm.models.swin_transformer_v2.SwinTransformerV2",
@@ -130,8 +137,10 @@ def attach(module: nn.Module, site: Site, name: str, skip: frozenset[str] = froz
 
     Args:
         name: where the module is in the backbone, for messages.
-        skip: children to leave out (patch embedding, heads).
+        skip: children to leave out (heads).
     """
+    if name == site.embed:
+        return
     for cls in type(module).__mro__:
         path = f"{cls.__module__}.{cls.__qualname__}"
         if path in RULES:

@@ -91,6 +91,7 @@ class Site:
     Attributes:
         tape: shared by all hooks.
         descend: attaches to a child: descend(module, name).
+        embed: name of the patch embedding, where the shares of tokens start; None where they start on pixels.
         layers: the numbers (from 1) of the mixing layers that count; None: all.
         handles: of all hooks, to remove them.
         count: mixing layers so far.
@@ -99,6 +100,7 @@ class Site:
 
     tape: Tape
     descend: Callable[[nn.Module, str], None]
+    embed: str | None = None
     layers: frozenset[int] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     count: int = 0

@@ -1,0 +1,29 @@
+"""The snippet of docs/alignment.md runs as it stands."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+
+DOCS = Path(__file__).parents[2] / "docs" / "alignment.md"
+
+
+def test_the_snippet_for_ones_own_loop_trains_a_plain_timm_model():
+    code = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S).group(1)
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224", depth=2, num_classes=5).train()
+    images, labels = torch.randn(4, 3, 224, 224), torch.tensor([0, 1, 2, 3])
+    given = {"model": model, "images": images, "labels": labels, "rng": np.random.default_rng(4)}
+    exec(code, given)
+    given["loss"].backward()
+    assert 0.05 < given["mix"].ratio[0] < 0.95
+    assert (given["seen"].shares.image - given["mix"].ratio).abs().max() > 0
+    assert model.blocks[0].attn.qkv.weight.grad.abs().sum() > 0
+    assert list(model.state_dict()) == list(timm.create_model("deit_tiny_patch16_224", depth=2).state_dict())
+
+
+def test_the_picture_of_the_page_is_there():
+    for name in re.findall(r"\]\((img/[^)]+)\)", DOCS.read_text(encoding="utf-8")):
+        assert (DOCS.parent / name).stat().st_size > 10_000
