@@ -5,8 +5,8 @@
 Two questions, each answered by ratios from one process with interleaved repeats:
 1. One step of lvvit_s at 224 with token labeling and MixToken against the same step with plain labels (floor: the token
    head's multiply-adds).
-2. The loop's own work per update (seeding, mixing, logging, schedule, checks), timed with a network of a few weights, as a
-   part of a step of lvvit_t.
+2. The loop's own work per update (seeding, logging, schedule, checks), timed with a network of a few weights, as a part
+   of a step of lvvit_t.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TinyTask:
         self.backbone = self.module
         self.batches_per_epoch = updates
 
-    def batches(self, epoch: int, start: int):  # noqa: ANN201
+    def batches(self, epoch: int, start: int):
         """The same small batch again and again."""
         batch = Batch(torch.zeros(64, 1, 1, 1), keys=("k",) * 64)
         for _ in range(start, self.batches_per_epoch):

@@ -122,8 +122,8 @@ def _resolve_class_targets(
     if "relabel" in settings and not {"class_target", "class_map"} & set(settings["relabel"]):
         raise ContradictionError(
             f"ReLabel teaches the class token what the score maps say, and these speak {store.manifest.num_classes} "
-            f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token`, which lets every token "
-            "learn the maps' classes, or say which classes correspond with class_map."
+            f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token`, which lets every "
+            "token learn the maps' classes, or say which classes correspond with class_map."
         )
     for name in ("token", "token_labeling"):
         if name in settings and not {"class_target", "class_map"} & set(settings[name]):
