@@ -139,22 +139,17 @@ def main() -> int:
             runs = contestants(data, times, args.batch, workers, store)
             for run in runs.values():
                 run()  # starts workers, warms the page cache
-            rates: dict[str, list[float]] = {name: [] for name in runs}
+            walls: dict[str, list[float]] = {name: [] for name in runs}
+            cores: dict[str, list[float]] = {name: [] for name in runs}
             for order in rotated(list(runs), args.rounds):
                 for name in order:
-                    started = time.perf_counter()
+                    wall, core = time.perf_counter(), time.process_time()
                     images = runs[name]()
-                    rates[name].append(images / (time.perf_counter() - started))
-            print(
-                f"\n{workers} workers      images/s   ratio to timm (median, smallest, largest of {args.rounds} rounds)"
-            )
-            for name, values in rates.items():
-                ratios = sorted(a / b for a, b in zip(values, rates["timm"], strict=True))
-                middle = statistics.median(ratios)
-                print(
-                    f"{name:12} {statistics.median(values):12.0f}   {middle:5.2f}  {ratios[0]:5.2f}  {ratios[-1]:5.2f}"
-                )
-                results[f"{name}, {workers} workers"] = {"images_per_second": values, "ratio_to_timm": middle}
+                    walls[name].append(images / (time.perf_counter() - wall))
+                    cores[name].append(images / (time.process_time() - core))
+            report(f"images/s, {workers} workers", walls, results)
+            if workers == 0:  # the work of other processes is not in this one
+                report("images per second of CPU time", cores, results)
             del runs
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

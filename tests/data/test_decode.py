@@ -230,6 +230,15 @@ def test_a_jpeg_whose_row_has_the_markers_colour_is_still_right():
     assert (Picture(data).region((0, 0, 64, 20)) == 1).all()
 
 
+def test_a_jpeg_that_breaks_in_the_middle_is_refused_and_not_half_used():
+    data = bytearray(encode(photo((200, 160)), "JPEG", progressive=True))
+    at = data.rindex(b"\xff\xc4")  # the last of its Huffman tables
+    data[at + 5 : at + 21] = b"\xff" * 16
+    for box in ((0, 0, 200, 40), (0, 0, 200, 160)):
+        with pytest.raises(ImageError, match=r"broken\.jpg.*corrupt"):
+            Picture(bytes(data), "broken.jpg").region(box)
+
+
 def test_views_of_an_image_in_memory_leave_it_unchanged():
     image = photo((32, 32))
     before = image.copy()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from timm.data import auto_augment
 
 from everytoken.data import keyed
 from everytoken.data import placement as pl
@@ -133,6 +134,43 @@ def test_real_content_from_beyond_the_crop_is_shown_and_fill_only_beyond_the_ima
     far = pl.compose(crop, np.array([[1.0, 0.0, 500.0], [0.0, 1.0, 0.0]]))
     pixels, _ = render(Picture(image), far, (100, 100), bicubic=True, fill=(9, 9, 9))
     assert (pixels == (9, 9, 9)).all()
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.4, -0.45, 1.3])
+@pytest.mark.parametrize("exif", [1, 2, 6])
+def test_the_matrix_that_comes_back_is_the_one_that_was_used(shift, exif):
+    data, _ = marked((16, 12), (8, 6), 4, exif)
+    wanted = np.array([[12 / 64, 0.0, 2.0 + shift], [0.0, 8 / 64, 2.0 - shift]])
+    pixels, used = render(Picture(data), wanted, (64, 64), bicubic=False, fill=(0, 0, 0))
+    assert np.abs(used - wanted).max() < 0.501
+    where, _ = light(pixels)
+    (a, _, c), (_, e, f) = used.tolist()
+    assert where == pytest.approx(((8 - c) / a, (6 - f) / e), abs=0.3)
+
+
+class Fixed:
+    """A policy that always draws the same steps."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def draw(self, rng):
+        return list(self.steps)
+
+
+def test_steps_are_done_in_the_order_drawn_on_the_cropped_and_flipped_image():
+    image = smooth_noise(keyed.generator(8, "photo"), (128, 96)).resize((128, 96))
+    whole = {"scale": (1.0, 1.0), "ratio": (4 / 3, 4 / 3)}
+    config = AugmentConfig(img_size=64, hflip=1.0, color_jitter=None, train_interpolation="bicubic", **whole)
+    transform = TrainTransform(config)
+    transform.policy = Fixed(("Rotate", (25.0,)), ("ShearX", (0.3,)), ("TranslateYRel", (0.1,)))
+    ours, _ = transform(image, keyed.generator(0))
+    steps = image.resize((64, 64), Image.Resampling.BICUBIC).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    options = {"resample": Image.Resampling.BICUBIC, "fillcolor": config.fill}
+    for name, value in (("rotate", 25.0), ("shear_x", 0.3), ("translate_y_rel", 0.1)):
+        steps = getattr(auto_augment, name)(steps, value, **dict(options))
+    inner = slice(12, 40)
+    assert np.abs(ours.astype(int) - np.asarray(steps))[inner, inner].mean() < 8  # a wrong order gives 50
 
 
 def smooth_noise(rng, size):
