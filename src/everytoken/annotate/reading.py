@@ -140,6 +140,7 @@ def batches(
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=2 if workers else None,
+        generator=torch.Generator(),  # workers are seeded, though nothing here is random; not from the global numbers
     )
     try:
         yield from loader

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from everytoken.annotate.annotator import AnnotatorError, Preprocessing
 from everytoken.annotate.folds import Fold
 from everytoken.annotate.networks import CellScores
-from everytoken.annotate.reading import BatchReader
+from everytoken.annotate.reading import BatchReader, ImageBatch
 from everytoken.data.augment import AugmentConfig, TrainTransform
 from everytoken.data.keyed import digest, generator
 from everytoken.data.sources import DataSet
@@ -100,6 +100,7 @@ class Trainer:
             batch_size=None,
             sampler=steps,
             num_workers=self.workers,
+            generator=torch.Generator(),
         )
         model.to(self.device).to(memory_format=torch.channels_last).train()
         optimizer = torch.optim.AdamW(_groups(model, plan["weight_decay"]), lr=plan["lr"])
@@ -135,7 +136,10 @@ class Trainer:
         total = len(fold.held_out)
         spans = [range(start, min(start + 64, total)) for start in range(0, total, 64)]
         right: list[bool] = []
-        for batch in DataLoader(reader, batch_size=None, sampler=spans, num_workers=self.workers):
+        loader: DataLoader[ImageBatch] = DataLoader(
+            reader, batch_size=None, sampler=spans, num_workers=self.workers, generator=torch.Generator()
+        )
+        for batch in loader:
             guess = scores(view.normalise(batch.pixels.to(self.device))).mean((1, 2)).argmax(1).cpu().numpy()
             for place, index in enumerate(batch.indices.tolist()):
                 if place not in batch.failures:

@@ -221,7 +221,8 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
         return 1
     print("next:")
     print(f"  everytoken labels show {options.out} --images {data.name} --out sheet.png    # look at them")
-    print(f"  everytoken train {options.data} --labels {options.out}")
+    if data.class_names:
+        print(f"  everytoken train {options.data} --labels {options.out}")
     return 0
 
 
