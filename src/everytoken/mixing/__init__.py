@@ -1,4 +1,4 @@
-"""Mixing the images of a batch: MixToken, CutMix, MixUp behind one interface.
+"""Mixing the images of a batch: MixToken, CutMix, MixUp, random and block-wise patches behind one interface.
 
 `MIXERS[name](...).draw(batch_size, image_size, grid, rng)` gives a `Mix` or None; `apply_to_pixels` or
 `apply_to_tokens` carries it out; `mix_image_target` and `mix_token_target` do the same to labels.
@@ -14,17 +14,26 @@ from everytoken.mixing.apply import (
 )
 from everytoken.mixing.methods import CutMix, MixToken, MixUp, OneOf
 from everytoken.mixing.mix import Mix, Mixer
+from everytoken.mixing.patches import BlockPatches, RandomPatches
 
-MIXERS: dict[str, type[Mixer]] = {"mixtoken": MixToken, "cutmix": CutMix, "mixup": MixUp}
+MIXERS: dict[str, type[Mixer]] = {
+    "mixtoken": MixToken,
+    "cutmix": CutMix,
+    "mixup": MixUp,
+    "random": RandomPatches,
+    "block": BlockPatches,
+}
 
 __all__ = [
     "MIXERS",
+    "BlockPatches",
     "CutMix",
     "Mix",
     "MixToken",
     "MixUp",
     "Mixer",
     "OneOf",
+    "RandomPatches",
     "apply_to_pixels",
     "apply_to_tokens",
     "mix_image_target",
