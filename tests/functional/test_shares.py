@@ -148,7 +148,7 @@ def test_token_targets_follow_the_tokens(rng):
     dense = S.aligned_target(grid[0], grid[1], r).dense()
     wanted = r[..., None] * own.dense()[:, None, None] + (1 - r[..., None]) * partner.dense()[:, None, None]
     torch.testing.assert_close(dense, wanted)
-    with pytest.raises(EverytokenError, match="shares.grid with token targets"):
+    with pytest.raises(EverytokenError, match=r"shares\.grid with token targets"):
         S.aligned_target(own, partner, r)
 
 
