@@ -110,13 +110,20 @@ def vocabulary(classes: np.ndarray, num_classes: int | None = None) -> tuple[np.
     return words, table.take(flat).reshape(classes.shape)
 
 
-def collate_maps(maps: Sequence[ScoreMapLike | None], num_classes: int, multiple: int = 8) -> MapBatch:
+def collate_maps(
+    maps: Sequence[ScoreMapLike | None],
+    num_classes: int,
+    placements: Sequence[np.ndarray] | np.ndarray | None = None,
+    multiple: int = 8,
+) -> MapBatch:
     """Stack the records of a batch, with vocabularies filled up to one length.
 
     Args:
         maps: one record per image, or None for an image without a map (its weight is 0 everywhere). All grids of a
             batch have one shape.
         num_classes: K of the annotator.
+        placements: [B, 2, 3], if the maps will be sampled through just these: vocabularies then hold only classes
+            that the network's input shows, which makes targets smaller. Results are the same.
         multiple: U is rounded up to a multiple of this, so that compiled code sees few different shapes.
     """
     shapes = {m.scores.shape for m in maps if m is not None}
@@ -126,24 +133,49 @@ def collate_maps(maps: Sequence[ScoreMapLike | None], num_classes: int, multiple
             "so these maps are of different stores. Annotate all images into one store."
         )
     h, w, k = shapes.pop() if shapes else (1, 1, 1)
-    found = [None if m is None else vocabulary(m.classes, num_classes) for m in maps]
+    area = np.array([NOWHERE if m is None else m.area for m in maps], np.float32).reshape(-1, 4)
+    windows = None if placements is None else _windows(np.asarray(placements, np.float64), area, (h, w))
+    found: list[tuple[np.ndarray, np.ndarray] | None] = []
+    for i, record in enumerate(maps):
+        if record is None:
+            found.append(None)
+        elif windows is None:
+            found.append(vocabulary(record.classes, num_classes))
+        else:
+            top, bottom, left, right = windows[i]
+            found.append(_shown(record.classes, num_classes, slice(top, bottom), slice(left, right)))
     longest = max((len(f[0]) for f in found if f is not None), default=0)
     width = max(multiple, -(-longest // multiple) * multiple)
     kind = np.result_type(np.float16, *(m.scores.dtype for m in maps if m is not None))
     scores = np.zeros((len(maps), h, w, k), kind)
     local = np.zeros((len(maps), h, w, k), np.uint8 if longest <= 256 else np.int16)
     classes = np.full((len(maps), width), -1, np.int64)
-    area = np.full((len(maps), 4), NOWHERE, np.float32)
     for i, (record, words) in enumerate(zip(maps, found, strict=True)):
         if record is not None and words is not None:
             scores[i] = record.scores
             classes[i, : len(words[0])] = words[0]
             local[i] = words[1]
-            area[i] = record.area
-    return MapBatch(
-        torch.from_numpy(scores),
-        torch.from_numpy(local),
-        torch.from_numpy(classes),
-        torch.from_numpy(area),
-        num_classes,
-    )
+    arrays = (torch.from_numpy(a) for a in (scores, local, classes, area))
+    scores_, local_, classes_, area_ = arrays
+    return MapBatch(scores_, local_, classes_, area_, num_classes)
+
+
+def _shown(classes: np.ndarray, num_classes: int, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:
+    """As `vocabulary`, of a window of the map; cells beyond it are never sampled and may point anywhere."""
+    words, inner = vocabulary(classes[rows, columns], num_classes)
+    local = np.zeros(classes.shape, inner.dtype)
+    local[rows, columns] = inner
+    return words, local
+
+
+def _windows(placements: np.ndarray, area: np.ndarray, size: tuple[int, int]) -> list[list[int]]:
+    """(first row, last row + 1, first column, last column + 1) of the cells that each placement can touch."""
+    corners = np.array([[0, 0, 1], [1, 0, 1], [0, 1, 1], [1, 1, 1]], np.float64).T
+    points = placements @ corners  # [B, 2, 4]: x and y of the input's corners, in fractions of the image
+    start, extent = area[:, :2, None], (area[:, 2:] - area[:, :2])[:, :, None]
+    cells = (points - start) / extent * np.array([[size[1]], [size[0]]]) - 0.5
+    limit = np.array([size[1], size[0]]) - 1
+    # One cell more on each side: borders repeat the outermost cell, and rounding must not lose one.
+    low = np.clip(np.floor(cells.min(2)) - 1, 0, limit).astype(np.int64)
+    high = np.clip(np.floor(cells.max(2)) + 2, 0, limit).astype(np.int64) + 1
+    return np.stack([low[:, 1], high[:, 1], low[:, 0], high[:, 0]], axis=1).tolist()

@@ -1,14 +1,15 @@
-"""Where the samples of a token lie in a score map, as matrices and index lists that average a map.
+"""Where the samples of a token lie in a score map: as a few cells per token, each with its share of the average.
 
-Equation, for a crop with or without flips, per class c:  out_c = Wy · M_c · Wxᵀ  (RoIAlign's average is separable).
-Rotated or sheared placements carry RoIAlign's sample points through the affine: out = Σ over points of bilinear shares.
-Each sampler is a tuple of tensors with the batch in front, so that a part of the batch is a part of each tensor.
-Cost: some thousand numbers per image; the averaging itself is matrix products or weighted bags.
+RoIAlign averages ceil(RoI side / output side) bilinear samples per output cell and axis. For crops and flips that is
+separable, so a token's share of a cell is (share of the row) · (share of the column), and a bin of n samples touches at
+most n + 1 cells per axis. Rotated and sheared placements carry the same sample points through the affine;
+each point has four neighbours. Either way a token is a weighted bag of map cells, and the whole crop is one weight per
+cell; averaging is then a weighted sum of rows, for as few classes as one likes.
+Cost: tens of numbers per token, whatever K is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -23,126 +24,37 @@ _PROBES = 4
 _FAINT = 1e-9
 
 Pair: TypeAlias = tuple[int, int]
-Window: TypeAlias = tuple[int, int, int, int]  # first row, last row + 1, first column, last column + 1
 
 
-class Straight(NamedTuple):
-    """Averages through crops and flips: rows [B, H, h], columns [B, W, w], and the same for the whole crop."""
+class Bags(NamedTuple):
+    """Which cells of its map every token of B images averages, and with which shares (they sum to 1).
 
-    rows: Tensor
-    columns: Tensor
-    row: Tensor
-    column: Tensor
-    weight: Tensor
-    image_weight: Tensor
-
-    def part(self, rows: Tensor | slice) -> Straight:
-        """For some images of the batch."""
-        return Straight(*(t[rows] for t in self))
-
-    def average(self, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """dense [B, h, w, U] -> tokens [B, H, W, U], image [B, U]."""
-        return _average(dense, self.rows, self.columns), _average(dense, self.row, self.column)[:, 0, 0]
-
-    def windows(self) -> list[Window]:
-        """The cells that each image's crop touches. On the CPU only."""
-        top, bottom = _spans(self.rows, self.row)
-        left, right = _spans(self.columns, self.column)
-        return list(zip(top, bottom, left, right, strict=True))
-
-    def one_by_one(self) -> Callable[[int, Window, Tensor], tuple[Tensor, Tensor]]:
-        """average(i, window, dense) of image i alone: dense [rows, columns, U] -> tokens [H, W, U], image [U]."""
-        # The whole crop is one more row, so that one product serves both.
-        rows, columns = torch.cat((self.rows, self.row), dim=1).unbind(0), self.columns.unbind(0)
-        column, H = self.column.unbind(0), self.rows.shape[1]
-
-        def average(i: int, window: Window, dense: Tensor) -> tuple[Tensor, Tensor]:
-            top, bottom, left, right = window
-            _, across, U = dense.shape
-            half = torch.mm(rows[i][:, top:bottom], dense.view(-1, across * U)).view(-1, across, U)
-            tokens = torch.bmm(columns[i][:, left:right].expand(H, -1, -1), half[:H])
-            return tokens, torch.mm(column[i][:, left:right], half[H])[0]
-
-        return average
-
-
-class Bent(NamedTuple):
-    """Averages through any affine: cells [B, H·W, n] of a map and their shares, and the same for the whole crop."""
+    Attributes:
+        cells: [B, H·W, m] int32, row · w + column.
+        shares: [B, H·W, m] float32.
+        image: [B, h·w] float32, the share of every cell in the whole crop.
+        weight: [B, H, W] float32, the part of each token that has a label.
+        image_weight: [B] float32, the part of the crop that has a label.
+    """
 
     cells: Tensor
-    share: Tensor
-    image_cells: Tensor
-    image_share: Tensor
+    shares: Tensor
+    image: Tensor
     weight: Tensor
     image_weight: Tensor
-    width: int  # columns of the map
 
-    def part(self, rows: Tensor | slice) -> Bent:
+    def part(self, rows: Tensor | slice) -> Bags:
         """For some images of the batch."""
-        return Bent(
-            self.cells[rows],
-            self.share[rows],
-            self.image_cells[rows],
-            self.image_share[rows],
-            self.weight[rows],
-            self.image_weight[rows],
-            self.width,
-        )
+        return Bags(*(t[rows] for t in self))
 
     def average(self, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """dense [B, h, w, U] -> tokens [B, H, W, U], image [B, U]."""
-        tokens = _bags(dense, self.cells, self.share)
-        return tokens.view(*self.weight.shape, -1), _bags(dense, self.image_cells, self.image_share)
-
-    def windows(self) -> list[Window]:
-        """The cells that each image's view may touch: whole rows. On the CPU only."""
-        rows = torch.cat((self.cells.flatten(1), self.image_cells.flatten(1)), dim=1).div(
-            self.width, rounding_mode="floor"
-        )
-        low, high = rows.amin(1).tolist(), rows.amax(1).tolist()
-        return [(top, bottom + 1, 0, self.width) for top, bottom in zip(low, high, strict=True)]
-
-    def one_by_one(self) -> Callable[[int, Window, Tensor], tuple[Tensor, Tensor]]:
-        """average(i, window, dense) of image i alone: dense [rows, columns, U] -> tokens [H, W, U], image [U]."""
-
-        def average(i: int, window: Window, dense: Tensor) -> tuple[Tensor, Tensor]:
-            whole, before = dense[None], window[0] * self.width
-            tokens = _bags(whole, self.cells[i : i + 1] - before, self.share[i : i + 1])
-            image = _bags(whole, self.image_cells[i : i + 1] - before, self.image_share[i : i + 1])
-            return tokens.view(*self.weight.shape[1:], -1), image[0]
-
-        return average
-
-
-class Either(NamedTuple):
-    """Both ways for every image and a choice, for devices that must not wait for row numbers."""
-
-    straight: Straight
-    bent: Bent
-    choice: Tensor
-
-    def part(self, rows: Tensor | slice) -> Either:
-        """For some images of the batch."""
-        return Either(self.straight.part(rows), self.bent.part(rows), self.choice[rows])
-
-    @property
-    def weight(self) -> Tensor:
-        """[B, H, W]"""
-        return torch.where(self.choice[:, None, None], self.bent.weight, self.straight.weight)
-
-    @property
-    def image_weight(self) -> Tensor:
-        """[B]"""
-        return torch.where(self.choice, self.bent.image_weight, self.straight.image_weight)
-
-    def average(self, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """dense [B, h, w, U] -> tokens [B, H, W, U], image [B, U]."""
-        one, two = self.straight.average(dense), self.bent.average(dense)
-        tokens = torch.where(self.choice[:, None, None, None], two[0], one[0])
-        return tokens, torch.where(self.choice[:, None], two[1], one[1])
-
-
-Sampler: TypeAlias = Straight | Bent | Either
+        """Maps [B, h, w, U] -> tokens [B, H, W, U], image [B, U]."""
+        dense = dense.flatten(1, 2)
+        B, cells, U = dense.shape
+        start = torch.arange(0, B * cells, cells, device=dense.device, dtype=torch.int32)
+        index, flat = (self.cells + start[:, None, None]).flatten(0, 1), self.shares.flatten(0, 1)
+        tokens = F.embedding_bag(index, dense.view(-1, U), per_sample_weights=flat, mode="sum")
+        return tokens.view(*self.weight.shape, U), torch.bmm(self.image[:, None], dense)[:, 0]
 
 
 def to_cells(placement: Tensor, area: Tensor, size: Pair) -> Tensor:
@@ -150,52 +62,53 @@ def to_cells(placement: Tensor, area: Tensor, size: Pair) -> Tensor:
     # Double where there is: float32 fractions times 18 cells would cost the fifth digit of the labels.
     kind = torch.float32 if placement.device.type == "mps" else torch.float64
     placement, area = placement.detach().to(kind), area.to(kind)
-    extent = area[:, 2:] - area[:, :2]
-    scale = placement.new_tensor((size[1], size[0])) / extent
-    moved = torch.cat((placement[:, :, :2], (placement[:, :, 2] - area[:, :2])[:, :, None]), dim=2)
-    cells = moved * scale[:, :, None]
-    return torch.cat((cells[:, :, :2], cells[:, :, 2:] - 0.5), dim=2)
+    scale = placement.new_tensor((size[1], size[0])) / (area[:, 2:] - area[:, :2])
+    shift = torch.zeros_like(placement)
+    shift[:, :, 2] = area[:, :2]
+    cells = (placement - shift) * scale[:, :, None]
+    cells[:, :, 2] -= 0.5
+    return cells
 
 
-def is_bent(placement: Tensor, area: Tensor, size: Pair) -> Tensor:
-    """[B] bool: the placement rotates or shears, by more than a rounding error."""
-    cells = to_cells(placement, area, size)
+def is_bent(cells: Tensor) -> Tensor:
+    """[B] bool: the placement (from `to_cells`) rotates or shears, by more than a rounding error."""
     return (cells[:, 0, 1].abs() > TOLERANCE) | (cells[:, 1, 0].abs() > TOLERANCE)
 
 
-def straight(placement: Tensor, area: Tensor, size: Pair, grid: Pair, most: Pair, image_most: Pair) -> Straight:
-    """The sampler of crops and flips, with at most `most` (rows, columns) samples per token."""
-    B, square = len(placement), size[0] == size[1] and grid[0] == grid[1]
+def straight(placement: Tensor, area: Tensor, size: Pair, grid: Pair, most: Pair, image_most: Pair) -> Bags:
+    """Crops and flips, with at most `most` (rows, columns) samples per token and `image_most` over the crop."""
     cells = to_cells(placement, area, size)
     low, high = _labelled(area, size, cells.dtype)
     start, side = cells[:, :, 2], cells[:, :, :2].diagonal(dim1=1, dim2=2)
-    if square:  # both axes in one go: many small operations less
-        a, b, c, d = (t.T.reshape(-1) for t in (start, side, low, high))
-        made, parts = _axis(a, b, c, d, size[0], grid[0], max(most))
-        whole, wholes = _axis(a, b, c, d, size[0], 1, max(image_most))
-        columns, rows, part_x, part_y = made[:B], made[B:], parts[:B], parts[B:]
-        column, row, whole_x, whole_y = whole[:B], whole[B:], wholes[:B], wholes[B:]
+    x = start[:, 0], side[:, 0], low[:, 0], high[:, 0]
+    y = start[:, 1], side[:, 1], low[:, 1], high[:, 1]
+    if size[0] == size[1] and grid[0] == grid[1]:  # both axes at once: half as many small operations
+        a, b, c, d = (torch.cat(both) for both in zip(x, y, strict=True))
+        (column, row), (share_x, share_y), (part_x, part_y) = (
+            t.chunk(2) for t in _axis(a, b, c, d, size[0], grid[0], max(most))
+        )
+        (image_x, image_y), (whole_x, whole_y) = (t.chunk(2) for t in _image_axis(a, b, c, d, size[0], max(image_most)))
     else:
-        x = start[:, 0], side[:, 0], low[:, 0], high[:, 0], size[1]
-        y = start[:, 1], side[:, 1], low[:, 1], high[:, 1], size[0]
-        columns, part_x = _axis(*x, grid[1], most[1])
-        rows, part_y = _axis(*y, grid[0], most[0])
-        column, whole_x = _axis(*x, 1, image_most[1])
-        row, whole_y = _axis(*y, 1, image_most[0])
+        column, share_x, part_x = _axis(*x, size[1], grid[1], most[1])
+        row, share_y, part_y = _axis(*y, size[0], grid[0], most[0])
+        image_x, whole_x = _image_axis(*x, size[1], image_most[1])
+        image_y, whole_y = _image_axis(*y, size[0], image_most[0])
     weight = part_y[:, :, None] * part_x[:, None, :]
-    return Straight(rows, columns, row, column, weight, (whole_x * whole_y)[:, 0])
+    return Bags(*_crossed(row, share_y, column, share_x, size[1]), _outer(image_y, image_x), weight, whole_x * whole_y)
 
 
-def bent(placement: Tensor, area: Tensor, size: Pair, grid: Pair, most: Pair, image_most: Pair) -> Bent:
-    """The sampler of any affine."""
+def bent(placement: Tensor, area: Tensor, size: Pair, grid: Pair, most: Pair, image_most: Pair) -> Bags:
+    """Any affine."""
     cells = to_cells(placement, area, size)
     box = _labelled(area, size, cells.dtype)
     index, share, weight = _carried(cells, box, size, grid, most)
     image_index, image_share, image_weight = _carried(cells, box, size, (1, 1), image_most)
-    return Bent(index, share, image_index, image_share, weight, image_weight[:, 0, 0], size[1])
+    image = torch.zeros((len(cells), size[0] * size[1]), device=cells.device)
+    image.scatter_add_(1, image_index[:, 0].long(), image_share[:, 0])
+    return Bags(index, share, image, weight, image_weight[:, 0, 0])
 
 
-def legacy(placement: Tensor, size: Pair, grid: Pair, most: Pair, image_most: Pair) -> Straight:
+def legacy(placement: Tensor, size: Pair, grid: Pair, most: Pair, image_most: Pair) -> Bags:
     """RoIAlign(aligned=False) with x and y swapped, as the released label pipeline calls it; weights are 1."""
     h, w = size
     side, at = placement.detach().double().diagonal(dim1=1, dim2=2), placement.detach().double()[:, :, 2]
@@ -205,27 +118,26 @@ def legacy(placement: Tensor, size: Pair, grid: Pair, most: Pair, image_most: Pa
     # Swapped, and both scaled by the map's width: the released maps are square.
     start, length = near.flip(1) * w - 0.5, (extent.flip(1) * w).clamp(min=1)
 
-    def axis(k: int, n: int, cells: int, most: int) -> Tensor:
+    def samples(k: int, n: int, most: int, size: int) -> tuple[Tensor, Tensor]:
         width = length[:, k] / n
         place, share = _points(_count(width), most)
         bins = torch.arange(n, device=start.device, dtype=start.dtype)
         position = start[:, k, None, None] + (bins[:, None] + place[:, None, :]) * width[:, None, None]
-        matrix = _hat(position, share[:, None, :] * ((position >= -1) & (position <= cells)), cells)
-        return torch.where(flipped[:, k, None, None], matrix.flip(2), matrix)
+        share = share[:, None, :] * ((position >= -1) & (position <= size))
+        return torch.where(flipped[:, k, None, None], size - 1 - position, position), share
 
-    rows, columns = axis(1, grid[0], h, most[0]), axis(0, grid[1], w, most[1])
-    row, column = axis(1, 1, h, image_most[0]), axis(0, 1, w, image_most[1])
-    return Straight(rows, columns, row, column, rows.new_ones((len(rows), *grid)), rows.new_ones(len(rows)))
+    row, share_y = _near(*samples(1, grid[0], most[0], h), h, most[0] + 1)
+    column, share_x = _near(*samples(0, grid[1], most[1], w), w, most[1] + 1)
+    image = _outer(_hat(*samples(1, 1, image_most[0], h), h), _hat(*samples(0, 1, image_most[1], w), w))
+    ones = image.new_ones((len(image), *grid))
+    return Bags(*_crossed(row, share_y, column, share_x, w), image, ones, ones[:, 0, 0])
 
 
 def _labelled(area: Tensor, size: Pair, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Corners [B, 2] (x, y), in cells, of what is inside the image and inside the map's area."""
     area = area.to(kind)
-    start, extent = area[:, :2], area[:, 2:] - area[:, :2]
-    cells = area.new_tensor((size[1], size[0]))
-    low = (area[:, :2].clamp(min=0) - start) / extent * cells - 0.5
-    high = (area[:, 2:].clamp(max=1) - start) / extent * cells - 0.5
-    return low, high
+    start, scale = area[:, :2], area.new_tensor((size[1], size[0])) / (area[:, 2:] - area[:, :2])
+    return (start.clamp(min=0) - start) * scale - 0.5, (area[:, 2:].clamp(max=1) - start) * scale - 0.5
 
 
 def _count(side: Tensor) -> Tensor:
@@ -237,54 +149,73 @@ def _points(count: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Places [B, most] in 0..1 of `count` [B] samples in a bin, and [B, most] 1/count for the real ones, else 0."""
     count = count.clamp(max=most)[:, None]
     steps = torch.arange(most, device=count.device, dtype=count.dtype)
-    return (steps + 0.5) / count, (steps < count).to(count.dtype) / count
+    return torch.minimum(steps + 0.5, count) / count, (steps < count).to(count.dtype) / count
 
 
-def _hat(position: Tensor, share: Tensor, size: int) -> Tensor:
-    """Matrix [B, n, size] of bilinear weights of samples at `position` [B, n, s], each counting `share`."""
-    cell = torch.arange(size, device=position.device, dtype=position.dtype)
-    near = (1 - (position.clamp(0, size - 1)[..., None] - cell).abs()).clamp(min=0)
-    return (near * share[..., None]).sum(2).float()
+def _clipped(start: Tensor, side: Tensor, low: Tensor, high: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First and last edge [B, n] of every bin, cut to the labelled part, and the part that is left [B, n]."""
+    width = side / n
+    edges = start[:, None] + torch.arange(n + 1, device=start.device, dtype=start.dtype) * width[:, None]
+    edges = torch.minimum(torch.maximum(edges, low[:, None]), high[:, None])
+    length = edges[:, 1:] - edges[:, :-1]
+    return edges[:, :-1], length, (length.abs() / width.abs().clamp(min=1e-12)[:, None]).clamp(max=1).float()
 
 
 def _axis(
     start: Tensor, side: Tensor, low: Tensor, high: Tensor, size: int, n: int, most: int
-) -> tuple[Tensor, Tensor]:
-    """One axis of a straight crop: averaging matrix [B, n, size] and labelled part of each bin [B, n].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One axis of a straight crop: cells [B, n, c], their shares [B, n, c], and the labelled part of each bin [B, n].
 
     All of [B], in cells: the crop runs from `start` to `start + side` (negative when flipped); labels from `low` to
     `high`. A bin is cut to the labelled part, then sampled; inside the image that is RoIAlign.
     """
-    width = side / n
-    edges = start[:, None] + torch.arange(n + 1, device=start.device, dtype=start.dtype) * width[:, None]
-    edges = torch.minimum(torch.maximum(edges, low[:, None]), high[:, None])
-    first, last = edges[:, :-1], edges[:, 1:]
-    part = ((last - first).abs() / width.abs().clamp(min=1e-12)[:, None]).clamp(max=1)
-    # A bin that was cut needs no more samples than cells; with one bin (image label) this bounds them by the map.
-    longest = (last - first).abs().amax(1) if n == 1 else width.abs()
-    place, share = _points(_count(longest), most)
-    position = first[:, :, None] + (last - first)[:, :, None] * place[:, None, :]
-    return _hat(position, share[:, None, :], size), part.float()
+    first, length, part = _clipped(start, side, low, high, n)
+    place, share = _points(_count(side.abs() / n), most)
+    position = first[:, :, None] + length[:, :, None] * place[:, None, :]
+    return *_near(position, share[:, None, :], size, most + 1), part
 
 
-def _spans(tokens: Tensor, image: Tensor) -> tuple[list[int], list[int]]:
-    """First and last + 1 cell that matrices [B, n, size] use, for each image."""
-    used = (tokens != 0).any(1) | (image != 0).any(1)
-    last = used.shape[1] - used.int().flip(1).argmax(1)
-    return used.int().argmax(1).tolist(), last.tolist()
+def _image_axis(start: Tensor, side: Tensor, low: Tensor, high: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
+    """The same for the whole crop: share [B, size] of every cell, and the labelled part [B]."""
+    first, length, part = _clipped(start, side, low, high, 1)
+    # What was cut to the labelled part needs no more samples than the map has cells.
+    place, share = _points(_count(length.abs().amax(1)), most)
+    return _hat(first[:, :, None] + length[:, :, None] * place[:, None, :], share[:, None, :], size), part[:, 0]
 
 
-def _average(dense: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [B, H, h] · dense [B, h, w, U] · columnsᵀ [B, w, W] as [B, H, W, U]."""
-    B, h, w, U = dense.shape
-    half = torch.bmm(rows, dense.view(B, h, w * U)).view(B, -1, w, U)
-    return torch.matmul(columns[:, None], half)
+def _near(position: Tensor, share: Tensor, size: int, c: int) -> tuple[Tensor, Tensor]:
+    """Samples at `position` [B, n, s], each counting `share`, as c neighbouring cells and their shares [B, n, c]."""
+    c = min(c, size)
+    position = position.clamp(0, size - 1)
+    base = position.amin(2).floor().clamp(max=size - c)
+    cell = base[:, :, None] + torch.arange(c, device=base.device, dtype=base.dtype)
+    near = (1 - (position[:, :, :, None] - cell[:, :, None, :]).abs()).clamp(min=0)
+    return cell.int(), (near * share[..., None]).sum(2).float()
+
+
+def _hat(position: Tensor, share: Tensor, size: int) -> Tensor:
+    """Samples at `position` [B, 1, s], each counting `share`, as shares [B, size] of all cells."""
+    cell = torch.arange(size, device=position.device, dtype=position.dtype)
+    near = (1 - (position[:, 0].clamp(0, size - 1)[..., None] - cell).abs()).clamp(min=0)
+    return (near * share[:, 0, :, None]).sum(1).float()
+
+
+def _outer(y: Tensor, x: Tensor) -> Tensor:
+    """Shares [B, h] of rows and [B, w] of columns as [B, h·w] of cells."""
+    return (y[:, :, None] * x[:, None, :]).flatten(1)
+
+
+def _crossed(row: Tensor, share_y: Tensor, column: Tensor, share_x: Tensor, w: int) -> tuple[Tensor, Tensor]:
+    """Rows [B, H, c] and columns [B, W, d] with shares as cells [B, H·W, c·d] with shares."""
+    cells = (row * w)[:, :, None, :, None] + column[:, None, :, None, :]
+    shares = share_y[:, :, None, :, None] * share_x[:, None, :, None, :]
+    return cells.flatten(3).flatten(1, 2), shares.flatten(3).flatten(1, 2)
 
 
 def _carried(
     cells: Tensor, box: tuple[Tensor, Tensor], size: Pair, grid: Pair, most: Pair
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cells [B, H·W, n], shares [B, H·W, n] and labelled parts [B, H, W] of tokens through a general affine."""
+    """Cells [B, H·W, m], shares [B, H·W, m] and labelled parts [B, H, W] of tokens through a general affine."""
     (h, w), (H, W), B = size, grid, len(cells)
     sides = cells[:, :, :2].norm(dim=1)
     u, share_u = _points(_count(sides[:, 0] / W), most[1])
@@ -293,11 +224,10 @@ def _carried(
     even = share_v[:, None, None, :, None] * share_u[:, None, None, None, :]
     share = even * inside.clamp(min=_FAINT)
     share = share / share.sum((3, 4), keepdim=True)
-    # Four neighbours of each sample, as one weighted bag of map cells per token.
     x, y = x.clamp(0, w - 1), y.clamp(0, h - 1)
     left, top = x.floor().clamp(max=max(w - 2, 0)), y.floor().clamp(max=max(h - 2, 0))
     fx, fy = x - left, y - top
-    corner = (top * w + left).long()
+    corner = (top * w + left).int()
     right, down = min(1, w - 1), w * min(1, h - 1)
     index = torch.stack((corner, corner + right, corner + down, corner + down + right), dim=-1)
     near = torch.stack(((1 - fx) * (1 - fy), fx * (1 - fy), (1 - fx) * fy, fx * fy), dim=-1) * share[..., None]
@@ -325,11 +255,3 @@ def _carry(
     nx = torch.minimum(torch.maximum(x, low[:, 0]), high[:, 0])
     ny = torch.minimum(torch.maximum(y, low[:, 1]), high[:, 1])
     return nx, ny, ((nx == x) & (ny == y)).to(x.dtype)
-
-
-def _bags(dense: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """Weighted sums of map cells: dense [B, h, w, U], index and share [B, N, n] -> [B·N, U]."""
-    B, h, w, U = dense.shape
-    cells = index + torch.arange(B, device=index.device)[:, None, None] * (h * w)
-    flat = share.reshape(-1, share.shape[2])
-    return F.embedding_bag(cells.view(flat.shape), dense.view(-1, U), per_sample_weights=flat, mode="sum")

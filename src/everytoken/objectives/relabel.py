@@ -93,9 +93,10 @@ class FromMaps(Objective):
         maps, _ = need_maps(batch)
         made = made or self.labels(batch, (1, 1))
         if isinstance(made, SampledMaps):
-            logits, classes, weight = made.image, maps.classes, made.image_weight
+            logits, weight = made.image, made.image_weight
         else:
-            logits, classes, weight = made.image_logits, made.classes, made.image.weight
+            logits, weight = made.image_logits, made.image.weight
+        classes = maps.classes
         if self.class_map is not None:
             if len(self.class_map) != maps.num_classes:
                 raise EverytokenError(
