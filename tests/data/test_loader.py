@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
@@ -357,6 +361,34 @@ def test_the_prefetcher_gives_all_batches_and_measures_who_waits_for_whom():
     for _ in busy:
         time.sleep(0.03)
     assert busy.waiting_share < 0.2
+
+
+def test_a_program_that_ends_without_closing_its_loader_ends(folder):
+    code = f"""
+from everytoken.data import AugmentConfig, Loader, TrainTransform, open_dataset
+loader = Loader(open_dataset({str(folder)!r}), TrainTransform(AugmentConfig(img_size=32)), 4, train=True, workers=2)
+batches = loader.epoch(0)
+print(next(batches).images.shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "[4, 3, 32, 32]" in done.stdout
+
+
+def test_workers_outlive_signals_to_the_group_and_end_when_the_loader_is_closed(data):
+    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=2)
+    batches = loader.epoch(0)
+    next(batches)
+    workers = loader._loader._iterator._workers
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    assert len(list(batches)) == len(loader) - 1
+    assert all(worker.is_alive() for worker in workers)
+    loader.close()
+    assert not any(worker.is_alive() for worker in workers)
+    assert len(list(loader.epoch(0))) == len(loader)  # new workers
+    loader.close()
 
 
 def test_wrong_numbers_are_refused(data):

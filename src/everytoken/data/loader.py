@@ -15,11 +15,13 @@ collating its 18x18x5 score map.
 
 from __future__ import annotations
 
+import atexit
 import json
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -172,10 +174,24 @@ def _as_it_is(batch: Any) -> Any:
 def _quiet_worker(worker: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them.
 
-    A worker ends when the main process asks it to or is gone, which torch's own watchdog sees.
+    A worker ends when the main process asks it to (`Loader.close`) or is gone, which torch's own watchdog sees.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+_alive: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for loader in list(_alive):
+        loader.close()
+
+
+@cache
+def _close_at_exit() -> None:
+    """Python ends daemon processes by SIGTERM and waits for them, for ever if they ignore it: close them before."""
+    atexit.register(_close_all)
 
 
 class Loader:
@@ -242,6 +258,9 @@ class Loader:
             worker_init_fn=_quiet_worker,
             generator=keyed.torch_generator(seed, "workers"),  # else torch draws from the global generator
         )
+        if workers > 0:
+            _alive.add(self)
+            _close_at_exit()
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -263,8 +282,11 @@ class Loader:
         return self.epoch(0)
 
     def close(self) -> None:
-        """End the workers. The next epoch would start new ones."""
-        iterator = self._loader._iterator
+        """End the workers; done at exit too. The next epoch would start new ones."""
+        iterator: Any = self._loader._iterator
         self._loader._iterator = None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
+            for worker in iterator._workers:
+                if worker.is_alive():  # stuck, perhaps in a read from a network disk
+                    worker.kill()
