@@ -17,8 +17,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,10 +148,9 @@ def annotate(
             reader = BatchReader(data, store_order(data), annotator.preprocessing, options.resize)
             pin = team.device.type == "cuda"
             stream = batches(reader, writer, shards, options.batch_size, options.workers, pin)
-            with _writing(writer, annotator.name, options.amp_dtype) as put:
-                for batch in stream:
-                    put(batch, *_score(annotator, plan, top_k, batch, options, team.device))
-                    done += len(batch)
+            with closing(fill(writer, annotator, plan, stream, options.amp_dtype, team.device)) as counts:
+                for count in counts:
+                    done += count
                     tell(done, total)
         seconds = time.perf_counter() - started
         team.meet()
@@ -159,6 +158,22 @@ def annotate(
             writer.finalize()
         team.meet()
     return Outcome(plan, done - before, seconds, tuple(_notes(annotator, plan, grid)))
+
+
+def fill(
+    writer: StoreWriter,
+    annotator: Annotator,
+    plan: ClassPlan,
+    stream: Iterable[ImageBatch],
+    amp_dtype: str,
+    device: torch.device,
+) -> Generator[int, None, None]:
+    """Score and write batches as they come; yields the number of images of each. All are written when it ends or is
+    closed."""
+    with _writing(writer, annotator.name, amp_dtype) as put:
+        for batch in stream:
+            put(batch, *_score(annotator, plan, writer.manifest.top_k, batch, amp_dtype, device))
+            yield len(batch)
 
 
 def _top_k(wanted: int, plan: ClassPlan) -> int:
@@ -186,17 +201,12 @@ def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iter
 
 
 def _score(
-    annotator: Annotator,
-    plan: ClassPlan,
-    top_k: int,
-    batch: ImageBatch,
-    options: JobOptions,
-    device: torch.device,
+    annotator: Annotator, plan: ClassPlan, top_k: int, batch: ImageBatch, amp_dtype: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """(scores, classes), both [n, h, w, k], still on the device."""
     autocast = nullcontext()
-    if options.amp_dtype:
-        autocast = torch.autocast(device.type, getattr(torch, options.amp_dtype))  # type: ignore[assignment]
+    if amp_dtype:
+        autocast = torch.autocast(device.type, getattr(torch, amp_dtype))  # type: ignore[assignment]
     try:
         with torch.inference_mode():
             images = annotator.preprocessing.normalise(batch.pixels.to(device, non_blocking=True))

@@ -1,0 +1,229 @@
+"""What annotating costs beside the network: speed against the bare network, decoding included, and memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/annotate.py        # tf_efficientnet_lite0 at 448 px, random weights
+    OMP_NUM_THREADS=1 python benchmarks/annotate.py --model resnet50 --img-size 576 --data PHOTOS
+
+1. The same decoded batches in memory, through the bare network (class head at every cell) and through the job (the same
+   plus top k, checks, checksums, writing with fsync). Limit: the job reaches 95 % of the bare network's speed. For
+   comparison, the plain classifier, which pools before its head.
+2. From JPEG files with decoding workers: seconds per image, and the part of it that the network waits for images.
+3. Memory: the peak of a job over 400 and over 4,000 images, tiny network; it must not grow.
+
+Times are CPU seconds (the network runs on the CPU here) of interleaved repeats, the smallest of each side; wall time is
+shown too, but on a busy machine it says little. Exit code 1 when a limit is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from everytoken.annotate import Annotator, ClassList, JobOptions, Preprocessing, annotate, plan_classes
+from everytoken.annotate.annotator import NetworkAnnotator
+from everytoken.annotate.job import fill
+from everytoken.annotate.networks import CellScores
+from everytoken.annotate.own_function import FunctionAnnotator
+from everytoken.annotate.reading import BatchReader, ImageBatch, batches, store_order
+from everytoken.data.find import open_dataset
+from everytoken.data.sources import DataSet
+from everytoken.labels import StoreMeta, StoreWriter
+
+CPU = torch.device("cpu")
+CLASSES = 1000
+
+
+def photos(folder: Path, count: int, size: tuple[int, int]) -> Path:
+    """JPEG files that compress like photos: smooth noise."""
+    rng = np.random.default_rng(0)
+    (folder / "a").mkdir(parents=True)
+    for number in range(count):
+        coarse = rng.integers(0, 255, (size[1] // 16, size[0] // 16, 3), dtype=np.uint8)
+        fine = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
+        made = np.clip(fine + rng.normal(0, 6, fine.shape), 0, 255).astype(np.uint8)
+        Image.fromarray(made).save(folder / "a" / f"{number:05d}.jpg", quality=90)
+    return folder
+
+
+def network(name: str, side: int) -> NetworkAnnotator:
+    torch.manual_seed(0)
+    model = CellScores(timm.create_model(name, num_classes=CLASSES))
+    made = NetworkAnnotator(name, Preprocessing((side, side)), ClassList(CLASSES), {}, model)
+    made.to(CPU)
+    return made
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """(CPU seconds of this process, wall seconds)."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    work()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+@torch.inference_mode()
+def bare(annotator: NetworkAnnotator, decoded: list[ImageBatch], pooled: bool) -> None:
+    module = annotator.module.model.backbone if pooled else annotator.module
+    for batch in decoded:
+        module(annotator.preprocessing.normalise(batch.pixels))  # type: ignore[operator]
+
+
+def job(annotator: Annotator, data: DataSet, decoded: list[ImageBatch]) -> None:
+    """The job on decoded batches, with a new store."""
+    plan = plan_classes(annotator.name, annotator.classes, data.name, [], foreign=True)
+    meta = StoreMeta(annotator.grid(CPU), 5, num_classes=CLASSES)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        StoreWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
+    ):
+        for _ in fill(writer, annotator, plan, decoded, "", CPU):
+            pass
+        writer.finalize()
+
+
+def speed(annotator: NetworkAnnotator, data: DataSet, batch_size: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """CPU and wall seconds per image of each way, the smallest of interleaved repeats."""
+    reader = BatchReader(data, store_order(data), annotator.preprocessing, "squash")
+    spans = [range(i, min(i + batch_size, len(data))) for i in range(0, len(data), batch_size)]
+    decoded = [reader[span] for span in spans]
+    ways: dict[str, Callable[[], object]] = {
+        "bare network": lambda: bare(annotator, decoded, False),
+        "the job": lambda: job(annotator, data, decoded),
+        "plain classifier": lambda: bare(annotator, decoded, True),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for name in ways:
+        ways[name]()  # warm up
+    for _ in range(repeats):
+        for name, way in ways.items():
+            found[name].append(timed(way))
+    return {name: tuple(min(column) / len(data) for column in zip(*rows, strict=True)) for name, rows in found.items()}  # type: ignore[misc]
+
+
+def waiting(annotator: NetworkAnnotator, data: DataSet, batch_size: int, workers: int) -> tuple[float, float]:
+    """(wall seconds per image, part spent waiting for decoded images) of the whole pipeline from files."""
+    waited = 0.0
+    plan = plan_classes(annotator.name, annotator.classes, data.name, [], foreign=True)
+    meta = StoreMeta(annotator.grid(CPU), 5, num_classes=CLASSES)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        StoreWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
+    ):
+        reader = BatchReader(data, store_order(data), annotator.preprocessing, "squash")
+        stream = batches(reader, writer, writer.pending_shards(), batch_size, workers, False)
+        first = next(stream)  # starting the workers is not waiting
+
+        def watched():  # type: ignore[no-untyped-def]
+            nonlocal waited
+            yield first
+            while True:
+                start = time.perf_counter()
+                batch = next(stream, None)
+                waited += time.perf_counter() - start
+                if batch is None:
+                    return
+                yield batch
+
+        begun = time.perf_counter()
+        for _ in fill(writer, annotator, plan, watched(), "", CPU):
+            pass
+        seconds = time.perf_counter() - begun
+    return seconds / len(data), waited / seconds
+
+
+def peak_of(count: int, folder: str) -> int:
+    """Peak memory in bytes of a job over `count` images; runs in a process of its own."""
+    data = open_dataset(folder, labelled=False)
+    data = data.subset(np.arange(len(data)))
+    data = _Repeated(data, count)
+    score = lambda images: torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1)  # noqa: E731
+    annotator = FunctionAnnotator("tiny", Preprocessing((64, 64)), ClassList(3), {}, score)
+    with tempfile.TemporaryDirectory() as out:
+        annotate(data, Path(out) / "maps", annotator, JobOptions(workers=0, foreign_classes=True))
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would tell the peak of the process that started this one
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class _Repeated(DataSet):
+    """A data set shown as `count` images under other keys."""
+
+    def __init__(self, base: DataSet, count: int) -> None:
+        self.base, self.name, self.class_names = base, base.name, []
+        self.labels = np.full(count, -1)
+
+    def key(self, i: int) -> str:
+        return f"{i:08d}.jpg"
+
+    def open_bytes(self, i: int) -> bytes:
+        return self.base.open_bytes(i % len(self.base))
+
+
+def memory(folder: Path) -> tuple[int, int]:
+    def ask(count: int) -> int:
+        words = [sys.executable, __file__, "--peak-of", str(count), "--data", str(folder)]
+        return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+    return ask(400), ask(4000)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", default="tf_efficientnet_lite0")
+    options.add_argument("--img-size", type=int, default=448)
+    options.add_argument("--images", type=int, default=32)
+    options.add_argument("--batch-size", type=int, default=8)
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--data", default="", help="folder of photos; default: made here, 500 x 375")
+    options.add_argument("--peak-of", type=int, default=0, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.peak_of:
+        print(peak_of(given.peak_of, given.data))
+        return 0
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(given.data) if given.data else photos(Path(made) / "photos", given.images, (500, 375))
+        data = open_dataset(folder, labelled=False)
+        data = data.subset(np.arange(min(given.images, len(data))))
+        annotator = network(given.model, given.img_size)
+        found = speed(annotator, data, given.batch_size, given.repeats)
+        table = Table("way", "CPU ms per image", "wall ms", "speed against the bare network (CPU)")
+        base = found["bare network"][0]
+        for name, (cpu, wall) in found.items():
+            table.add_row(name, f"{1e3 * cpu:.1f}", f"{1e3 * wall:.1f}", f"{base / cpu:.1%}")
+        console = Console()
+        console.print(f"{given.model} at {given.img_size} px, {len(data)} images in batches of {given.batch_size}")
+        console.print(table)
+        seconds, part = waiting(annotator, data, given.batch_size, given.workers)
+        console.print(
+            f"from JPEG files, {given.workers} decoding process(es): {1e3 * seconds:.1f} ms wall per image, "
+            f"{part:.1%} of it waiting for images"
+        )
+        few, many = memory(folder)
+        console.print(f"peak memory: {few / 1e6:.1f} MB for 400 images, {many / 1e6:.1f} MB for 4,000")
+    ratio = base / found["the job"][0]
+    broken = []
+    if ratio < 0.95:
+        broken.append(f"the job reaches {ratio:.1%} of the bare network, not 95 %")
+    if many - few > 4e6:
+        broken.append(f"memory grows by {(many - few) / 3600:.0f} bytes per image")
+    for text in broken:
+        console.print(f"[red]limit broken: {text}[/red]")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
