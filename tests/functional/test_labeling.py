@@ -104,6 +104,17 @@ def test_labeling_leaves_the_maps_alone_and_compiles(make):
         assert torch.equal(old, now)
 
 
+def test_labels_stay_in_single_precision_under_autocast(make):
+    maps, placement = some(make)
+    expected = label_tokens(maps, placement, (3, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = label_tokens(maps, placement, (3, 4))
+        best = got.tokens.top_class()
+    torch.testing.assert_close(got.image_logits, expected.image_logits, rtol=0, atol=1e-6)
+    equal(got.tokens, expected.tokens)
+    assert torch.equal(best, expected.tokens.top_class())
+
+
 def test_an_empty_batch_is_refused(make):
     with pytest.raises(EverytokenError, match="the batch is empty"):
         label_tokens(collate_maps([], 20), torch.zeros(0, 2, 3), (3, 4))

@@ -53,8 +53,9 @@ class Bags(NamedTuple):
         B, cells, U = dense.shape
         start = torch.arange(0, B * cells, cells, device=dense.device, dtype=torch.int32)
         index, flat = (self.cells + start[:, None, None]).flatten(0, 1), self.shares.flatten(0, 1)
-        tokens = F.embedding_bag(index, dense.view(-1, U), per_sample_weights=flat, mode="sum")
-        return tokens.view(*self.weight.shape, U), torch.bmm(self.image[:, None], dense)[:, 0]
+        with torch.autocast(dense.device.type, enabled=False):  # labels stay float32
+            tokens = F.embedding_bag(index, dense.view(-1, U), per_sample_weights=flat, mode="sum")
+            return tokens.view(*self.weight.shape, U), torch.bmm(self.image[:, None], dense)[:, 0]
 
 
 def to_cells(placement: Tensor, area: Tensor, size: Pair) -> Tensor:

@@ -126,8 +126,7 @@ def sample_maps(
     out: list[Tensor] = []
     for rows, bags in sample_bags(maps, placement, grid, plan, legacy_swap):
         some = maps if rows is None else maps.apply(lambda t, r=rows: t[r])  # type: ignore[misc]
-        with torch.autocast(maps.scores.device.type, enabled=False):  # labels stay float32
-            tokens, image = bags.average(spread(some))
+        tokens, image = bags.average(spread(some))
         piece = SampledMaps(tokens, bags.weight, image, bags.image_weight)
         if rows is None:
             return piece

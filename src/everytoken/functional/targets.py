@@ -92,7 +92,8 @@ class CompactTarget:
             return torch.full(self.shape, -1, device=self.mass.device)
         # A class may be listed twice (after blending): each entry speaks for the sum of its class.
         same = (self.classes[:, :, None] == self.classes[:, None, :]).to(self.mass.dtype)
-        best, place = torch.bmm(self.mass.reshape(B, -1, U), same).max(-1)
+        with torch.autocast(same.device.type, enabled=False):
+            best, place = torch.bmm(self.mass.reshape(B, -1, U), same).max(-1)
         found = self.classes.gather(1, place)
         return torch.where(best > 0, found, -1).view(self.shape)
 
