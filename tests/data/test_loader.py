@@ -8,24 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from everytoken.data import keyed
 from everytoken.data.augment import AugmentConfig, TrainTransform
-from everytoken.data.batch import Batch, Prefetcher, normalise, to_device
+from everytoken.data.batch import normalise, to_device
 from everytoken.data.decode import ImageError
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.find import open_dataset
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.sampler import BatchSampler
 from everytoken.data.sources import DataError
 
 CONFIG = AugmentConfig(img_size=32, aa="rand-m9-mstd0.5-inc1", reprob=0.5, recount=2)
@@ -126,66 +122,6 @@ def test_an_epoch_can_be_left_in_the_middle_and_begun_again(data):
     assert [batch.keys for batch in loader.epoch(0)] == whole
     assert [batch.keys for batch in loader.epoch(0, start=5)] == whole[5:]
     loader.close()
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    total=st.integers(1, 200),
-    batch=st.integers(1, 17),
-    world=st.integers(1, 6),
-    repeats=st.integers(1, 3),
-    drop=st.booleans(),
-    epoch=st.integers(0, 3),
-)
-def test_every_sample_of_an_epoch_is_seen_exactly_once_over_all_ranks(total, batch, world, repeats, drop, epoch):
-    def steps(rank, **options):
-        sampler = BatchSampler(total, batch, rank=rank, world=world, **options)
-        sampler.set_epoch(epoch)
-        made = list(sampler)
-        assert len(made) == len(sampler)
-        assert all(made)
-        return made
-
-    seen = [r.sample for rank in range(world) for step in steps(rank, train=False) for r in step]
-    assert sorted(seen) == list(range(total))
-    if total < batch * world and (drop or total < world):
-        with pytest.raises(DataError, match="Lower the batch size"):
-            BatchSampler(total, batch, train=True, world=world, drop_last=drop)
-        return
-    ranks = [steps(rank, train=True, drop_last=drop, repeats=repeats) for rank in range(world)]
-    assert len({len(made) for made in ranks}) == 1  # no rank waits for a batch that another does not have
-    requests = [r for made in ranks for step in made for r in step]
-    assert len(set(requests)) == len(requests)
-    assert all(r.epoch == epoch for r in requests)
-    if drop:
-        assert all(len(step) == batch for made in ranks for step in made)
-        assert len(requests) == total // (batch * world) * batch * world
-    else:
-        assert len(requests) == total
-        sizes = [len(made[-1]) for made in ranks]
-        assert max(sizes) - min(sizes) <= 1
-    if repeats == 1:
-        assert len({r.sample for r in requests}) == len(requests)
-
-
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_two_processes_share_the_steps_of_one(repeats):
-    def steps(batch, rank, world):
-        return list(BatchSampler(100, batch, train=True, seed=1, rank=rank, world=world, repeats=repeats))
-
-    one = steps(16, 0, 1)
-    for whole, left, right in zip(one, steps(8, 0, 2), steps(8, 1, 2), strict=True):
-        assert sorted(whole) == sorted(left + right)
-
-
-def test_epochs_have_different_orders_and_drop_different_samples():
-    sampler = BatchSampler(50, 8, train=True, seed=0)
-    kept = []
-    for epoch in range(6):
-        sampler.set_epoch(epoch)
-        kept.append([r.sample for step in sampler for r in step])
-    assert len({tuple(k) for k in kept}) == 6
-    assert len(set.union(*(set(range(50)) - set(k) for k in kept))) > 4
 
 
 def test_repeated_augmentation_shows_each_image_several_times_and_each_time_differently(data):
@@ -302,40 +238,6 @@ def test_a_batch_without_a_single_readable_image_stops_training_but_not_evaluati
     assert list(Loader(only, EvalTransform(CONFIG), 2, train=False, bad_images=BadImages("skip", 1.0))) == []
 
 
-def test_normalisation_equals_the_definition_on_the_device_in_the_asked_type():
-    images = torch.randint(0, 256, (2, 3, 5, 4), dtype=torch.uint8)
-    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
-    want = (images / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    assert torch.allclose(normalise(images, mean, std), want, atol=1e-5)
-    half = normalise(images, mean, std, torch.bfloat16, channels_last=True)
-    assert half.dtype == torch.bfloat16
-    assert half.is_contiguous(memory_format=torch.channels_last)
-    assert torch.allclose(half.float(), want, rtol=0.01, atol=0.01)
-    assert images.dtype == torch.uint8
-
-
-class Traveller:
-    """Stands for a tensor, and notes where it was sent."""
-
-    def __init__(self, where="cpu"):
-        self.where = where
-
-    def to(self, device, non_blocking=False):
-        return Traveller((device, non_blocking))
-
-    def pin_memory(self):
-        return Traveller("pinned")
-
-
-def test_a_batch_moves_with_all_its_parts_and_keeps_what_is_no_tensor():
-    batch = Batch(*(Traveller() for _ in range(4)), ("a",), erased=Traveller(), maps=Traveller(), skipped=(("b", "c"),))
-    for moved, where in ((batch.to("cuda:1", True), ("cuda:1", True)), (batch.pin_memory(), "pinned")):
-        parts = (moved.images, moved.labels, moved.placement, moved.indices, moved.erased, moved.maps)
-        assert all(part.where == where for part in parts)
-        assert moved.keys == ("a",)
-        assert moved.skipped == (("b", "c"),)
-
-
 def test_to_device_normalises_and_keeps_the_rest(data):
     batch = next(iter(Loader(data, TrainTransform(CONFIG), 4, train=True, store=FakeStore())))
     ready = to_device(batch, "cpu", CONFIG.mean, CONFIG.std, torch.bfloat16)
@@ -343,24 +245,6 @@ def test_to_device_normalises_and_keeps_the_rest(data):
     assert torch.equal(ready.images, normalise(batch.images, CONFIG.mean, CONFIG.std, torch.bfloat16))
     assert ready.keys == batch.keys
     assert torch.equal(ready.maps.scores, batch.maps.scores)
-
-
-def test_the_prefetcher_gives_all_batches_and_measures_who_waits_for_whom():
-    def slow(n, seconds):
-        for k in range(n):
-            time.sleep(seconds)
-            zeros = torch.zeros(2, dtype=torch.int64)
-            images = torch.full((2, 3, 4, 4), k, dtype=torch.uint8)
-            yield Batch(images, zeros, torch.zeros(2, 2, 3), zeros, ("a", "b"))
-
-    hungry = Prefetcher(slow(4, 0.03), "cpu", (0.0,) * 3, (1 / 255,) * 3)
-    assert [batch.images[0, 0, 0, 0].item() for batch in hungry] == pytest.approx([0, 1, 2, 3])
-    assert hungry.waited > 0.1
-    assert hungry.waiting_share > 0.8
-    busy = Prefetcher(slow(4, 0.0), "cpu", (0.0,) * 3, (1 / 255,) * 3)
-    for _ in busy:
-        time.sleep(0.03)
-    assert busy.waiting_share < 0.2
 
 
 def test_a_program_that_ends_without_closing_its_loader_ends(folder):
