@@ -23,7 +23,7 @@ QUICK = FitOptions(size=(32, 32), epochs=3, batch_size=8, workers=0)
 def fit(data, out, options=QUICK, size=None, team=None, said=None):
     say = (lambda text: None) if said is None else said.append
     return fit_annotator(
-        data, out, options, size, team or Team(), say, lambda what: nullcontext(lambda done, total: None)
+        data, out, options, size, "squash", team or Team(), say, lambda what: nullcontext(lambda done, total: None)
     )
 
 

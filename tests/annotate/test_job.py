@@ -228,6 +228,17 @@ def test_decoding_in_other_processes_changes_nothing(data, network, tmp_path):
     assert content(tmp_path / "together") == content(tmp_path / "alone")
 
 
+def test_mixed_precision_gives_nearly_the_same_maps_and_is_written_down(data, network, tmp_path):
+    annotate(data, tmp_path / "full", network, QUICK)
+    mixed = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order", amp_dtype="bfloat16")
+    annotate(data, tmp_path / "mixed", network, mixed)
+    full, half = Store(tmp_path / "full"), Store(tmp_path / "mixed")
+    assert half.manifest.annotator["amp"] == "bfloat16"
+    key = data.key(0)
+    assert not np.array_equal(full[key].scores, half[key].scores)
+    np.testing.assert_allclose(full[key].scores, half[key].scores, rtol=0.1, atol=0.1 * np.abs(full[key].scores).max())
+
+
 def test_a_store_is_not_continued_by_other_weights(data, weights, tmp_path):
     first = build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
     _interrupt(data, first, tmp_path / "maps", after=6)

@@ -32,7 +32,6 @@ from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 
 FOLDER = "annotator"
-_SAMPLES = 120_000  # images to show in training, all epochs together, where that gives 12 to 60 epochs
 Meter = Callable[[str], Any]
 
 
@@ -44,7 +43,7 @@ class FitOptions:
         model: "" for the small CNN, a timm name, or "registry:efficientnet_lite0".
         pretrained: begin with timm's pretrained weights.
         size: (height, width) for training and by default for annotating; None: from the images, 128 at most.
-        epochs: 0: from the number of images.
+        epochs: 0: 12 to 100, fewer for more images; 4 to 15 from pretrained weights.
         batch_size: 0: 64, or 32 below 2000 images.
         lr: 0: 2e-3, or 5e-4 from pretrained weights.
         weight_decay: of AdamW.
@@ -98,6 +97,7 @@ def fit_annotator(
     out: Path,
     options: FitOptions,
     size: tuple[int, int] | None,
+    resize: str,
     team: Team,
     say: Callable[[str], None],
     meter: Meter,
@@ -106,7 +106,7 @@ def fit_annotator(
 
     Args:
         out: the store's folder; networks are kept in `out/annotator`.
-        size: of the images when annotating; None: as in training.
+        size, resize: of the images when annotating; None: as in training.
         say: tells a sentence. meter: a context manager that gives progress(done, total), for a titled piece of work.
     """
     if len(data.class_names) < 2:
@@ -129,7 +129,7 @@ def fit_annotator(
             with meter(f"training {title}") as tell:
                 facts = trainer.train(fold, model.backbone, model.preprocessing, tell)
             view = Preprocessing(size or side, *_view(model.preprocessing))
-            correct = trainer.held_out(fold, model.backbone, view)
+            correct = trainer.held_out(fold, model.backbone, view, resize)
             facts |= {"held_out_right": int(correct.sum()), "held_out": len(correct)}
             save_fold(folder, fold.number, model.backbone, plan, facts)
             say(f"{title}: {correct.mean():.1%} of {len(correct):,} held-out images right, {facts['seconds']:.0f} s")
@@ -173,6 +173,14 @@ def _usual_size(data: DataSet) -> tuple[int, int]:
     return side, side
 
 
+def _usual_epochs(images: int, side: tuple[int, int], pretrained: bool) -> int:
+    """So many that a laptop is done in minutes: 120,000 images in all, fewer large ones, but 12 to 100 times each."""
+    shown = 120_000 if max(side) <= 96 else 72_000
+    if pretrained:
+        return max(4, min(15, round(shown / 4 / images)))
+    return max(12, min(100, round(shown / images)))
+
+
 def _plan(data: DataSet, options: FitOptions, side: tuple[int, int]) -> dict[str, Any]:
     """Everything a trained network depends on; a finished one is used again only if this is equal."""
     content = hashlib.sha256()
@@ -181,7 +189,8 @@ def _plan(data: DataSet, options: FitOptions, side: tuple[int, int]) -> dict[str
     given = {k: v for k, v in asdict(options).items() if k != "workers"}
     few = len(data) < 2000
     given["size"] = list(side)
-    given["epochs"] = options.epochs or max(12, min(60, round(_SAMPLES / len(data))))
+    begun = options.pretrained or options.model.startswith("registry:")
+    given["epochs"] = options.epochs or _usual_epochs(len(data), side, begun)
     given["batch_size"] = options.batch_size or (32 if few else 64)
-    given["lr"] = options.lr or (5e-4 if options.pretrained or options.model.startswith("registry:") else 2e-3)
+    given["lr"] = options.lr or (5e-4 if begun else 2e-3)
     return {**given, "class_names": list(data.class_names), "data_sha256": content.hexdigest()}

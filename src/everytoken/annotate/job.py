@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def _writing(writer: StoreWriter, annotator: str, amp: str) -> Iterator[Callable
     def put(batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
         if trouble:
             raise trouble[0]
-        waiting.put((batch, scores, classes))
+        waiting.put((replace(batch, pixels=batch.pixels[:0]), scores, classes))  # pixels would only take up memory
 
     thread = threading.Thread(target=work, name="everytoken-writer", daemon=True)
     thread.start()

@@ -129,10 +129,10 @@ class Trainer:
         return {"seconds": time.perf_counter() - started, "last_loss": last, "trained_on": len(fold.train)}
 
     @torch.inference_mode()
-    def held_out(self, fold: Fold, model: nn.Module, view: Preprocessing) -> np.ndarray:
+    def held_out(self, fold: Fold, model: nn.Module, view: Preprocessing, resize: str) -> np.ndarray:
         """[n] bool: the mean of the map is highest for the image's label. Unreadable images are left out."""
         scores = CellScores(model).eval()
-        reader = BatchReader(self.data, fold.held_out, view, "squash")
+        reader = BatchReader(self.data, fold.held_out, view, resize)
         total = len(fold.held_out)
         spans = [range(start, min(start + 64, total)) for start in range(0, total, 64)]
         right: list[bool] = []
