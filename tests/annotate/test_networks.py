@@ -15,7 +15,7 @@ from everytoken.annotate import AnnotatorError, build_annotator
 from everytoken.annotate.annotator import weights_hash
 from everytoken.annotate.networks import image_size
 from everytoken.errors import EverytokenError, MissingExtraError
-from everytoken.models import TokenModel, UnsupportedModelError
+from everytoken.models import TokenModel
 from everytoken.models.load import Description
 
 SHARED = Path("/work/shared/data/ilsvrc2012-val-465")
@@ -77,9 +77,9 @@ def test_unknown_names_are_answered_with_near_ones():
         build_annotator("timm:")
 
 
-def test_a_family_without_token_view_is_refused_by_name(weights):
-    with pytest.raises(UnsupportedModelError, match="no token view"):
-        build_annotator("timm:test_mambaout", None, str(weights("test_mambaout")))
+def test_a_family_without_token_view_is_refused_before_anything_is_downloaded():
+    with pytest.raises(AnnotatorError, match="test_mambaout has no token view"):
+        build_annotator("timm:test_mambaout")
 
 
 def test_weights_that_cannot_be_downloaded_name_the_other_ways(monkeypatch):

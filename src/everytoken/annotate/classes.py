@@ -13,6 +13,7 @@ log of the sum of their exponentials, which adds up their probabilities.
 from __future__ import annotations
 
 import csv
+import difflib
 import hashlib
 import json
 import re
@@ -204,7 +205,7 @@ def _explain(annotator: str, known: ClassList, data: str, names: Sequence[str], 
         if not unknown and not unclear:
             lines.append("  Several of these have the same name in the annotator.")
         lines.append("One of these helps:")
-    example = known.names[0] if known.names else 0
+    example = difflib.get_close_matches(names[0], known.names, n=1, cutoff=0)[0] if known.names else 0
     lines += [
         "  --class-map FILE    a csv, json or yaml file that says for each class of the data set which of the",
         f"                      annotator's classes it is, by name or number: {names[0]},{example}",
@@ -216,7 +217,7 @@ def _explain(annotator: str, known: ClassList, data: str, names: Sequence[str], 
 
 def _some(names: Sequence[str], count: int = 4) -> str:
     shown = ", ".join(map(repr, names[:count]))
-    return f"{shown}, ..." if len(names) > count else shown
+    return f"{shown} and {len(names) - count} more" if len(names) > count else shown
 
 
 def read_class_map(path: Path, known: ClassList, names: Sequence[str]) -> list[tuple[int, ...]]:

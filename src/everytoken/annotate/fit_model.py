@@ -22,6 +22,7 @@ from everytoken.annotate.networks import create, pretrained_model
 from everytoken.annotate.small_cnn import small_cnn
 from everytoken.data.keyed import digest
 from everytoken.errors import did_you_mean
+from everytoken.models import family_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def build_model(name: str, pretrained: bool, num_classes: int, size: tuple[int, 
             model.reset_classifier(num_classes)
         else:
             model = create(name, size, num_classes=num_classes)
+        family_of(model)  # raises for models without a token view, before they are trained
         config = resolve_data_config({}, model=model)
         return FitModel(model, Preprocessing(size, config["mean"], config["std"], config["interpolation"]))
 

@@ -22,7 +22,7 @@ from everytoken.annotate.annotator import Annotator, AnnotatorError, NetworkAnno
 from everytoken.annotate.classes import ClassList, imagenet_classes
 from everytoken.annotate.imagenet_registry import MEAN, NAMES, STD, registry_model
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.models import TokenModel
+from everytoken.models import TokenModel, family_of_name
 from everytoken.models.load import Description, describe, find_weights, load_model
 from everytoken.models.weights import load_weights, read_weights
 
@@ -65,6 +65,11 @@ def from_timm(name: str, size: Size | None = None, checkpoint: str = "") -> Anno
     if ":" not in name and not timm.is_model(name.split(".")[0]):
         raise AnnotatorError(
             f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())} `everytoken models` lists all."
+        )
+    if ":" not in name and family_of_name(name.split(".")[0]) is None:
+        raise AnnotatorError(  # before anything is downloaded
+            f"{name} has no token view: it is not known how its features lie in the image. `everytoken models` lists "
+            "the families that have one."
         )
     settings: dict[str, Any] = {"model": name}
     if checkpoint:

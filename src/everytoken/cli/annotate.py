@@ -24,14 +24,17 @@ class Annotate:
     """Let an annotator look at every image and keep what it says about every cell in a store.
 
     Kill it and run the same command again: it goes on where it stopped. Many GPUs: put
-    `torchrun --nproc-per-node 8 -m` before it.
+    `torchrun --nproc-per-node 8 -m` before it. Some ways to use it:
 
-    Examples:
-        everytoken annotate photos --out maps --annotator fit
-        everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
-        everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
-        everytoken annotate photos --out maps2 --annotator self:runs/first
-        everytoken annotate photos --out maps --annotator python:my_labels:score
+    everytoken annotate photos --out maps --annotator fit --folds 5
+
+    everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
+
+    everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
+
+    everytoken annotate photos --out maps2 --annotator self:runs/first
+
+    everytoken annotate photos --out maps --annotator python:my_labels:score
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
@@ -220,7 +223,8 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
         print("none of the images could be read, so there are no maps.", file=sys.stderr)
         return 1
     print("next:")
-    print(f"  everytoken labels show {options.out} --images {data.name} --out sheet.png    # look at them")
+    images = f" --images {data.name}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
+    print(f"  everytoken labels show {options.out}{images} --out sheet.png    # look at them")
     if data.class_names:
         print(f"  everytoken train {options.data} --labels {options.out}")
     return 0
