@@ -52,6 +52,8 @@ def test_models_lists_families_and_names(capsys):
     assert "LV-ViT" in capsys.readouterr().out
     assert main(["models", "lvvit"]) == 0
     assert {"lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"} <= set(capsys.readouterr().out.split())
+    assert main(["models", "*_32"]) == 0
+    assert {"vit_nano_patch4_32", "lvvit_micro_patch4_32"} <= set(capsys.readouterr().out.split())
     assert main(["models", "nothing-like-this"]) == 2
 
 

@@ -37,17 +37,17 @@ def main(argv: list[str], prog: str) -> None:
     options = parse(Models, prog, argv)
     import timm
 
-    from everytoken.models import FAMILIES
+    from everytoken.models import FAMILIES, family_of_name
 
-    title = {family.title: family for family in FAMILIES.values()}
+    titles = {family.title: family for family in FAMILIES.values()}
     names: dict[str, list[str]] = defaultdict(list)
     pattern = options.pattern
     if pattern and not set("*?[") & set(pattern):
         pattern = f"*{pattern}*"
     for name in timm.list_models(pattern):
-        module = timm.models.model_entrypoint(name).__module__.rsplit(".", 1)[-1]
-        if module in FAMILIES:
-            names[FAMILIES[module].title].append(name)
+        family = family_of_name(name)
+        if family is not None:
+            names[family.title].append(name)
     if not names:
         raise EverytokenError(
             f"no supported model matches {options.pattern!r}. `everytoken models` lists the families; other timm "
@@ -62,8 +62,8 @@ def main(argv: list[str], prog: str) -> None:
     table = Table(title="Backbones with a token view", caption="`everytoken models PATTERN` lists the names")
     for column in ("family", "models", "MixToken", "for example"):
         table.add_column(column, justify="right" if column == "models" else "left")
-    for family, known in title.items():
-        group = names[family]
+    for title, known in titles.items():
+        group = names[title]
         example = min(group, key=lambda name: (len(name), name))
-        table.add_row(family, str(len(group)), "yes" if known.embed else "use CutMix", example)
+        table.add_row(title, str(len(group)), "yes" if known.embed else "use CutMix", example)
     Console().print(table)
