@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits worked on at a time: 1 MB in float32 stays in a core's cache; a GPU wants fewer, larger steps (64 MB).
-CPU_CHUNK, DEVICE_CHUNK = 2**18, 2**24
+# Logits worked on at a time: 2 MB in float32 are near a CPU core; a GPU wants fewer, larger steps (64 MB).
+CPU_CHUNK, DEVICE_CHUNK = 2**19, 2**24
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -63,7 +63,7 @@ def compact_rows_backward(scale: Tensor, logits: Tensor, classes: Tensor, mass: 
         # float32: straight into the result; half precision: in float32 beside it
         piece = grad[at] if grad.dtype == kind else torch.empty(logits[at].shape, dtype=kind, device=grad.device)
         torch.softmax(logits[at].to(kind), -1, out=piece)
-        torch.addcmul(-(floor * by)[..., None], piece, (total * by)[..., None], out=piece)
+        piece.mul_((total * by)[..., None]).sub_((floor * by)[..., None])  # addcmul broadcasts four times slower
         piece.scatter_add_(-1, classes[at[0], None].expand(part.shape), part.mul(-by[..., None]))
         if grad.dtype != kind:
             grad[at] = piece
