@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.timeout(900)  # every test starts the whole program several times
 TINY = [
     *("--model", "lvvit_t", "--img-size", "32", "--workers", "0", "--epochs", "1", "--warmup-epochs", "0"),
     *("--lr", "0.001", "--aa", "", "--reprob", "0", "--hflip", "0", "--log-interval", "1", "--threads", "1"),

@@ -51,6 +51,7 @@ def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(phot
     assert loaded.description.img_size == (32, 32)
 
 
+@pytest.mark.timeout(900)  # six starts of the whole program
 def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = [str(photos), *TINY, "--epochs", "3", "--checkpoint-steps", "1", "--set", "mixing.mixtoken={}"]
