@@ -83,7 +83,7 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
             place = out / "runs" / f"{kind.replace(' ', '-')}-seed{seed}"
             _do(run, ["train", str(images), *common, *words, "--seed", str(seed), "--output", str(place)])
             scores[kind].append(json.loads((place / "summary.json").read_text())["last"]["score"])
-    _tell(out, scores, time.monotonic() - started)
+    _tell(out, images if data else images / "train", scores, time.monotonic() - started)
     return 0
 
 
@@ -106,7 +106,7 @@ def _do(run: Run, words: list[str]) -> None:
         raise EverytokenError(f"the demo stops here (exit code {code}); the same command goes on from this point")
 
 
-def _tell(out: Path, scores: dict[str, list[float]], seconds: float) -> None:
+def _tell(out: Path, images: Path, scores: dict[str, list[float]], seconds: float) -> None:
     """The last lines: what was gained, with the spread over seeds."""
     plain, every = scores["plain"], scores["every token"]
     gains = [b - a for a, b in zip(plain, every, strict=True)]
@@ -117,7 +117,7 @@ def _tell(out: Path, scores: dict[str, list[float]], seconds: float) -> None:
     for kind, values in (*scores.items(), ("gain", gains)):
         print(f"  {kind:<12}" + "".join(f"{v:9.2f}" for v in values) + f"{statistics.mean(values):9.2f}")
     print(f"\n{verdict(gains)}\nRuns, curves and weights: {out / 'runs'}. Look at the annotator's maps with:")
-    print(f"  everytoken labels sheet {out / 'maps'} --images {out / 'images' / 'train'} --out sheet.png")
+    print(f"  everytoken labels sheet {out / 'maps'} --images {images} --out sheet.png")
 
 
 def verdict(gains: Sequence[float]) -> str:
