@@ -45,8 +45,8 @@ class Description:
     interpolation: str = "bicubic"
 
     def to_metadata(self) -> dict[str, str]:
-        """As safetensors keeps it."""
-        return {DESCRIPTION: json.dumps(self.__dict__), "format": "pt"}
+        """As safetensors keeps it. One entry only: it writes several in random order, and equal runs differ in bytes."""
+        return {DESCRIPTION: json.dumps(self.__dict__)}
 
     @staticmethod
     def from_metadata(metadata: dict[str, str] | None) -> Description | None:
