@@ -45,7 +45,7 @@ class Description:
     interpolation: str = "bicubic"
 
     def to_metadata(self) -> dict[str, str]:
-        """As safetensors keeps it. One entry only: it writes several in random order, and equal runs differ in bytes."""
+        """As safetensors keeps it. One entry only: several are written in random order, so equal runs would differ."""
         return {DESCRIPTION: json.dumps(self.__dict__)}
 
     @staticmethod
