@@ -39,6 +39,20 @@ def test_the_mean_of_the_map_is_the_models_own_answer(name, weights):
     torch.testing.assert_close(cells.mean((1, 2)), logits, rtol=1e-4, atol=1e-4 * float(logits.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "test_vit"])
+def test_a_change_in_a_corner_changes_the_map_in_that_corner(name, weights):
+    annotator = build_annotator(f"timm:{name}", (128, 128), str(weights(name)))
+    annotator.to(CPU)
+    images = torch.randn(1, 3, 128, 128).repeat(3, 1, 1, 1)
+    images[1, :, :16, -16:] += 3
+    images[2, :, -16:, :16] += 3
+    with torch.inference_mode():
+        made = annotator.score(images, np.arange(3))
+    change = (made[1:] - made[:1]).abs().sum(-1)
+    quarters = torch.nn.functional.adaptive_avg_pool2d(change, 2).flatten(1)  # top left, top right, bottom left, ...
+    assert quarters.argmax(1).tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("name", ["test_convnext", "test_vit"])
 def test_norms_and_tokens_are_handled_by_the_token_view(name, weights):
     annotator = build_annotator(f"timm:{name}", (64, 64), str(weights(name)))
