@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a classifier on every token",
     "finetune": "go on from trained weights, at another resolution or on other classes",
     "eval": "accuracy of a trained model, with a table of classes",
+    "report": "one page about runs: result, comparison, curves, classes, sample predictions",
     "recipes": "list and print recipes",
     "plan": "storage, bandwidth, cores and time for a training of a given size",
     "models": "list the backbones that are supported",

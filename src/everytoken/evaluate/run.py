@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,17 +76,31 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run, a weights file or timm:NAME on a data set. See `everytoken eval --help` for the options."""
     loaded = load_model(source, architecture, img_size=img_size)
+    return evaluate_on(
+        loaded, _open(data, split), crop_pct=crop_pct, batch_size=batch_size, workers=workers, device=device, amp=amp,
+        token_vote=token_vote, real=real, on_bad_image=on_bad_image,
+    )  # fmt: skip
+
+
+def evaluate_on(
+    loaded: LoadedModel,
+    dataset: DataSet,
+    *,
+    crop_pct: float = 0.0,
+    batch_size: int = 64,
+    workers: int = 4,
+    device: str = "cpu",
+    amp: bool = False,
+    token_vote: float = 0.0,
+    real: str = "",
+    on_bad_image: str = "raise",
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Evaluate a loaded model on an open data set; `tell` hears how many images are done, of how many."""
     _check_vote(loaded, token_vote)
-    dataset = _open(data, split)
     lookup = class_lookup(loaded, dataset)
     about = loaded.description
-    augment = AugmentConfig(
-        img_size=(about.img_size[0], about.img_size[1]),
-        crop_pct=crop_pct or about.crop_pct,
-        interpolation=about.interpolation,
-        mean=_three(about.mean),
-        std=_three(about.std),
-    )
+    augment = eval_view(loaded, crop_pct)
     bad = BadImages(on_bad_image)
     loader = Loader(
         dataset, EvalTransform(augment), batch_size, train=False, workers=workers, bad_images=bad,
@@ -95,8 +109,11 @@ def evaluate(
     model = Voter(loaded.model, token_vote).to(device).eval()
 
     def batches() -> Iterator[Batch]:
+        done = 0
         for batch in Prefetcher(loader.epoch(0), device, augment.mean, augment.std):
             yield replace(batch, labels=lookup.to(batch.labels.device)[batch.labels])
+            done += len(batch)
+            tell(done, len(dataset))
 
     started = time.perf_counter()
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
@@ -111,6 +128,18 @@ def evaluate(
         numbers |= real_accuracy(predictions, keys, read_real(real))
     names = list(about.class_names) or list(dataset.class_names)
     return Evaluation(numbers, predictions, names, keys, dict(bad.seen))
+
+
+def eval_view(loaded: LoadedModel, crop_pct: float = 0.0) -> AugmentConfig:
+    """How a model wants to see images in evaluation; `crop_pct` 0: the model's own."""
+    about = loaded.description
+    return AugmentConfig(
+        img_size=(about.img_size[0], about.img_size[1]),
+        crop_pct=crop_pct or about.crop_pct,
+        interpolation=about.interpolation,
+        mean=_three(about.mean),
+        std=_three(about.std),
+    )
 
 
 def _open(data: str, split: str) -> DataSet:

@@ -1,0 +1,131 @@
+"""What the best weights of a run say about its validation images, kept in the run folder for the next report.
+
+The validation images are those of the training run: found from its configuration, `--val-split` included. What was
+predicted is kept in RUN/report-predictions.npz with a note of the weights and images it belongs to, and is used again
+when both are unchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everytoken.data.sources import DataSet
+from everytoken.errors import EverytokenError
+from everytoken.evaluate.accuracy import Predictions
+from everytoken.report.runs import Run
+
+CACHE = "report-predictions.npz"
+_FIELDS = ("index", "label", "top", "confidence", "loss")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of one run on its validation images.
+
+    Attributes:
+        predictions: numbers in the classes of `class_names`.
+        keys: of the images, by `predictions.index`.
+        data: the images.
+        skipped: unreadable images, key -> reason.
+    """
+
+    predictions: Predictions
+    class_names: list[str]
+    keys: list[str]
+    data: DataSet
+    skipped: dict[str, str]
+
+
+def validation_set(run: Run, data: str = "") -> DataSet:
+    """The validation images of a run; `data`: where its images are now, if they have moved."""
+    return splits(run, data)[1]
+
+
+def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
+    """Training and validation images of a run."""
+    from everytoken.train.build import open_splits
+    from everytoken.train.options import TrainOptions
+    from everytoken.train.recipe import apply
+
+    known = {k: v for k, v in run.config.items() if k in ("data", "val_split")}
+    options = apply(TrainOptions(), known, f"{run.path}/config.yaml")
+    if data:
+        options = replace(options, data=data)
+    train, val, _ = open_splits(options)
+    return train, val
+
+
+def predict_run(
+    run: Run, device: str, data: str = "", workers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
+) -> Predicted:
+    """Evaluate the best weights of a run, or read what the last report found.
+
+    Raises:
+        EverytokenError: there are no weights or no images, or they do not fit; the message says which.
+    """
+    from everytoken.models.load import describe, find_weights, load_model
+
+    images = validation_set(run, data)
+    weights = find_weights(run.path)
+    keys = list(images.keys())
+    stamp = _stamp(weights, keys, images)
+    about = describe(weights)
+    known = _from_cache(run.path / CACHE, stamp)
+    if known is not None and about is not None and about.class_names:
+        found, skipped = known
+        return Predicted(found, list(about.class_names), keys, images, skipped)
+    from everytoken.evaluate.run import evaluate_on
+
+    loaded = load_model(weights)
+    result = evaluate_on(loaded, images, device=device, workers=workers, on_bad_image="skip", tell=tell)
+    _to_cache(run.path / CACHE, result.predictions, result.skipped, stamp)
+    return Predicted(result.predictions, result.class_names, keys, images, result.skipped)
+
+
+def _stamp(weights: Path, keys: list[str], images: DataSet) -> str:
+    """Changes when the weights or the images do."""
+    with weights.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256")
+    content.update(json.dumps([images.name, images.class_names, keys]).encode("utf-8", "surrogateescape"))
+    content.update(images.labels.tobytes())
+    return content.hexdigest()
+
+
+def _from_cache(path: Path, stamp: str) -> tuple[Predictions, dict[str, str]] | None:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["stamp"]) != stamp:
+                return None
+            skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
+            return Predictions(**{name: arrays[name] for name in _FIELDS}), skipped
+    except (OSError, ValueError, KeyError, EOFError, EverytokenError):
+        return None
+    except Exception as error:  # zipfile.BadZipFile and relatives: a torn cache is only slower
+        if type(error).__module__ in ("zipfile", "zlib"):
+            return None
+        raise
+
+
+def _to_cache(path: Path, found: Predictions, skipped: dict[str, str], stamp: str) -> None:
+    work = path.with_name(f".{path.name}")
+    arrays: dict[str, Any] = {name: getattr(found, name) for name in _FIELDS}
+    try:
+        with work.open("wb") as file:
+            np.savez_compressed(file, stamp=stamp, skipped=json.dumps(skipped), **arrays)
+        work.replace(path)
+    except OSError:
+        return  # a run folder that cannot be written is only slower next time
+
+
+def confusion(found: Predicted) -> np.ndarray:
+    """[classes, classes] images of a row's class that were taken for the column's."""
+    count = len(found.class_names)
+    p = found.predictions
+    return np.bincount(p.label * count + p.top[:, 0], minlength=count * count).reshape(count, count)
