@@ -23,7 +23,8 @@ class Batch:
         keys: their names.
         erased: float32 [B, R, 4], rectangles (x0, y0, x1, y1) in network fractions that were erased; unused rows are 0.
             None if nothing is ever erased.
-        maps: the samples' score maps, as the `collate_maps` hook made them; None without a store.
+        maps: the samples' score maps, as the `collate_maps` hook made them; None without a store. In segmentation, the
+            masks: int16 [B, H, W].
         skipped: (key, reason) of samples that should have been here and could not be read.
     """
 
@@ -147,6 +148,7 @@ class Prefetcher:
         for value in (batch.images, batch.labels, batch.placement, batch.indices, batch.erased):
             if value is not None:
                 value.record_stream(stream)
-        for value in vars(batch.maps).values() if batch.maps is not None else ():
+        maps = batch.maps
+        for value in [maps] if isinstance(maps, Tensor) else vars(maps).values() if maps is not None else ():
             if isinstance(value, Tensor):
                 value.record_stream(stream)

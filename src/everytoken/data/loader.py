@@ -215,6 +215,8 @@ class Loader:
         prefetch: batches that each worker prepares in advance.
         pin_memory: page-locked batches, for CUDA.
         alpha: what transparency is composited over.
+        samples: makes batches itself instead of `transform`, `store` and so on (dense tasks, whose targets are masks or
+            boxes): its `__getitems__(requests)` returns something with `skipped`, a length and `pin_memory`.
     """
 
     def __init__(
@@ -237,6 +239,7 @@ class Loader:
         prefetch: int = 4,
         pin_memory: bool = False,
         alpha: Alpha = "white",
+        samples: Any = None,
     ) -> None:
         self.data, self.train = data, train
         self.bad_images = bad_images or BadImages()
@@ -246,7 +249,9 @@ class Loader:
         if store is not None and collate_maps is None:
             collate_maps = partial(stack_maps, num_classes=store.manifest.num_classes)
         skip = self.bad_images.policy == "skip"
-        self.samples = _Samples(data, transform, seed, train, alpha, skip, store, collate_maps, missing_maps)
+        self.samples: Any = samples or _Samples(
+            data, transform, seed, train, alpha, skip, store, collate_maps, missing_maps
+        )
         self._loader: DataLoader[Batch] = DataLoader(
             self.samples,  # type: ignore[arg-type]
             batch_sampler=self.sampler,

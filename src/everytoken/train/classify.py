@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,11 @@ from everytoken.functional import plan_sampling
 from everytoken.objectives import Batch
 from everytoken.train.build import Parts, build
 from everytoken.train.distributed import World, join_world
-from everytoken.train.loop import Loop, Stopped
+from everytoken.train.drive import drive, say
+from everytoken.train.loop import Loop
 from everytoken.train.options import TrainOptions
-from everytoken.train.recipe import flat
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import Moment
-from everytoken.train.track import build_trackers
 
 
 class Classification:
@@ -143,7 +141,7 @@ def train(options: TrainOptions, dry_run: bool = False) -> int:
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
     with join_world(options.run.device) as world:
-        tell: Callable[[str], None] = _say if world.is_main else lambda text: None
+        tell: Callable[[str], None] = say if world.is_main else lambda text: None
         parts = build(options, world)
         for note in parts.notes:
             tell(f"note: {note}")
@@ -156,52 +154,21 @@ def train(options: TrainOptions, dry_run: bool = False) -> int:
         world.barrier()
         task = Classification(parts, options, world, folder)
         with contextlib.closing(task):
-            return _run(task, options, folder, world, tell)
+            return drive(
+                task, options, folder, world, lambda loop: _introduce(task, loop),
+                lambda loop, summary, log: _finish(task, loop, folder, summary, log),
+            )  # fmt: skip
 
 
-def _run(
-    task: Classification, options: TrainOptions, folder: RunFolder, world: World, tell: Callable[[str], None]
-) -> int:
-    loop = Loop(task, options, folder, world)
-
-    def log(text: str) -> None:
-        tell(text)
-        folder.say(text)
-
-    resumed = loop.resume(log)
-    _check_same_run(folder, options, resumed, log)
-    folder.write_config(flat(options))
-    if world.is_main:
-        folder.trackers = build_trackers(options, folder.path, flat(options))
+def _introduce(task: Classification, loop: Loop) -> str:
     parts = task.parts
-    log(
+    return (
         f"{len(parts.train_set):,} training and {len(parts.val_set):,} validation images, "
-        f"{parts.train_set.num_classes} classes; {options.model.model}, token grid {parts.grid[0]}x{parts.grid[1]}; "
+        f"{parts.train_set.num_classes} classes; {task.options.model.model}, token grid "
+        f"{parts.grid[0]}x{parts.grid[1]}; "
         f"{', '.join(o.name for o in parts.step.objectives)}; global batch {loop.global_batch}, lr {loop.lr:.3g}, "
-        f"{loop.epochs} epochs of {loop.updates_per_epoch} updates; run folder {folder.path}"
+        f"{loop.epochs} epochs of {loop.updates_per_epoch} updates; run folder {loop.folder.path}"
     )
-    try:
-        summary = loop.run()
-    except Stopped as stop:
-        log(f"stopped by a signal after update {loop.step}; the same command goes on from here")
-        return stop.code
-    finally:
-        for tracker in folder.trackers:
-            tracker.close()
-    if world.is_main:
-        _finish(task, loop, folder, summary, log)
-    return 0
-
-
-def _check_same_run(folder: RunFolder, options: TrainOptions, resumed: bool, log: Callable[[str], None]) -> None:
-    """When a run goes on with other options, say which; some changes are harmless, others are the user's will."""
-    harmless = {"workers", "output", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
-    if not resumed:
-        return
-    old, new = folder.read_config(), flat(options)
-    changed = [k for k in new if k in old and old[k] != new[k] and k not in harmless]
-    for key in changed:
-        log(f"note: going on with another {key}: {old[key]!r} before, {new[key]!r} now")
 
 
 def _finish(
@@ -216,8 +183,3 @@ def _finish(
         log(f"top-1 {predictions.summary()['top1']:.2f} % (95 % interval {low:.2f} to {high:.2f})")
     log(f"best top-1 {summary['best']['score']:.2f} % at epoch {summary['best']['epoch']}; weights: "
         f"{folder.path / 'best.safetensors'}")  # fmt: skip
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-    sys.stdout.flush()

@@ -24,7 +24,7 @@ from everytoken.errors import EverytokenError
 from everytoken.train.checkpoint import load_state, newest_good, save_checkpoint
 from everytoken.train.distributed import World
 from everytoken.train.optim import build_optimizer, build_schedule, learning_rate
-from everytoken.train.options import TrainOptions
+from everytoken.train.options import LoopOptions
 from everytoken.train.progress import Progress
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.sharding import (
@@ -86,7 +86,7 @@ class Stopped(Exception):  # noqa: N818  (not an error)
 class Loop:
     """Train a task for the configured number of epochs."""
 
-    def __init__(self, task: Task, options: TrainOptions, folder: RunFolder, world: World) -> None:
+    def __init__(self, task: Task, options: LoopOptions, folder: RunFolder, world: World) -> None:
         self.task, self.options, self.folder, self.world = task, options, folder, world
         optim = options.optim
         self.accumulate = optim.grad_accum_steps

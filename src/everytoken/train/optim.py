@@ -47,10 +47,16 @@ def _ends_with_any(name: str, exempt: set[str]) -> bool:
 
 
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:
-    """timm's schedule, stepped every update; also the number of epochs with cool-down."""
+    """timm's schedule, stepped every update; also the number of epochs with cool-down.
+
+    "linear" is timm's "poly" with a power of 1 (its own default, 0.1, is nearly constant).
+    """
+    linear = options.sched == "linear"
+    more = {"decay_rate": 1.0} if linear else {}
     schedule, epochs = create_scheduler_v2(
         optimizer,
-        sched=options.sched,
+        sched="poly" if linear else options.sched,
+        **more,
         num_epochs=options.epochs,
         cooldown_epochs=options.cooldown_epochs,
         min_lr=options.min_lr,

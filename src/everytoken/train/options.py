@@ -6,7 +6,7 @@ The groups exist for the reader of `--help`; a recipe does not need to know them
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import tyro
 
@@ -112,7 +112,7 @@ class OptimOptions:
     layer_decay: float = 0.0
     """Multiply the learning rate by this per layer from the top; 0: off."""
     sched: str = "cosine"
-    """timm schedule name, stepped every update."""
+    """timm schedule name, stepped every update; also linear, straight down to --min-lr."""
     warmup_epochs: float = 5
     """Epochs of linear warm-up."""
     warmup_lr: float = 1e-6
@@ -186,3 +186,25 @@ class TrainOptions:
     run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)
     objectives: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)
     mixing: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+
+class BatchSize(Protocol):
+    """Options of data, as far as the loop wants them."""
+
+    @property
+    def batch_size(self) -> int:
+        """Images per step and process."""
+        ...
+
+
+class LoopOptions(Protocol):
+    """What the training loop asks of a task's options."""
+
+    @property
+    def dataset(self) -> BatchSize: ...
+
+    @property
+    def optim(self) -> OptimOptions: ...
+
+    @property
+    def run(self) -> RunOptions: ...

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everytoken.errors import need
-from everytoken.train.options import TrainOptions
+from everytoken.train.options import LoopOptions
 
 
 class Tracker(Protocol):
@@ -58,7 +58,7 @@ class WandB:
         self.run.finish()
 
 
-def build_trackers(options: TrainOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
+def build_trackers(options: LoopOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
     """Those that were asked for."""
     out: list[Tracker] = []
     if options.run.tensorboard:

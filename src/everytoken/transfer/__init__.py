@@ -1,0 +1,1 @@
+"""Trained backbones on dense tasks: segmentation and detection."""
