@@ -68,7 +68,7 @@ def test_a_mask_is_zero_exactly_inside_the_box():
     assert torch.equal(mask, expected)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", ["mixtoken", "cutmix", "mixup", "random", "block"])
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("B", [1, 2, 5, 8])
 def test_any_batch_size_and_mode_gives_a_mix_that_fits(name, mode, B):

@@ -7,6 +7,7 @@ its own image. Everything is `where` or `lerp` on tensors: no Python numbers, sa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -28,7 +29,8 @@ def apply_to_pixels(images: Tensor, mix: Mix) -> Tensor:
             f"this mix was drawn for images of {h}x{w} pixels (height x width), these are "
             f"{images.shape[-2]}x{images.shape[-1]}."
         )
-    return _combine(images, images[mix.partner], mix.mask[:, None], mix.soft)
+    own, other = _moved(images, mix, (images.shape[-2], images.shape[-1]), 2)
+    return _combine(own, other, mix.mask[:, None], mix.soft)
 
 
 def apply_to_tokens(tokens: Tensor, mix: Mix, layout: Layout = "NHWC") -> Tensor:
@@ -63,8 +65,34 @@ def mix_token_target(target: CompactTarget, mix: Mix) -> CompactTarget:
     A token that shows two images gets r · own + (1-r) · partner with r its own part of the area. Not for tokens that
     have been un-mixed (`mix.unmixes`): those keep their targets.
     """
-    own = mix.at((target.shape[1], target.shape[2])).expand(target.shape)
-    return blend(target, own, target[mix.partner], 1 - own)
+    grid = (target.shape[1], target.shape[2])
+    own = mix.at(grid).expand(target.shape)
+    first, second = target, target[mix.partner]
+    if mix.moves is not None:
+        mass, background, weight = (_moved(t, mix, grid, 1) for t in (target.mass, target.background, target.weight))
+        first = replace(first, mass=mass[0], background=background[0], weight=weight[0])
+        second = replace(second, mass=mass[1], background=background[1], weight=weight[1])
+    return blend(first, own, second, 1 - own)
+
+
+def _moved(x: Tensor, mix: Mix, size: tuple[int, int], dim: int) -> tuple[Tensor, Tensor]:
+    """Own and partner's values, each patch where `mix.moves` puts it; `dim` is the first of x's two of size (H, W)."""
+    if mix.moves is None:
+        return x, x[mix.partner]
+    (H, W), (h, w) = size, mix.moves.shape[-2:]
+    if H % h or W % w:
+        raise EverytokenError(f"a mix that moves {h}x{w} patches does not fit a grid of {H}x{W}; it must divide it.")
+    tall, wide = H // h, W // w
+    patch = mix.moves.repeat_interleave(tall, 2).repeat_interleave(wide, 3)  # [B, 2, H, W]
+    inner = torch.arange(H, device=x.device)[:, None] % tall, torch.arange(W, device=x.device) % wide
+    index = ((patch // w * tall + inner[0]) * W + patch % w * wide + inner[1]).flatten(2)
+    flat = x.flatten(dim, dim + 1)
+    out = []
+    for source, place in ((flat, index[:, 0]), (flat[mix.partner], index[:, 1])):
+        shape = [1] * flat.dim()
+        shape[0], shape[dim] = place.shape
+        out.append(source.gather(dim, place.view(shape).expand_as(source)).view_as(x))
+    return out[0], out[1]
 
 
 def _combine(own: Tensor, other: Tensor, mask: Tensor, soft: bool) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing.boxes import box_masks, draw_boxes
-from everytoken.mixing.mix import Level, Mix, Mixer
+from everytoken.mixing.mix import Guide, Level, Mix, Mixer
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ class OneOf:
         grid: tuple[int, int],
         rng: np.random.Generator,
         device: torch.device | str | None = None,
+        guide: Guide | None = None,
     ) -> Mix | None:
         """As `Mixer.draw`."""
         odds = np.ones(len(self.mixers)) if self.odds is None else np.asarray(self.odds, dtype=np.float64)
         chosen = self.mixers[int(rng.choice(len(odds), p=odds / odds.sum()))]
-        return chosen.draw(batch_size, image_size, grid, rng, device)
+        return chosen.draw(batch_size, image_size, grid, rng, device, guide)

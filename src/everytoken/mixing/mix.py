@@ -8,6 +8,7 @@ for every box; no global random state; any batch size, odd and 1 included (the m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -19,6 +20,9 @@ from torch.nn import functional as F
 from everytoken.errors import EverytokenError
 
 Level = Literal["pixels", "tokens"]
+GuideKind = Literal["saliency", "attention", "gradient"]
+Guide = Callable[[GuideKind], Tensor]
+"""A kind -> importance [B, h, w], not negative, on any grid, of the images before they are mixed."""
 Mode = Literal["batch", "pair", "elem"]
 
 
@@ -30,10 +34,12 @@ class Mix:
         partner: [B] int64, the other image of each image.
         mask: [B or 1, h, w] float32 on the pixel or token grid (h = w = 1 where it is the same everywhere):
             1 = own image, 0 = partner, between = partly.
-        ratio: [B] float32, mean of the mask: the own image's part.
+        ratio: [B] float32, the own image's part of the label: the mean of the mask, unless the method weighs it.
         level: "pixels" (mixed before the network) or "tokens" (after patch embedding, before positions).
         symmetric: an image and its partner are each other's partners and share one mask.
         soft: the mask has values between 0 and 1.
+        moves: [B, 2, h, w] int64 or None, for pixels: which patch (row-major number) of the own image and of the
+            partner is shown at each place of a grid, where patches do not stay where they were.
     """
 
     partner: Tensor
@@ -42,6 +48,7 @@ class Mix:
     level: Level
     symmetric: bool = True
     soft: bool = False
+    moves: Tensor | None = None
 
     def __len__(self) -> int:
         return self.partner.shape[0]
@@ -73,6 +80,7 @@ class Mix:
             partner=self.partner.to(device, non_blocking=non_blocking),
             mask=self.mask.to(device, non_blocking=non_blocking),
             ratio=self.ratio.to(device, non_blocking=non_blocking),
+            moves=None if self.moves is None else self.moves.to(device, non_blocking=non_blocking),
         )
 
 
@@ -108,6 +116,7 @@ class Mixer:
         grid: tuple[int, int],
         rng: np.random.Generator,
         device: torch.device | str | None = None,
+        guide: Guide | None = None,
     ) -> Mix | None:
         """A mix for one batch, or None when this batch is left alone.
 
@@ -117,6 +126,7 @@ class Mixer:
             grid: (h, w) of the network's output tokens.
             rng: where all randomness comes from.
             device: where the mask is made; a few numbers per image travel there.
+            guide: what the images show where; only mixers that look at them ask (`guided`).
         """
         count = {"batch": 1, "pair": (batch_size + 1) // 2, "elem": batch_size}[self.mode]
         active = rng.random(count) < self.prob if self.prob < 1 else np.ones(count, dtype=bool)

@@ -1,8 +1,8 @@
 """Mixing by patches: scattered ones, and blocks of them.
 
-Paper: TL-Align, Table 7 (random and block-wise mixing instead of one box). λ ~ Beta(alpha, alpha) is the part that
-stays; the other patches come from the partner. Patches are the cells of the network's token grid, so no token is mixed
-inside. Pixels are swapped, so every backbone can be trained this way.
+Paper: TL-Align, Table 7 (random and block-wise mixing instead of one box); MixPro for larger squares.
+λ ~ Beta(alpha, alpha) is the part that stays; the other patches come from the partner. Patches are the cells of the
+network's token grid, so no token is mixed inside. Pixels are swapped, so every backbone can be trained this way.
 Cost: a permutation of the patches per mix; the mask is made on the host and sent as one byte per patch.
 """
 
@@ -31,7 +31,18 @@ def patches_to_pixels(own: np.ndarray, image_size: tuple[int, int], device: torc
 
 @dataclass(frozen=True)
 class RandomPatches(Mixer):
-    """Scattered patches from the partner: each set of that many patches is equally likely."""
+    """Scattered patches from the partner: each set of that many patches is equally likely.
+
+    Args:
+        scale: patches of the mask are squares of scale x scale tokens (fewer at the border where it does not divide).
+    """
+
+    scale: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale < 1:
+            raise EverytokenError(f"{type(self).__name__}: scale must be at least 1, got {self.scale}.")
 
     def masks(
         self,
@@ -42,13 +53,25 @@ class RandomPatches(Mixer):
         device: torch.device | str | None,
     ) -> Tensor:
         """[n, H, W] on the pixel grid."""
-        count = grid[0] * grid[1]
+        cells = (-(-grid[0] // self.scale), -(-grid[1] // self.scale))
+        count = cells[0] * cells[1]
         own = np.ones((len(active), count), dtype=bool)
         for i, mixes in enumerate(active):
             taken = round((1 - rng.beta(self.alpha, self.alpha)) * count)
             if mixes:
                 own[i, rng.permutation(count)[:taken]] = False
-        return patches_to_pixels(own.reshape(-1, *grid), image_size, device)
+        own = own.reshape(-1, *cells).repeat(self.scale, 1).repeat(self.scale, 2)[:, : grid[0], : grid[1]]
+        return patches_to_pixels(own, image_size, device)
+
+
+@dataclass(frozen=True)
+class MaskMix(RandomPatches):
+    """Scattered squares of tokens from the partner: the mask of MixPro, whose squares are larger than a token.
+
+    MixPro also lets the class label follow attention more and more; for that, add the objective `transmix`.
+    """
+
+    scale: int = 4
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 `OBJECTIVES[name](**settings)` makes one; `total_loss(objectives, view, batch, ctx)` adds them up. Supervision modes:
 `hard` (true labels), `relabel` (the annotator's label of the crop), `token` (token labeling), `online-token` (a teacher
 labels tokens while training), `distill` (a teacher's class logits). Besides: `drloc` (distances between tokens) and
-`alignment` (labels that follow the tokens of mixed images). A new one is a subclass of `Objective` in its own
-file and a line in OBJECTIVES.
+`alignment` (labels that follow the tokens of mixed images; `transmix`: in the last layer alone).
+A new one is a subclass of `Objective` in its own file and a line in OBJECTIVES.
 """
 
-from everytoken.objectives.alignment import AlignedLabels
+from everytoken.objectives.alignment import AlignedLabels, TransMix
 from everytoken.objectives.base import Batch, Context, Objective, Teacher, View, total_loss
 from everytoken.objectives.distillation import Distillation
 from everytoken.objectives.drloc import Drloc
@@ -18,7 +18,7 @@ from everytoken.objectives.token_labeling import TokenLabeling
 
 OBJECTIVES: dict[str, type[Objective]] = {
     objective.name: objective
-    for objective in (HardLabels, ReLabel, TokenLabeling, OnlineTokens, Distillation, Drloc, AlignedLabels)
+    for objective in (HardLabels, ReLabel, TokenLabeling, OnlineTokens, Distillation, Drloc, AlignedLabels, TransMix)
 }
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "ReLabel",
     "Teacher",
     "TokenLabeling",
+    "TransMix",
     "View",
     "total_loss",
 ]

@@ -90,6 +90,19 @@ class AlignedLabels(FromMaps):
         return aligned_target(target, target[batch.mix.partner], shares)
 
 
+@dataclass(frozen=True)
+class TransMix(AlignedLabels):
+    """The label follows the class token's attention in the last layer alone (TransMix); use it with CutMix.
+
+    What the class token sees of itself counts as the mix ratio; TransMix leaves it out.
+    """
+
+    layers: Sequence[int] | None = (-1,)
+    residual: bool = False
+
+    name: ClassVar[str] = "transmix"
+
+
 def need_shares(view: View) -> Shares:
     """The view's shares, or an error that says how to get them."""
     shares: Shares | None = getattr(view, "shares", None)

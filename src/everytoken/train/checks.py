@@ -83,19 +83,24 @@ def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> 
         raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one with --teacher, such as resnet50")
     if options.model.teacher and not taught:
         notes.append(f"--teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))})")
-    if "alignment" in names and not options.mixing:
+    follows = sorted(names & {"alignment", "transmix"})
+    if len(follows) == 2:
         raise ContradictionError(
-            "alignment lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
-            "--set mixing.cutmix={} or leave alignment out: --set objectives.alignment=null"
+            "transmix is alignment with the last layer alone; take one of them: --set objectives.transmix=null"
+        )
+    if follows and not options.mixing:
+        raise ContradictionError(
+            f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
+            f"--set mixing.cutmix={{}} or leave it out: --set objectives.{follows[0]}=null"
         )
     if "mixup" in options.mixing and "token" in names:
         notes.append(
             "MixUp with token labeling: the papers saw no gain from it (83.1 with, 83.3 without); MixToken alone is "
             "what they recommend"
         )
-    if "alignment" in names and names & {"hard", "relabel"}:
-        notes.append("alignment and another objective both teach the class token; their losses are added")
-    if "alignment" in names and set(options.mixing) == {"mixup"}:
+    if follows and names & {"hard", "relabel"}:
+        notes.append(f"{follows[0]} and another objective both teach the class token; their losses are added")
+    if follows and set(options.mixing) == {"mixup"}:
         notes.append(
             "under MixUp every token has the same share, so alignment changes nothing; CutMix is what it is for"
         )

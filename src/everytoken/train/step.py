@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from everytoken.data.keyed import generator
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.mixing import MIXERS, Mix, Mixer, OneOf, apply_to_pixels
+from everytoken.mixing import MIXERS, Guide, GuideKind, Mix, Mixer, OneOf, apply_to_pixels
 from everytoken.models import TokenModel
 from everytoken.objectives import OBJECTIVES, Batch, Context, Objective, total_loss
+from everytoken.train.guide import guide_for
 
-CLASS_TERMS = {"hard", "relabel", "token", "online-token", "alignment"}
+CLASS_TERMS = {"hard", "relabel", "token", "online-token", "alignment", "transmix"}
 ALIASES = {"token_labeling": "token", "online_token": "online-token", "distillation": "distill"}
 
 
@@ -74,9 +75,13 @@ class FrozenTeacher(nn.Module):
     def forward(self, images: Tensor, cells: bool) -> TeacherView:
         """Images as the student gets them -> class logits and, if asked for, logits at every cell."""
         self.model.eval()
-        images = images * self.get_buffer("scale") + self.get_buffer("shift")
+        images = self.as_wanted(images)
         logits = self.model(images).logits
         return TeacherView(logits, self.model.cell_logits(images) if cells else None)
+
+    def as_wanted(self, images: Tensor) -> Tensor:
+        """The student's images, normalised as the teacher wants them."""
+        return images * self.get_buffer("scale") + self.get_buffer("shift")
 
 
 class TokenStep(nn.Module):
@@ -132,11 +137,23 @@ class TokenStep(nn.Module):
             return batch
         size = (batch.images.shape[-2], batch.images.shape[-1])
         rng = generator(moment.seed, moment.step, moment.rank, moment.part, "mix")
-        mix: Mix | None = self.mixer.draw(len(batch), size, self._grid(batch.images), rng, batch.images.device)
+        guide = self._guide(batch)
+        mix: Mix | None = self.mixer.draw(len(batch), size, self._grid(batch.images), rng, batch.images.device, guide)
         if mix is None:
             return batch
         images = apply_to_pixels(batch.images, mix) if mix.level == "pixels" else batch.images
         return replace(batch, images=images, mix=mix)
+
+    def _guide(self, batch: Batch) -> Guide:
+        """What mixers that look at images may ask; the teacher answers if there is one and no gradient is wanted."""
+        (teacher,) = self._teacher
+
+        def guide(kind: GuideKind) -> Tensor:
+            if teacher is not None and kind == "attention":
+                return guide_for(teacher.model, teacher.as_wanted(batch.images), batch.labels)(kind)
+            return guide_for(self.model, batch.images, batch.labels)(kind)
+
+        return guide
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
         if self.grid is None:
