@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from everytoken.models.families import UnsupportedModelError
 from everytoken.models.view import TokenModel, grid_shape
 
-__all__ = ["Level", "Taps"]
+__all__ = ["Level", "Taps", "last_block"]
 
 Level = Literal["blocks", "stages", "merged", "final"]
 
@@ -95,6 +95,11 @@ class _Tap:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training:
             self.outputs[self.index] = output[0] if isinstance(output, tuple) else output
+
+
+def last_block(backbone: nn.Module) -> nn.Module:
+    """The last block of the last stage that the backbone names."""
+    return _places(backbone, "final")[-1][0]
 
 
 def _places(backbone: nn.Module, level: Level) -> list[tuple[nn.Module, int]]:

@@ -29,7 +29,7 @@ from everytoken.models.align.tape import Site, Tape
 from everytoken.models.families import Family, UnsupportedModelError, family_of
 
 # Classifier, pooling and what belongs to them: how they read tokens is in `_image`.
-_HEADS = frozenset(
+HEADS = frozenset(
     {"head", "head_dist", "head_drop", "aux_head", "fc", "fc_norm", "classifier", "flatten"}
     | {"global_pool", "pooling", "attn_pool"}
 )
@@ -110,7 +110,7 @@ class Aligner:
         self.options = options or Alignment()
         self.family = family_of(backbone)
         self.is_map = self.family.layout == "nchw"
-        self._pool = _pooling(backbone)
+        self._pool = pooling(backbone)
         layers = self.options.layers
         site = self._attach(Tape(), None)  # a first walk counts the layers
         _remove(site.handles)
@@ -136,7 +136,7 @@ class Aligner:
                 )
             site.after(self.backbone.get_submodule(embed), _Begin(tape, self.family))
         try:
-            attach(self.backbone, site, "", _HEADS)
+            attach(self.backbone, site, "", HEADS)
         except Exception:
             _remove(site.handles)
             raise
@@ -258,7 +258,7 @@ def _numbers(layers: tuple[int, ...], count: int) -> frozenset[int]:
     return numbers
 
 
-def _pooling(model: nn.Module) -> str:
+def pooling(model: nn.Module) -> str:
     """How the class head reads the tokens: "token" or "avg"."""
     for owner in (model, getattr(model, "head", None)):
         for name in ("global_pool", "pooling"):

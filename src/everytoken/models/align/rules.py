@@ -8,6 +8,7 @@ this package: `everytoken.models.align.RULES["your.module.Layer"] = rule`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import nn
 
@@ -132,6 +133,19 @@ TOKENWISE: tuple[str, ...] = (
 )
 
 
+def rule_of(module: nn.Module) -> Rule | Literal["plain", "tokenwise"] | None:
+    """How a layer mixes places: its rule, "plain" (ask its children), "tokenwise" (not at all), or None: not known."""
+    for cls in type(module).__mro__:
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        if path in RULES:
+            return RULES[path]
+        if path in PLAIN:
+            return "plain"
+        if path in TOKENWISE or f"{cls.__module__}." in TOKENWISE:
+            return "tokenwise"
+    return None
+
+
 def attach(module: nn.Module, site: Site, name: str, skip: frozenset[str] = frozenset()) -> None:
     """Attach the rules of a module and its children, or say which layer is unknown.
 
@@ -141,16 +155,15 @@ def attach(module: nn.Module, site: Site, name: str, skip: frozenset[str] = froz
     """
     if name == site.embed:
         return
-    for cls in type(module).__mro__:
-        path = f"{cls.__module__}.{cls.__qualname__}"
-        if path in RULES:
-            RULES[path](module, site, name)
-            return
-        if path in PLAIN:
-            site.children(module, name, skip)
-            return
-        if path in TOKENWISE or f"{cls.__module__}." in TOKENWISE:
-            return
+    rule = rule_of(module)
+    if callable(rule):
+        rule(module, site, name)
+        return
+    if rule == "plain":
+        site.children(module, name, skip)
+        return
+    if rule == "tokenwise":
+        return
     cls = type(module)
     raise UnsupportedModelError(
         f"token-label alignment does not know how {cls.__name__} ({cls.__module__}, at {name or 'the top'!r}) mixes "
