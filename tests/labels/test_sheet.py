@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.labels import ScoreMap, Store, StoreMeta, StoreWriter
+from everytoken.labels import ScoreMap, Store, StoreMeta, StoreWriter, drawing
 from everytoken.labels import sheet as sheet_module
 from everytoken.labels.sheet import OTHER, PALETTE, PANEL, Tile, draw_sheet, load_photo
 from everytoken.labels.summary import (
@@ -111,15 +111,15 @@ def pixel(picture: Image.Image, x: float, y: float) -> np.ndarray:
 
 def panel_of(one: ScoreMap, size=(200, 100)) -> tuple[Image.Image, dict[int, str]]:
     photo = Image.new("RGB", size, "#808080")
-    cells, inside = sheet_module._cells(photo.size, one)
+    cells, inside = drawing.cells_of(photo.size, one.scores.shape[:2], one.area)
     summary = summarize(one, 4)
-    legend = sheet_module._colours([c for c, _ in summary.shares], {})
-    return sheet_module._class_panel(photo, cells, inside, summary, legend), legend
+    legend = drawing.choose_colours([c for c, _ in summary.shares], {})
+    return drawing.class_panel(photo, cells, inside, summary, legend), legend
 
 
 def is_like(colour: np.ndarray, name: str) -> bool:
     """The same hue: the pixel differs from grey in the direction of the colour."""
-    wanted = np.array(sheet_module._rgb(name)) - 128
+    wanted = np.array(drawing.rgb(name)) - 128
     return float(np.dot(colour - 128, wanted)) > 0.9 * np.linalg.norm(colour - 128) * np.linalg.norm(wanted) > 0
 
 
@@ -149,15 +149,15 @@ def test_a_sure_cell_is_painted_stronger_than_an_unsure_one():
 
 def test_a_class_keeps_its_colour_on_a_sheet_and_no_colour_is_used_twice_in_a_tile():
     known: dict[int, str] = {}
-    first = sheet_module._colours([5, 6], known)
-    second = sheet_module._colours([7, 6], known)
+    first = drawing.choose_colours([5, 6], known)
+    second = drawing.choose_colours([7, 6], known)
     assert second[6] == first[6]
     assert second[7] != second[6]
-    many = sheet_module._colours(list(range(20)), known)
+    many = drawing.choose_colours(list(range(20)), known)
     assert len(many) == len(PALETTE) == len(set(many.values()))
     assert OTHER not in many.values()
     for _ in range(5):
-        clash = sheet_module._colours([5, 7, 6], known)
+        clash = drawing.choose_colours([5, 7, 6], known)
         assert len(set(clash.values())) == 3
 
 
