@@ -1,0 +1,1 @@
+"""Robustness and generalisation: test sets, corruptions, attacks, and one table of them."""
