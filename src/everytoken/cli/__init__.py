@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "finetune": "go on from trained weights, at another resolution or on other classes",
     "eval": "accuracy of a trained model, with a table of classes",
     "report": "one page about runs: result, comparison, curves, classes, sample predictions",
+    "doctor": "find trouble in images, score maps, runs and this machine before training does",
     "recipes": "list and print recipes",
     "plan": "storage, bandwidth, cores and time for a training of a given size",
     "models": "list the backbones that are supported",

@@ -1,0 +1,83 @@
+"""`everytoken doctor`: find trouble before training does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from everytoken.cli._parse import parse
+
+if TYPE_CHECKING:
+    from everytoken.doctor.findings import Finding
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Examine images, score maps, runs and this machine, and say what to do about what is wrong.
+
+    Images and maps that are named together are compared with each other. The exit code is 1 when there are errors,
+    and 0 otherwise; warnings and notes do not count.
+
+    Examples:
+        everytoken doctor
+        everytoken doctor photos
+        everytoken doctor photos maps
+        everytoken doctor runs/mine --json
+    """
+
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA|MAPS|RUN")] = ()
+    """Folders of images, stores of score maps, run folders; none: the machine only."""
+    sample: int = 0
+    """Look at this many images of each part only, spread evenly; 0: all."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    """Threads that decode images."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Parse, examine, print."""
+    options = parse(Doctor, prog, argv)
+    from everytoken.doctor.examine import diagnose
+
+    findings = diagnose(options.paths, _meter, options.sample, options.workers)
+    errors = sum(finding.level == "error" for finding in findings)
+    if options.json:
+        print(json.dumps({"errors": errors, "findings": [finding.to_json() for finding in findings]}, indent=1))
+    else:
+        _print(findings)
+    return 1 if errors else 0
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    colours = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+    for finding in findings:
+        head = Text(f"{finding.level:<8}", style=colours[finding.level])
+        console.print(head.append(finding.what, style="default").append(f"  [{finding.where}]", style="dim"))
+        more = finding.count - len(finding.examples)
+        lines = [*finding.examples, *([f"and {more} more"] if finding.examples and more > 0 else [])]
+        for line in lines:
+            console.print(Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 11), expand=False))
+        if finding.todo:
+            console.print(Padding(Text(f"-> {finding.todo}"), (0, 0, 0, 8), expand=False))
+    counts = {level: sum(f.level == level for f in findings) for level in colours}
+    words = ", ".join(f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items())
+    console.print(f"\n{words}")
+
+
+@contextmanager
+def _meter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    from everytoken.cli.labels_progress import Meter
+
+    with Meter(title, unit) as meter:
+        yield meter
