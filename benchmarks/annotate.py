@@ -3,9 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/annotate.py        # tf_efficientnet_lite0 at 448 px, random weights
     OMP_NUM_THREADS=1 python benchmarks/annotate.py --model resnet50 --img-size 576 --data PHOTOS
 
-1. The same decoded batches in memory, through the bare network (class head at every cell) and through the job (the same
-   plus top k, checks, checksums, writing with fsync). Limit: the job reaches 95 % of the bare network's speed. For
-   comparison, the plain classifier, which pools before its head.
+1. The same decoded batches in memory, through the bare network (class head at every cell), and the job's own work: the
+   job with the network replaced by its answers, kept from before, so what remains is normalising, top k, checks,
+   checksums, writing with fsync. Limit: the job reaches 95 % of the bare network's speed, bare / (bare + own). For
+   comparison, the whole job at once, whose ratio has all the noise of two runs of the network, and the plain
+   classifier, which pools before its head.
 2. From JPEG files with decoding workers: seconds per image, and the part of it that the network waits for images.
 3. Memory: the peak of a job over 400 and over 4,000 images, tiny network; it must not grow.
 
@@ -65,6 +67,23 @@ def network(name: str, side: int) -> NetworkAnnotator:
     return made
 
 
+class Answered(NetworkAnnotator):
+    """Gives the answers of another network, which were kept."""
+
+    def remember(self, other: NetworkAnnotator, decoded: list[ImageBatch]) -> Answered:
+        with torch.inference_mode():
+            normalise = other.preprocessing.normalise
+            self.kept = {int(b.indices[0]): other.score(normalise(b.pixels), b.indices) for b in decoded}
+        return self
+
+    def score(self, images: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
+        return self.kept[int(indices[0])]
+
+    def grid(self, device: torch.device) -> tuple[int, int]:
+        _, h, w, _ = next(iter(self.kept.values())).shape
+        return h, w
+
+
 def timed(work: Callable[[], object]) -> tuple[float, float]:
     """(CPU seconds of this process, wall seconds)."""
     cpu, wall = time.process_time(), time.perf_counter()
@@ -97,9 +116,11 @@ def speed(annotator: NetworkAnnotator, data: DataSet, batch_size: int, repeats: 
     reader = BatchReader(data, store_order(data), annotator.preprocessing, "squash")
     spans = [range(i, min(i + batch_size, len(data))) for i in range(0, len(data), batch_size)]
     decoded = [reader[span] for span in spans]
+    kept = Answered(annotator.name, annotator.preprocessing, annotator.classes, {}).remember(annotator, decoded)
     ways: dict[str, Callable[[], object]] = {
         "bare network": lambda: bare(annotator, decoded, False),
-        "the job": lambda: job(annotator, data, decoded),
+        "the job's own work": lambda: job(kept, data, decoded),
+        "the whole job": lambda: job(annotator, data, decoded),
         "plain classifier": lambda: bare(annotator, decoded, True),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -203,7 +224,8 @@ def main() -> int:
         table = Table("way", "CPU ms per image", "wall ms", "speed against the bare network (CPU)")
         base = found["bare network"][0]
         for name, (cpu, wall) in found.items():
-            table.add_row(name, f"{1e3 * cpu:.1f}", f"{1e3 * wall:.1f}", f"{base / cpu:.1%}")
+            ratio = "" if name in ("bare network", "the job's own work") else f"{base / cpu:.1%}"
+            table.add_row(name, f"{1e3 * cpu:.1f}", f"{1e3 * wall:.1f}", ratio)
         console = Console()
         console.print(f"{given.model} at {given.img_size} px, {len(data)} images in batches of {given.batch_size}")
         console.print(table)
@@ -214,10 +236,11 @@ def main() -> int:
         )
         few, many = memory(folder)
         console.print(f"peak memory: {few / 1e6:.1f} MB for 400 images, {many / 1e6:.1f} MB for 4,000")
-    ratio = base / found["the job"][0]
+    reached = base / (base + found["the job's own work"][0])
+    console.print(f"the job reaches {reached:.1%} of the bare network's speed")
     broken = []
-    if ratio < 0.95:
-        broken.append(f"the job reaches {ratio:.1%} of the bare network, not 95 %")
+    if reached < 0.95:
+        broken.append(f"the job reaches {reached:.1%} of the bare network, not 95 %")
     if many - few > 4e6:
         broken.append(f"memory grows by {(many - few) / 3600:.0f} bytes per image")
     for text in broken:
