@@ -4,9 +4,9 @@ The papers' set-up, which is Swin's: the image is resized so that its short side
 times that), times a random factor in 0.5..2; a 512 x 512 crop is cut out, of ten attempts the first in which no class
 covers more than 75 %; where the image is smaller, the rest is filled with the mean colour and ignored.
 
-Here resize, crop and flip are one matrix, and the pixels are made from the source once (`data.warp.render`); the mask is
-sampled through the placement that was really used, so that both agree to the pixel. Everything random is drawn from the
-generator that is passed in.
+Here resize, crop and flip are one matrix, and the pixels are made from the source once (`data.warp.render`); the mask
+is sampled through the placement that was really used, so that both agree to the pixel. Everything random is drawn from
+the generator that is passed in.
 
 Photometric distortion (Liu et al. 2016, SSD): each with a chance of one half, brightness shifted by up to 32, contrast
 multiplied by 0.5..1.5 (before or after the others), saturation multiplied by 0.5..1.5, hue turned by up to 36 degrees.

@@ -102,8 +102,8 @@ class MaskSet(DataSet):
             y, x = (int(v[0]) for v in np.nonzero(wrong))
             known = sorted(self.values)
             raise MaskError(
-                f"{where}: value {int(stored[y, x])} (first at x {x}, y {y}; {int(wrong.sum())} pixels are wrong) is no "
-                f"class: the {len(known)} classes have values {known[0]} to {known[-1]}, and "
+                f"{where}: value {int(stored[y, x])} (first at x {x}, y {y}; {int(wrong.sum())} pixels are wrong) is "
+                f"no class: the {len(known)} classes have values {known[0]} to {known[-1]}, and "
                 f"{', '.join(map(str, self.ignored)) or 'nothing'} is ignored. Add it to the class file, or ignore it "
                 "with --ignore-index."
             )
@@ -113,7 +113,7 @@ class MaskSet(DataSet):
         """Of a picture whose colour R + 256 G + 65536 B is a segment's id; ids that are not listed are ignored."""
         if stored.ndim != 3:
             raise MaskError(f"{where}: a panoptic mask is a colour picture, and this has one channel.")
-        ids = stored[..., 0].astype(np.int64) + 256 * stored[..., 1] + 65536 * stored[..., 2]
+        ids = stored.astype(np.int64) @ np.array([1, 256, 65536])
         seen, inverse = np.unique(ids, return_inverse=True)
         classes = np.full(len(seen), IGNORED, dtype=np.int16)
         for k, segment in enumerate(seen.tolist()):

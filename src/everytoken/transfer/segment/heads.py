@@ -1,9 +1,8 @@
 """Heads that turn feature maps into class logits for every cell: FCN and UperNet.
 
-FCN: Long et al. 2015 (here: 3x3 convolutions and a classifier on one map). UperNet: Xiao et al. 2018, section 3: pyramid
-pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused. Sizes and layers
-are those of the set-ups that the papers used, so the parameter counts of their tables come out (see `model`).
-Differences: none known, except that there is one convolution fewer to name: everything is `ConvNormRelu`.
+FCN: Long et al. 2015 (here: 3x3 convolutions and a classifier on one map). UperNet: Xiao et al. 2018, section 3:
+pyramid pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused. Sizes and
+layers are those of the set-ups that the papers used, so the parameter counts of their tables come out (see `model`).
 
 Logits are at the resolution of the finest map; whoever wants pixels interpolates them.
 """
@@ -11,6 +10,7 @@ Logits are at the resolution of the finest map; whoever wants pixels interpolate
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class FcnHead(nn.Module):
         super().__init__()
         self.index = index
         widths = [dims[index], *[channels] * convs]
-        self.convs = nn.Sequential(*[ConvNormRelu(a, b, 3) for a, b in zip(widths, widths[1:], strict=False)])
+        self.convs = nn.Sequential(*[ConvNormRelu(a, b, 3) for a, b in pairwise(widths)])
         self.classifier = Classifier(widths[-1], classes, dropout)
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:

@@ -43,34 +43,36 @@ def open_masks(data: str, split: str, options: MaskOptions | None = None) -> Dat
             parts. Without a validation part, "train" and "val" divide the images by their names (`val_split`).
     """
     options = options or MaskOptions()
-    root = Path(data)
-    if not root.is_dir():
-        raise DataError(f"{data} is not a folder; segmentation wants a folder of images and masks")
-    root = next((p for p in (root / "VOCdevkit" / "VOC2012", root / "VOC2012") if p.is_dir()), root)
-    layout = options.layout if options.layout != "auto" else _guess(root)
+    root, layout = _place(data, options)
     reader = {"ade20k": _ade20k, "coco": _coco, "voc": _voc, "folders": _folders}[layout]
+    if split in ("train", "val") and not divided(data, options):
+        whole = reader(root, "all", options)
+        if whole is not None:
+            kept, aside = split_off(whole, options.val_split or 0.1, seed=0)  # by name alone: the same for every --seed
+            return whole.subset(kept if split == "train" else aside)
     made = reader(root, split, options)
-    if made is not None:
-        return made
-    whole = reader(root, "", options)
-    if whole is None:
-        raise DataError(f"{data} has no {split!r} part; see docs/segment.md for how the folders are laid out")
-    if split in ("all", "test"):
-        return whole
-    kept, aside = split_off(whole, options.val_split or 0.1, seed=0)  # by name alone: the same for every --seed
-    return whole.subset(kept if split == "train" else aside)
+    if made is None:
+        raise DataError(f"{data} has no {split!r} part; docs/segment.md says how folders are laid out")
+    return made
 
 
 def divided(data: str, options: MaskOptions) -> bool:
     """Whether the data brings a validation part of its own."""
-    root = Path(data)
-    root = next((p for p in (root / "VOCdevkit" / "VOC2012", root / "VOC2012") if p.is_dir()), root)
-    layout = options.layout if options.layout != "auto" else _guess(root)
+    root, layout = _place(data, options)
     if layout == "coco":
         return _coco_json(root, "val") is not None
     if layout == "voc":
         return (root / "ImageSets/Segmentation/val.txt").is_file()
     return _pair(root, "val", options, layout) is not None
+
+
+def _place(data: str, options: MaskOptions) -> tuple[Path, str]:
+    """The folder in which the layout begins, and the layout."""
+    root = Path(data)
+    if not root.is_dir():
+        raise DataError(f"{data} is not a folder; segmentation wants a folder of images and masks")
+    root = next((p for p in (root / "VOCdevkit" / "VOC2012", root / "VOC2012") if p.is_dir()), root)
+    return root, options.layout if options.layout != "auto" else _guess(root)
 
 
 def _guess(root: Path) -> str:
@@ -101,24 +103,18 @@ def _pair(root: Path, split: str, options: MaskOptions, layout: str) -> tuple[Pa
 
 
 def _folders(root: Path, split: str, options: MaskOptions, layout: str = "folders") -> MaskSet | None:
-    if split == "all":
-        split = ""
-    pair = _pair(root, split, options, layout)
-    if pair is None:
-        if split:
-            return None
+    pair = _pair(root, "" if split == "all" else split, options, layout)
+    if pair is not None:
+        return _pairs(root, *pair, options, layout)
+    if split != "all":
+        return None
+    whole = _joined([p for s in SPLITS if (p := _folders(root, s, options, layout)) is not None])
+    if whole is None:
         raise DataError(
             f"{root} has no pair of folders images/ and masks/ (or annotations/). Name yours with --images and "
-            "--masks, or see docs/segment.md for the layouts that are known"
+            "--masks; docs/segment.md shows the layouts that are known"
         )
-    images, masks = pair
-    if not split and _pair(root, "train", options, layout) is not None:
-        return (
-            None
-            if not any(is_image(p.name) for p in images.iterdir())
-            else _pairs(root, images, masks, options, layout)
-        )
-    return _pairs(root, images, masks, options, layout)
+    return whole
 
 
 def _pairs(root: Path, images: Path, masks: Path, options: MaskOptions, layout: str) -> MaskSet:
@@ -157,8 +153,8 @@ def _numbered(
     for value in ignored:
         if value in names:
             raise DataError(
-                f"value {value} is the class {names[value]!r} and is also ignored (--ignore-index, --reduce-zero-label);"
-                " it cannot be both"
+                f"value {value} is the class {names[value]!r} and is also ignored (--ignore-index, "
+                "--reduce-zero-label); it cannot be both"
             )
     values = sorted(names)
     return [names[v] for v in values], {v: i for i, v in enumerate(values)}, tuple(dict.fromkeys(ignored))
@@ -179,7 +175,7 @@ def _class_names(root: Path, options: MaskOptions, layout: str) -> tuple[dict[in
         if not path.is_file():
             raise DataError(
                 f"{root} has no class file ({', '.join(wanted)}). Write the names of the classes into "
-                f"{root / 'classes.txt'}, one per line, that of value {int(reduce)} first, or name a file with --classes"
+                f"{root / 'classes.txt'}, one per line, that of value {int(reduce)} first, or name one: --classes"
             )
     return read_classes(path, int(reduce)), reduce
 
@@ -207,7 +203,7 @@ def read_classes(path: Path, first: int = 0) -> dict[int, str]:
 
 def _voc(root: Path, split: str, options: MaskOptions) -> MaskSet | None:
     lists = root / "ImageSets" / "Segmentation"
-    if split in ("", "all"):
+    if split == "all":
         keys = sorted(p.stem for p in (root / "SegmentationClass").glob("*.png"))
     elif (lists / f"{split}.txt").is_file():
         keys = (lists / f"{split}.txt").read_text().split()
@@ -238,9 +234,8 @@ def _coco_json(root: Path, split: str) -> Path | None:
 
 
 def _coco(root: Path, split: str, options: MaskOptions) -> MaskSet | None:
-    if split in ("", "all"):
-        parts = [_coco(root, s, options) for s in ("train", "val")]
-        return _joined([p for p in parts if p is not None])
+    if split == "all":
+        return _joined([p for s in SPLITS if (p := _coco(root, s, options)) is not None])
     path = _coco_json(root, split)
     if path is None:
         return None

@@ -1,9 +1,9 @@
 """Segmentation metrics from one confusion matrix over the whole set.
 
-With N[t, p] pixels of class t that were called p: IoU_c = N[c,c] / (sum_p N[c,p] + sum_t N[t,c] - N[c,c]), accuracy of a
-class N[c,c] / sum_p N[c,p]; mIoU and mAcc are their means over the classes that occur (in truth or prediction; in
+With N[t, p] pixels of class t that were called p: IoU_c = N[c,c] / (sum_p N[c,p] + sum_t N[t,c] - N[c,c]), accuracy of
+a class N[c,c] / sum_p N[c,p]; mIoU and mAcc are their means over the classes that occur (in truth or prediction; in
 truth), aAcc is the part of all pixels that is right. Ignored pixels are not counted. A mean of per-image numbers is
-something else and larger or smaller at will; it is not offered.
+something else, and not offered.
 """
 
 from __future__ import annotations
