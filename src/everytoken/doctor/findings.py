@@ -34,6 +34,11 @@ class Finding:
         return {**asdict(self), "examples": list(self.examples)}
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """ "1 image", "1,200 images"; verbs that follow are written by the caller."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def some(items: Sequence[str], most: int = 5) -> tuple[str, ...]:
     """The first few of a list of examples."""
     return tuple(items[:most])

@@ -10,7 +10,7 @@ import numpy as np
 from everytoken.data.find import open_dataset
 from everytoken.data.places import part
 from everytoken.data.sources import DataSet
-from everytoken.doctor.findings import Finding, some
+from everytoken.doctor.findings import Finding, counted, some
 from everytoken.doctor.scan import Look, equal_groups, look_at_all, near_pairs
 from everytoken.errors import EverytokenError, did_you_mean
 
@@ -60,7 +60,7 @@ def _compare_names(
         hint = did_you_mean(unknown[0], train)
         findings.append(
             Finding(
-                "error", "class-only-in-val", f"{len(unknown)} classes are in {other} and not in {where}.{hint}", other,
+                "error", "class-only-in-val", f"{_number_of(unknown)} of {other} not in {where}.{hint}", other,
                 "Rename or remove these folders: a model cannot know a class that it was not trained on.",
                 some(unknown), len(unknown),
             )
@@ -68,11 +68,15 @@ def _compare_names(
     if without:
         findings.append(
             Finding(
-                "warning", "class-without-val", f"{len(without)} classes have no folder in {other}", other,
+                "warning", "class-without-val", f"{_number_of(without)} without a folder in {other}", other,
                 "Their accuracy will not be known. Move some of their images there.", some(without), len(without),
             )
         )  # fmt: skip
     return (sorted({*train, *held}) if unknown else None), findings
+
+
+def _number_of(names: Sequence[str]) -> str:
+    return counted(len(names), "class", "classes")
 
 
 def total_images(images: Images, sample: int) -> int:
@@ -109,28 +113,32 @@ def _unreadable(data: DataSet, looks: dict[int, Look]) -> list[Finding]:
     if not bad:
         return []
     todo = "Replace or remove them; or train with --on-bad-image skip, which leaves them out and lists them."
-    return [Finding("error", "unreadable", f"{len(bad)} images cannot be read", data.name, todo, some(bad), len(bad))]
+    return [
+        Finding("error", "unreadable", f"{counted(len(bad), 'unreadable image')}", data.name, todo, some(bad), len(bad))
+    ]
 
 
 def _classes(data: DataSet, part_name: str) -> list[Finding]:
     if part_name != "train" or not data.num_classes:
         return []
     counts = np.bincount(data.labels[data.labels >= 0], minlength=data.num_classes)
-    named = [f"{name}: {count}" for count, name in sorted(zip(counts.tolist(), data.class_names, strict=True))]
+    ranked = sorted(zip(counts.tolist(), data.class_names, strict=True))
+    named = [f"{name}: {count}" for count, name in ranked if count]  # those of val alone are reported already
+    counts = counts[counts > 0]
     findings = []
     tiny = int((counts < TINY).sum())
-    if data.num_classes < 2:
+    if len(counts) < 2:
         todo = "Put the images of each class into a folder of its own."
         findings.append(Finding("error", "one-class", "there is one class only", data.name, todo, some(named)))
     if tiny:
         todo = "Collect more images of them, or leave them out: so few can hardly be learned or judged."
-        what = f"{tiny} classes have fewer than {TINY} images"
-        findings.append(Finding("warning", "tiny-class", what, data.name, todo, some(named), tiny))
+        what = f"{counted(tiny, 'class', 'classes')} with fewer than {TINY} images"
+        findings.append(Finding("warning", "tiny-class", what, data.name, todo, some(named[:tiny]), tiny))
     smallest = max(1, int(counts.min()))
     if counts.max() / smallest > IMBALANCE:
         what = f"the largest class has {counts.max() / smallest:.0f} times as many images as the smallest"
         todo = "Accuracy will speak for the large classes; look at the table of classes of `everytoken eval`."
-        findings.append(Finding("warning", "imbalance", what, data.name, todo, (named[-1], named[0]), data.num_classes))
+        findings.append(Finding("warning", "imbalance", what, data.name, todo, (named[-1], named[0])))
     return findings
 
 
@@ -150,12 +158,12 @@ def _sizes(data: DataSet, looks: Sequence[Look]) -> list[Finding]:
     thin = int((long > 4 * short).sum())
     if thin:
         todo = "Random crops of such images show little; cut them, or leave them out."
-        what = f"{thin} images are more than four times as long as wide"
+        what = f"{counted(thin, 'image')} more than four times as long as wide"
         findings.append(Finding("warning", "long-images", what, data.name, todo, (), thin))
     small = int((short < 16).sum())
     if small:
         todo = "They show next to nothing; leave them out."
-        what = f"{small} images have a side of fewer than 16 px"
+        what = f"{counted(small, 'image')} with a side of fewer than 16 px"
         findings.append(Finding("warning", "small-images", what, data.name, todo, (), small))
     return findings
 
@@ -193,15 +201,15 @@ def _double_findings(
     findings = []
     if leaks:
         todo = "Remove them from one part: what was learned by heart looks like skill in validation."
-        what = f"{len(leaks)} pairs of images in train and val have {alike}"
+        what = f"{counted(len(leaks), 'pair')} of images in train and val with {alike}"
         level = "error" if leak_level == "error" else "warning"
         findings.append(Finding(level, f"{code}-across", what, spec, todo, named(leaks), len(leaks)))  # type: ignore[arg-type]
     if torn:
         todo = "One of the two labels is wrong: keep the image in one class."
-        what = f"{len(torn)} pairs of images in different classes have {alike}"
+        what = f"{counted(len(torn), 'pair')} of images in different classes with {alike}"
         findings.append(Finding("warning", f"{code}-classes", what, spec, todo, named(torn), len(torn)))
     if same:
         todo = "Harmless in small numbers; remove one of each, so that it does not count twice."
-        what = f"{len(same)} pairs of images of the same class have {alike}"
+        what = f"{counted(len(same), 'pair')} of images of the same class with {alike}"
         findings.append(Finding("note", code, what, spec, todo, named(same), len(same)))
     return findings

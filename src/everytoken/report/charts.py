@@ -62,14 +62,18 @@ def thin(points: Sequence[tuple[float, float]], most: int = 250) -> list[tuple[f
     return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts] + [points[-1]]
 
 
-def line_chart(title: str, unit: str, series: Sequence[Series], x_label: str = "epoch", note: str = "") -> str:
-    """A figure with one line per series; series without points are left out."""
+def line_chart(title: str, unit: str, series: Sequence[Series], least: float = 0.0, note: str = "") -> str:
+    """A figure with one line per series over the epochs; the axis of values spans `least` at least."""
+    x_label = "epoch"
     drawn = [Series(s.name, thin(s.points), s.colour) for s in series if s.points]
     if not drawn:
         return ""
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points]
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
+    low, high = min(ys), max(ys)
+    if high - low < least:  # a difference that means little is not blown up
+        low, high = (low + high - least) / 2, (low + high + least) / 2
+    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(low, high)
     x0, x1, y0, y1 = min(xs), max(xs), y_ticks[0], y_ticks[-1]
     if x1 <= x0:
         x0, x1 = x0 - 0.5, x1 + 0.5
@@ -119,7 +123,7 @@ def interval_chart(title: str, unit: str, rows: Sequence[tuple[str, Estimate, in
     low, high = max(min(values), min(dots) - reach), min(max(values), max(dots) + reach)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    margin = 0.05 * (spread or 1.0)
+    margin = max(0.05 * spread, (4.0 - (high - low)) / 2, 0.0)  # an axis of four points at least
     marks = ticks(low - margin if low - margin < 0 or zero else max(0.0, low - margin), high + margin)
     x0, x1 = marks[0], marks[-1]
     height = TOP + 46 * len(rows) + BOTTOM

@@ -127,7 +127,7 @@ def _curves(report: Report) -> str:
 
     terms = list(dict.fromkeys(term for run in report.runs for term in run.terms))
     charts = [
-        line_chart("Validation accuracy", " %", [Series(r.name, r.scores, colour[r.name]) for r in report.runs]),
+        line_chart("Validation accuracy", " %", [Series(r.name, r.scores, colour[r.name]) for r in report.runs], 4.0),
         line_chart("Validation loss", "", lines("val_loss", "epoch", ema=True)),
         *(line_chart(f"Training: {term}", "", lines(term)) for term in terms[:10]),
         line_chart("Learning rate", "", lines("lr")),
