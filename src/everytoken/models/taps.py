@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from everytoken.models.families import UnsupportedModelError
 from everytoken.models.view import TokenModel, grid_shape
 
-__all__ = ["Level", "Taps", "last_block"]
+__all__ = ["Level", "Taps", "blocks_of", "last_block"]
 
 Level = Literal["blocks", "stages", "merged", "final"]
 
@@ -95,6 +95,11 @@ class _Tap:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training:
             self.outputs[self.index] = output[0] if isinstance(output, tuple) else output
+
+
+def blocks_of(backbone: nn.Module) -> list[nn.Module]:
+    """All blocks of the stages that the backbone names, in the order in which they run."""
+    return [module for module, _ in _places(backbone, "blocks")]
 
 
 def last_block(backbone: nn.Module) -> nn.Module:

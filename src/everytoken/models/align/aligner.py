@@ -28,7 +28,7 @@ from everytoken.models.align.rules import attach
 from everytoken.models.align.tape import Site, Tape
 from everytoken.models.families import Family, UnsupportedModelError, family_of
 
-# Classifier, pooling and what belongs to them: how they read tokens is in `_image`.
+# Classifier, pooling and what belongs to them: how they read tokens is in `Aligner.read`.
 HEADS = frozenset(
     {"head", "head_dist", "head_drop", "aux_head", "fc", "fc_norm", "classifier", "flatten"}
     | {"global_pool", "pooling", "attn_pool"}
@@ -203,9 +203,10 @@ class Aligner:
                 prefix = shares[:, :-count]
             shares = shares[:, -count:].reshape(-1, *grid)
         total = 1.0 if self.options.normalise else 2.0**self._doublings
-        return Shares(self._image(shares, prefix), shares, prefix, total, history)
+        return Shares(self.read(shares, prefix), shares, prefix, total, history)
 
-    def _image(self, grid: Tensor, prefix: Tensor | None) -> Tensor:
+    def read(self, grid: Tensor, prefix: Tensor | None) -> Tensor:
+        """[B], of what the class head reads, from shares [B, h, w] of patches and [B, P] of prefix tokens."""
         if self._pool == "avg":
             return grid.mean((1, 2))
         assert prefix is not None
