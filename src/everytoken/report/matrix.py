@@ -12,8 +12,8 @@ LEVELS = 11
 MOST = 20  # classes in a matrix; of more, those that are confused most
 # (background, shade, dark text, light text) of the light and the dark page; see style.css
 SCHEMES = {
-    "light": ("#ffffff", "#1f4fb0", "#1b1f24", "#ffffff"),
-    "dark": ("#0f1318", "#8fbcff", "#0b0e12", "#e6edf3"),
+    "light": ("#ffffff", "#1f4fb0", "#000000", "#ffffff"),
+    "dark": ("#0f1318", "#8fbcff", "#000000", "#ffffff"),
 }
 
 
