@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "report": "one page about runs: result, comparison, curves, classes, sample predictions",
     "doctor": "find trouble in images, score maps, runs and this machine before training does",
     "explain": "pictures of what a model sees: its tokens, the places that speak for a class, mixed images",
+    "segment": "train, evaluate and use segmenters: a class for every pixel",
     "recipes": "list and print recipes",
     "plan": "storage, bandwidth, cores and time for a training of a given size",
     "models": "list the backbones that are supported",

@@ -1,8 +1,8 @@
 """Heads that turn feature maps into class logits for every cell: FCN and UperNet.
 
 FCN: Long et al. 2015 (here: 3x3 convolutions and a classifier on one map). UperNet: Xiao et al. 2018, section 3:
-pyramid pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused. Sizes and
-layers are those of the set-ups that the papers used, so the parameter counts of their tables come out (see `model`).
+pyramid pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused. Sizes
+and layers are those of the set-ups that the papers used, so the parameter counts of their tables come out.
 
 Logits are at the resolution of the finest map; whoever wants pixels interpolates them.
 """

@@ -1,0 +1,193 @@
+"""`segment eval` and `segment predict`: a trained segmenter, or a classifier's token head, on images."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from everytoken.data.loader import BadImages, Loader
+from everytoken.data.sources import DataError, DataSet, is_image
+from everytoken.errors import EverytokenError
+from everytoken.transfer.segment.data import EvalSamples, MaskSet
+from everytoken.transfer.segment.draw import as_palette_image, overlay, panel, sheet
+from everytoken.transfer.segment.infer import Inference
+from everytoken.transfer.segment.layouts import class_lookup, divided, open_masks
+from everytoken.transfer.segment.metrics import Confusion
+from everytoken.transfer.segment.model import load_segmenter
+from everytoken.transfer.segment.options import EvalOptions, MaskOptions
+from everytoken.transfer.segment.task import build_inference
+from everytoken.transfer.segment.token import load_token_segmenter
+
+Head = Literal["segment", "token", "class"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What answers, and what it calls its answers.
+
+    Attributes:
+        class_names: of the answers. notes: what to tell the user.
+    """
+
+    ask: Inference
+    class_names: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Numbers of one model on one set: mIoU, mAcc, aAcc in percent, images, images_per_second."""
+
+    numbers: dict[str, float]
+    confusion: Confusion
+    class_names: list[str]
+    notes: list[str]
+    skipped: dict[str, str]
+
+
+def prepare(
+    source: str, names: Sequence[str] | None, options: EvalOptions, *, head: Head = "segment", class_map: str = "",
+    architecture: str = "", img_size: int = 0, resize: int = 0, device: str = "cpu",
+) -> Asked:  # fmt: skip
+    """Load what answers.
+
+    Args:
+        names: classes of the data; None: answer in the model's own.
+        img_size: another input size, for classifiers. resize: the short side of images; 0: as in training.
+    """
+    if head == "segment":
+        loaded = load_segmenter(source)
+        about = loaded.description
+        ask = build_inference(loaded.model.to(device), about, resize or about.evaluation.get("resize", 0), options)
+        own = list(about.class_names)
+        if names is None or list(names) == own:
+            return Asked(ask, own, [])
+        columns = torch.from_numpy(class_lookup(names, own, "the data"))
+        return Asked(replace(ask, columns=columns), list(names), [f"{len(names)} of the {len(own)} classes are asked"])
+    wanted = list(names) if names is not None else _names_of_map(class_map)
+    model, classifier, mapping = load_token_segmenter(source, wanted, class_map, head, architecture, img_size or None)
+    size = classifier.description.img_size
+    if size[0] != size[1]:
+        raise EverytokenError(f"{source} takes {size[0]}x{size[1]} pixels; windows have to be square here")
+    options = replace(options, mode="slide")
+    facts = classifier.description
+    ask = Inference(model.to(device), resize or size[0], size[0], facts.mean, facts.std, options, fixed=True)
+    known, used = (
+        int((torch.bincount(mapping[mapping >= 0], minlength=len(wanted)) > 0).sum()),
+        int((mapping >= 0).sum()),
+    )
+    note = (
+        f"the {head} head answers for {known} of {len(wanted)} classes of the data, with {used} of its {len(mapping)} "
+        f"classes, in windows of {size[0]} pixels"
+    )
+    return Asked(ask, wanted, [note])
+
+
+def _names_of_map(path: str) -> list[str]:
+    if not path:
+        raise EverytokenError("a token head needs a --class-map FILE.json that names the classes to draw")
+    return list(json.loads(Path(path).read_text()))
+
+
+def evaluate(
+    source: str, data: str, options: EvalOptions | None = None, masks: MaskOptions | None = None, *,
+    split: str = "val", workers: int = 0, device: str = "cpu", amp: bool = False, on_bad_image: str = "raise",
+    pictures: str = "", picture_count: int = 16, **how: Any,
+) -> Evaluation:  # fmt: skip
+    """Numbers of a segmenter on a data set; see `everytoken segment eval --help`. `how` goes to `prepare`."""
+    masks = masks or MaskOptions()
+    undivided = split == "val" and not divided(data, masks)
+    found = open_masks(data, "all" if undivided and not masks.val_split else split, masks)
+    asked = prepare(source, found.class_names, options or EvalOptions(), device=device, **how)
+    counts = Confusion(len(asked.class_names))
+    bad = BadImages(on_bad_image)
+    loader = Loader(
+        found, None, 1, train=False, workers=workers, bad_images=bad,
+        samples=EvalSamples(found, on_bad_image == "skip"),
+    )  # fmt: skip
+    panels: list[Image.Image] = []
+    started, images = time.perf_counter(), 0
+    for batch, answer in _answers(asked.ask, loader, device, amp):
+        counts.add(batch.maps[0], answer)
+        images += 1
+        if pictures and len(panels) < picture_count:
+            pixels = batch.images[0].permute(1, 2, 0).numpy()
+            both = [("truth", batch.maps[0].numpy()), ("found", answer.numpy())]
+            panels.append(panel(pixels, both, asked.class_names))
+    seconds = time.perf_counter() - started
+    loader.close()
+    if panels:
+        Path(pictures).parent.mkdir(parents=True, exist_ok=True)
+        sheet(panels).save(pictures, quality=88)
+    numbers = {**counts.summary(), "images": images, "images_per_second": images / seconds}
+    return Evaluation(numbers, counts, asked.class_names, asked.notes, dict(bad.seen))
+
+
+def predict(
+    source: str, images: Sequence[str], output: str, options: EvalOptions | None = None, *,
+    workers: int = 0, device: str = "cpu", amp: bool = False, **how: Any,
+) -> tuple[list[dict[str, Any]], list[str]]:  # fmt: skip
+    """Masks and pictures of images, written to a folder.
+
+    Returns:
+        A row for each image (file, classes with their parts in percent), and what to tell the user.
+    """
+    root, names = _gather(images)
+    found = MaskSet(root, names, [], [], {})
+    asked = prepare(source, None, options or EvalOptions(), device=device, **how)
+    loader = Loader(found, None, 1, train=False, workers=workers, samples=EvalSamples(found, masks=False))
+    out = Path(output)
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for batch, answer in _answers(asked.ask, loader, device, amp):
+        mask = answer.numpy()
+        stem = out / Path(batch.keys[0]).with_suffix("")
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        as_palette_image(mask, len(asked.class_names)).save(stem.with_name(stem.name + ".png"))
+        pixels = batch.images[0].permute(1, 2, 0).numpy()
+        Image.fromarray(overlay(pixels, mask, len(asked.class_names))).save(
+            stem.with_name(stem.name + ".overlay.jpg"), quality=90
+        )
+        parts = np.bincount(mask.reshape(-1), minlength=len(asked.class_names)) / mask.size
+        order = [i for i in np.argsort(-parts, kind="stable").tolist() if parts[i] > 0]
+        rows.append({"image": batch.keys[0], **{asked.class_names[i]: round(100 * float(parts[i]), 2) for i in order}})
+    loader.close()
+    (out / "classes.json").write_text(json.dumps(dict(enumerate(asked.class_names)), indent=1))
+    return rows, asked.notes
+
+
+def _answers(ask: Inference, loader: Loader, device: str, amp: bool) -> Iterator[tuple[Any, Tensor]]:
+    for batch in loader.epoch(0):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
+            answer = ask(batch.images.to(device))
+        yield batch, answer.cpu()
+
+
+def _gather(images: Sequence[str]) -> tuple[Path, list[str]]:
+    """A common folder and the paths below it, of files and folders of images."""
+    found: list[Path] = []
+    for name in images:
+        path = Path(name).resolve()
+        if path.is_dir():
+            found += sorted(p for p in path.rglob("*") if is_image(p.relative_to(path).as_posix()))
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise DataError(f"there is no image or folder {name}")
+    if not found:
+        raise DataError(f"{', '.join(images)}: no images there")
+    parents = [{p.parent, *p.parent.parents} for p in found]
+    root = max(set.intersection(*parents), key=lambda p: len(p.parts))
+    return root, [p.relative_to(root).as_posix() for p in found]
+
+
+__all__ = ["Asked", "DataSet", "Evaluation", "evaluate", "predict", "prepare"]
