@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from everytoken.cli import main
 from everytoken.demo import images as source
 from everytoken.demo import run as runner
 from everytoken.errors import EverytokenError
@@ -41,13 +43,25 @@ def test_a_download_is_cached_and_a_wrong_one_refused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("gains", "words"),
-    [([1.0, 2.0], "gained +1.50"), ([-1.0, -2.0], "lost 1.50"), ([-1.0, 2.0], "No clear"), ([1.0], "proves nothing")],
-)
+    [
+        ([1.0, 1.1, 0.9], "gained 1.00"), ([-1.0, -1.1, -0.9], "lost 1.00"), ([-1.0, 2.0], "No clear"),
+        ([1.0], "proves nothing"), ([1.0, 3.0], "better with every seed, by 2.00"),
+        ([-1.0, -3.0], "worse with every seed, by 2.00"),
+    ],
+)  # fmt: skip
 def test_the_verdict_is_honest(gains, words):
     assert words in runner.verdict(gains)
 
 
-def test_the_demo_calls_the_real_commands_and_reports_every_seed(tmp_path, capsys, monkeypatch):
+def test_the_two_kinds_are_trained_alike_but_for_the_objective(tmp_path):
+    words = {
+        k: runner.train_words(runner.SCALES["minutes"], k, "i", tmp_path, 1, tmp_path / k, ()) for k in runner.KINDS
+    }
+    plain = [w for w in words["plain"] if w not in words["every-token"]]
+    assert plain == ["objectives.hard={}", str(tmp_path / "plain")]
+
+
+def test_the_demo_calls_the_real_commands_and_reports_every_seed(tmp_path, capsys, photos):
     called = []
 
     def run(words: list[str]) -> int:
@@ -55,15 +69,47 @@ def test_the_demo_calls_the_real_commands_and_reports_every_seed(tmp_path, capsy
         if words[0] == "train":
             place = Path(words[words.index("--output") + 1])
             place.mkdir(parents=True)
-            score = 50.0 + 2 * ("every-token" in place.name)
+            seed = int(words[words.index("--seed") + 1])
+            score = 50.0 + (2 + seed / 10) * ("every-token" in place.name)
             (place / "summary.json").write_text(json.dumps({"last": {"score": score}}))
         return 0
 
-    runner.demo(tmp_path, run, "minutes", data="photos", seeds=3)
-    assert [words[0] for words in called] == ["annotate", *["train"] * 6]
-    assert all("photos" in words for words in called)
+    runner.demo(tmp_path, run, "minutes", data=str(photos), seeds=3)
+    assert [words[0] for words in called] == ["annotate", *["train"] * 6, "report"]
+    assert all(str(photos) in words for words in called[:-1])
+    assert not any("--val-split" in words for words in called)  # these photos have a val folder
+    assert [Path(p).name for p in called[-1][1:7]] == [f"{k}-seed{s}" for k in runner.KINDS for s in (1, 2, 3)]
     text = capsys.readouterr().out
-    assert "gained +2.00 points" in text
-    assert json.loads((tmp_path / "result.json").read_text())["gain"] == [2.0, 2.0, 2.0]
+    assert "gained 2.20 points" in text
+    assert str(tmp_path / "report.html") in text.splitlines()[-1]
+    assert json.loads((tmp_path / "result.json").read_text())["gain"] == pytest.approx([2.1, 2.2, 2.3])
+    with Image.open(tmp_path / "data.png") as sheet:
+        assert np.asarray(sheet).std() > 30
     with pytest.raises(EverytokenError, match="exit code 143"):
-        runner.demo(tmp_path, lambda words: 143, "minutes", data="photos")
+        runner.demo(tmp_path, lambda words: 143, "minutes", data=str(photos))
+
+
+def test_a_folder_without_val_is_divided_in_every_step(tmp_path, photos):
+    called = []
+
+    def run(words: list[str]) -> int:
+        called.append(words)
+        return 0 if words[0] != "train" else 7
+
+    with pytest.raises(EverytokenError):
+        runner.demo(tmp_path, run, "minutes", data=str(photos / "train"))
+    assert all(words[words.index("--val-split") + 1] == "0.2" for words in called)
+
+
+def test_the_smallest_demo_runs_to_its_page_and_the_second_time_trains_nothing(tmp_path, capsys, photos, monkeypatch):
+    tiny = ("--model", "vit_nano_patch4_32", "--set", "model_kwargs={embed_dim: 32, depth: 1, num_heads: 2}")
+    tiny += ("--batch-size", "12", "--device", "cpu")
+    monkeypatch.setitem(runner.SCALES, "minutes", runner.Scale(30, 12, 1, 1, 1, 1, tiny))
+    assert main(["demo", "--data", str(photos), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "every-token against plain" in page
+    weights = tmp_path / "runs/every-token-seed1/best.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert main(["demo", "--data", str(photos), "--out", str(tmp_path)]) == 0
+    assert weights.stat().st_mtime_ns == before
+    assert "one seed, which proves nothing yet" in capsys.readouterr().out

@@ -11,10 +11,10 @@ from everytoken.cli._parse import parse
 
 @dataclass(frozen=True)
 class Demo:
-    """Fit an annotator, annotate, train with and without token labels, compare. Interrupted, it goes on.
+    """See it work: fit an annotator, annotate, train with and without token labels, write a page that compares.
 
-    The images are CIFAR-10 (from a cache, its home page, or the npm registry), or scikit-learn's digits when there is
-    no network.
+    The images are a part of CIFAR-10 (from a cache, its home page, or the npm registry), or scikit-learn's digits when
+    there is no network. Interrupted, the same command goes on. Every step is printed as the command that does it.
 
     Examples:
         everytoken demo
@@ -23,11 +23,11 @@ class Demo:
     """
 
     out: Path = Path("demo")
-    """Where images, maps, runs and the result go."""
+    """Where images, maps, runs, the page (report.html) and the result go."""
     data: str = ""
     """Your own folder of class folders, instead of the demo's images; they are seen at 32 px here."""
     scale: Literal["minutes", "hour", "gpu"] = "minutes"
-    """How much: a few minutes or about an hour on two cores, or a GPU."""
+    """How much: about five minutes or an hour on two idle cores, or a GPU."""
     seeds: int = 0
     """Runs of each model; 0: as many as the scale says."""
 

@@ -1,21 +1,26 @@
 """`everytoken demo`: the whole way on real images, with the same commands that a user would type.
 
-Find images, fit an annotator, annotate, train the plain model and the every-token model with the same budget and seeds,
-and say honestly what was gained. Every part can be rerun alone; interrupted, it goes on.
+Find images and show some, fit an annotator, annotate, train the plain model and the every-token model with the same
+budget and seeds, evaluate, write a page, and say honestly what was gained. Every part can be rerun alone by the command
+that is printed; interrupted, the demo goes on where it stopped.
+
+Both models have the same architecture, learning rate, augmentation, number of updates and seeds. What the every-token
+model has more is what an annotator says about each token, and that annotator was trained on the same images.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everytoken.demo.images import find_images, write_tree
+from everytoken.demo.sheet import contact_sheet
 from everytoken.errors import EverytokenError
+from everytoken.report.groups import Estimate
 
 Run = Callable[[list[str]], int]
 
@@ -25,30 +30,35 @@ class Scale:
     """How much is done.
 
     Attributes:
-        train, val: images; epochs: passes; seeds: runs of each model; model: arguments that name it.
+        train, val: images; epochs, fit_epochs: passes of the models and of the annotator; folds: see `annotate`.
+        seeds: runs of each model; model: arguments that name it.
     """
 
     train: int
     val: int
     epochs: int
     fit_epochs: int
+    folds: int
     seeds: int
     model: tuple[str, ...]
+    fit: tuple[str, ...] = ()
 
 
-_SMALL_VIT = ("--model", "vit_nano_patch4_32", "--set", "model_kwargs={embed_dim: 96, depth: 4, num_heads: 3}")
+# LV-ViT's convolutional stem learns from few updates; a plain ViT needs more than minutes
+_SMALLEST = "model_kwargs={embed_dim: 96, depth: 4, num_heads: 3, stem_width: 16}"
 SCALES = {
-    "minutes": Scale(2000, 1000, 10, 12, 2, _SMALL_VIT),
-    "hour": Scale(5000, 2000, 40, 30, 3, ("--model", "vit_nano_patch4_32")),
-    "gpu": Scale(50_000, 10_000, 100, 30, 3, ("--model", "lvvit_mini_patch4_32", "--batch-size", "256", "--amp")),
+    "minutes": Scale(4000, 1000, 4, 5, 1, 2, ("--model", "lvvit_nano_patch4_32", "--set", _SMALLEST)),
+    "hour": Scale(10_000, 2000, 15, 12, 2, 3, ("--model", "lvvit_nano_patch4_32")),
+    "gpu": Scale(50_000, 10_000, 100, 30, 2, 5, ("--model", "lvvit_mini_patch4_32", "--batch-size", "256", "--amp")),
 }
+KINDS = ("plain", "every-token")
 
 
 def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int:
     """Do all of it; returns an exit code.
 
     Args:
-        out: folder for images, maps, runs and the result.
+        out: folder for images, maps, runs, the page and the result.
         run: the command line, `everytoken.cli.main`.
         scale: one of SCALES.
         data: the user's own folder of class folders, instead of the demo's images.
@@ -57,77 +67,120 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
     chosen = SCALES[scale]
     count = seeds or chosen.seeds
     started = time.monotonic()
+    own = bool(data) and not _has_val(data)
     images = Path(data) if data else _prepare(out, chosen)
-    maps = out / "maps"
-    side = ("--img-size", "32")
-    print(f"\n1. An annotator for these classes, and what it says about every part of every image -> {maps}")
-    fit = ("--annotator", "fit", "--fit-epochs", str(chosen.fit_epochs), "--workers", "1", "--folds", "2")
-    _do(run, ["annotate", str(images), "--out", str(maps), *fit, *(("--val-split", "0.2") if data else ())])
-    kinds = {
-        "plain": ("--set", "objectives.hard={}", "--set", "mixing.cutmix={prob: 0.5}"),
-        "every token": (
-            *("--labels", str(maps), "--set", "objectives.token={beta: 0.5, class_target: both, rho: 0.5}"),
-            *("--set", "mixing.mixtoken={prob: 0.5}"),
-        ),
-    }
-    common = (
-        *("--epochs", str(chosen.epochs), "--warmup-epochs", "1", "--lr-base", "1e-3", "--lr-base-size", "64"),
-        *("--scale", "0.5", "1", "--aa", "", "--reprob", "0", "--workers", "1", "--log-interval", "20"),
-        *("--batch-size", "64", *chosen.model, *side, "--val-interval", str(max(1, chosen.epochs // 2))),
-        *(("--val-split", "0.2") if data else ()),
-    )
-    scores: dict[str, list[float]] = {kind: [] for kind in kinds}
-    print(f"\n2. The same network twice, {count} seeds each: plain labels, and labels for every token")
+    _show(out, str(images))
+    maps, runs, page = out / "maps", out / "runs", out / "report.html"
+    held = ("--val-split", "0.2") if own else ()
+    print(f"\n2. An annotator for these classes, and what it says about every part of every image -> {maps}")
+    fit = ("--annotator", "fit", "--fit-epochs", str(chosen.fit_epochs), "--folds", str(chosen.folds), *chosen.fit)
+    _do(run, ["annotate", str(images), "--out", str(maps), *fit, "--workers", "1", *held])
+    print(f"\n3. The same network twice, {count} seeds each: one label per image, and labels for every token -> {runs}")
+    scores: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for seed in range(1, count + 1):
-        for kind, words in kinds.items():
-            place = out / "runs" / f"{kind.replace(' ', '-')}-seed{seed}"
-            _do(run, ["train", str(images), *common, *words, "--seed", str(seed), "--output", str(place)])
-            scores[kind].append(json.loads((place / "summary.json").read_text())["last"]["score"])
-    _tell(out, images if data else images / "train", scores, time.monotonic() - started)
+        for kind in KINDS:
+            place = runs / f"{kind}-seed{seed}"
+            _do(run, train_words(chosen, kind, str(images), maps, seed, place, held))
+            scores[kind].append(_score(place))
+    places = [str(runs / f"{kind}-seed{seed}") for kind in KINDS for seed in range(1, count + 1)]
+    print(f"\n4. Evaluate every run on the validation images, and write a page about it -> {page}")
+    title = f"everytoken demo: {images.name if data else (images / 'origin.txt').read_text()}"
+    _do(run, ["report", *places, "--out", str(page), "--title", title, "--workers", "1"])
+    _tell(out, page, scores, time.monotonic() - started)
     return 0
+
+
+def train_words(
+    scale: Scale, kind: str, images: str, maps: Path, seed: int, place: Path, held: Sequence[str]
+) -> list[str]:
+    """The `train` command of one run. Only the objective (and the maps it reads) differs between the kinds."""
+    learn = {
+        "plain": ["--set", "objectives.hard={}"],
+        "every-token": [
+            *("--labels", str(maps), "--set", "objectives.token={beta: 0.5, class_target: both, rho: 0.5}"),
+        ],
+    }[kind]
+    return [
+        *("train", images, "--epochs", str(scale.epochs), "--warmup-epochs", str(min(5, scale.epochs / 10))),
+        *("--lr-base", "2e-3", "--lr-base-size", "64", "--batch-size", "64", "--scale", "0.5", "1", "--aa", ""),
+        *("--reprob", "0", "--img-size", "32", "--workers", "1", "--log-interval", "10", *scale.model, *held, *learn),
+        *("--val-interval", str(max(1, scale.epochs // 10)), "--seed", str(seed), "--output", str(place)),
+    ]
+
+
+def _has_val(data: str) -> bool:
+    from everytoken.data.places import part
+
+    return data.startswith(("torchvision:", "hf:")) or part(data, "val") is not None
 
 
 def _prepare(out: Path, scale: Scale) -> Path:
     folder = out / "images"
-    if (folder / "origin.txt").exists():
-        print(f"images: {(folder / 'origin.txt').read_text()} (already in {folder})")
+    done = folder / "origin.txt"
+    print(f"1. Images -> {folder}")
+    if done.exists():
+        print(f"{done.read_text()} (already there)")
         return folder
     images = find_images(print)
-    print(f"images: {images.origin}; writing {scale.train} + {scale.val} of them to {folder}")
-    write_tree(images, folder, scale.train, scale.val)
-    (folder / "origin.txt").write_text(images.origin)
+    count = (min(scale.train, len(images.train[1])), min(scale.val, len(images.val[1])))
+    print(f"{images.origin}; writing {count[0]:,} + {count[1]:,} of them")
+    write_tree(images, folder, *count)
+    done.write_text(images.origin.split(" from the cache")[0])
     return folder
 
 
+def _show(out: Path, images: str) -> None:
+    """A picture of the data, to look at while the rest runs."""
+    from everytoken.data.find import open_dataset
+
+    file = out / "data.png"
+    train = open_dataset(images, "train")
+    if not file.exists():
+        contact_sheet(train).save(file)
+    print(f"{len(train):,} images of {train.num_classes} classes; some of each: {file}")
+
+
 def _do(run: Run, words: list[str]) -> None:
-    print(f"\n$ everytoken {shlex.join(words)}")
+    print(f"\n$ everytoken {shlex.join(words)}", flush=True)
     code = run(words)
     if code:
         raise EverytokenError(f"the demo stops here (exit code {code}); the same command goes on from this point")
 
 
-def _tell(out: Path, images: Path, scores: dict[str, list[float]], seconds: float) -> None:
+def _score(place: Path) -> float:
+    """Validation accuracy after the last epoch."""
+    last = json.loads((place / "summary.json").read_text())["last"]
+    return float(last.get("ema_score", last["score"]))
+
+
+def _tell(out: Path, page: Path, scores: dict[str, list[float]], seconds: float) -> None:
     """The last lines: what was gained, with the spread over seeds."""
-    plain, every = scores["plain"], scores["every token"]
+    plain, every = scores["plain"], scores["every-token"]
     gains = [b - a for a, b in zip(plain, every, strict=True)]
     result = {"top1": scores, "gain": gains, "seconds": round(seconds, 1)}
     (out / "result.json").write_text(json.dumps(result, indent=1))
-    print("\n3. Validation accuracy (top-1, %)\n")
+    print("\nValidation accuracy after the last epoch (top-1, %)\n")
     print(f"  {'seed':<12}" + "".join(f"{i + 1:>9}" for i in range(len(plain))) + f"{'mean':>9}")
     for kind, values in (*scores.items(), ("gain", gains)):
-        print(f"  {kind:<12}" + "".join(f"{v:9.2f}" for v in values) + f"{statistics.mean(values):9.2f}")
-    print(f"\n{verdict(gains)}\nRuns, curves and weights: {out / 'runs'}. Look at the annotator's maps with:")
-    print(f"  everytoken labels sheet {out / 'maps'} --images {images} --out sheet.png")
+        print(f"  {kind:<12}" + "".join(f"{v:9.2f}" for v in values) + f"{sum(values) / len(values):9.2f}")
+    print(f"\n{verdict(gains)}")
+    print(f"The annotator was trained on the same images; its time is in the {seconds / 60:.1f} minutes of this demo.")
+    print(f"Open {page.resolve()} to see curves, classes, and what the tokens say.")
 
 
 def verdict(gains: Sequence[float]) -> str:
-    """One honest sentence."""
-    mean = statistics.mean(gains)
-    if len(gains) < 2:
-        return f"Every token: {mean:+.2f} points with one seed, which proves nothing yet; try --seeds 3."
-    spread = f"{min(gains):+.2f} to {max(gains):+.2f} over {len(gains)} seeds"
-    if min(gains) > 0:
-        return f"Training on every token gained {mean:+.2f} points ({spread})."
-    if max(gains) < 0:
-        return f"Training on every token lost {-mean:.2f} points here ({spread})."
-    return f"No clear difference here: {mean:+.2f} points ({spread})."
+    """One honest sentence: the mean, the spread, and what more seeds would be needed for."""
+    e = Estimate.of(gains)
+    if e.low is None or e.high is None:
+        return f"Every token: {e.mean:+.2f} points with one seed, which proves nothing yet; try --seeds 3."
+    spread = (
+        f"{min(gains):+.2f} to {max(gains):+.2f} over {len(gains)} seeds, 95 % interval {e.low:+.2f} to {e.high:+.2f}"
+    )
+    if e.clear:
+        done = f"gained {e.mean:.2f}" if e.mean > 0 else f"lost {-e.mean:.2f}"
+        return f"Training on every token {done} points ({spread})."
+    if min(gains) > 0 or max(gains) < 0:
+        way = "better" if e.mean > 0 else "worse"
+        few = "; so few seeds leave room for chance, try --seeds 5"
+        return f"Training on every token was {way} with every seed, by {abs(e.mean):.2f} points ({spread}{few})."
+    return f"No clear difference here: {e.mean:+.2f} points ({spread})."
