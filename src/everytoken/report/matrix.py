@@ -83,7 +83,7 @@ def confusion_table(classes: Classes) -> str:
     caption = f"{escape(classes.group.name)}: rows are labels, columns answers, percent of the row{over}{some}"
     label = escape(f"Confusion matrix of {classes.group.name}", quote=True)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">'
-        f'<table class="matrix"><caption>{caption}</caption><thead><tr><td></td>{head}</tr></thead>'
+        f'<p class="note">{caption}</p><div class="scroll" tabindex="0" role="region" aria-label="{label}">'
+        f'<table class="matrix"><thead><tr><td></td>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )

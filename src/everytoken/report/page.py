@@ -231,11 +231,9 @@ def _html(table: Table | None) -> str:
                 out.append(f"<td{kind}>{escape(value)}</td>")
         return "".join(out)
 
-    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
+    caption = f'<p class="note">{escape(table.caption)}</p>' if table.caption else ""
     head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>"
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
     label = escape(table.caption or "table", quote=True)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>{caption}{head}<tbody>{body}'
-        "</tbody></table></div>"
-    )
+    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">'
+    return f"{caption}{region}<table>{head}<tbody>{body}</tbody></table></div>"

@@ -89,27 +89,28 @@ def data_address(image: Image.Image) -> str:
 def choose(found: Sequence[Predicted], count: int = 12) -> list[tuple[int, str]]:
     """(position in the predictions, why) of images to show, of the first set of predictions' images.
 
-    With two groups or more: a third that only the last group gets right, a third that only the first one does, so that
-    nothing looks better than it is, and the rest where all are wrong or all right, surest first. With one group:
-    half wrong, surest first, and half right, evenly spread.
+    With two groups or more: equally many that only the last group gets right, that only the first one does (so that
+    nothing looks better than it is), that all get wrong, surest first, and that all get right. With one group: half
+    wrong, surest first, and half right. Where the order is not by sureness, they are spread evenly over it.
     """
-    first = found[0].predictions
-    correct = [p.predictions.correct for p in found]
+    correct = np.array([p.predictions.correct for p in found])
     sure = np.mean([p.predictions.confidence for p in found], axis=0)
     by_sureness = np.argsort(-sure, kind="stable")
-    kinds: list[tuple[str, np.ndarray]] = []
+    kinds: list[tuple[str, np.ndarray]] = [("wrong", ~np.any(correct, axis=0)), ("right", np.all(correct, axis=0))]
     if len(found) > 1:
-        kinds += [("only the last group is right", correct[-1] & ~correct[0])]
-        kinds += [("only the first group is right", correct[0] & ~correct[-1])]
-    kinds += [("wrong, and sure", ~np.any(correct, axis=0)), ("right", np.all(correct, axis=0))]
+        kinds = [
+            ("only the last group is right", correct[-1] & ~np.any(correct[:-1], axis=0)),
+            ("only the first group is right", correct[0] & ~np.any(correct[1:], axis=0)),
+            *((f"{why}, by all groups", mask) for why, mask in kinds),
+        ]
     share = -(-count // len(kinds))
     picked: list[tuple[int, str]] = []
     for why, mask in kinds:
         inside = [int(i) for i in by_sureness if mask[i]]
-        if why == "right" or why.startswith("only"):
+        if why.startswith(("right", "only")):
             inside = [inside[i] for i in sample_positions(len(inside), share)]
         picked += [(i, why) for i in inside[:share]]
-    return [(i, why) for i, why in picked if 0 <= i < len(first)][: max(count, len(kinds))]
+    return picked[: max(count, len(kinds))]
 
 
 def token_maps(run: Run, images: DataSet, indices: Sequence[int]) -> tuple[list[Image.Image], list[TokenMap | None]]:
