@@ -22,10 +22,11 @@ class Report:
     Runs that differ in the seed only are one group. The group of the first run is the baseline; the others are
     compared with it seed by seed. The page holds everything it shows and needs no network.
 
-    Examples:
-        everytoken report runs/plain-seed1 runs/plain-seed2 runs/token-seed1 runs/token-seed2 --out report.html
-        everytoken report runs --out report.html
-        everytoken report runs/mine --format md --no-predictions
+    everytoken report runs/plain-seed1 runs/plain-seed2 runs/token-seed1 runs/token-seed2 --out report.html
+
+    everytoken report runs --out report.html
+
+    everytoken report runs/mine --format md --no-predictions
     """
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

@@ -111,7 +111,7 @@ def _compared(report: Report) -> str:
         why = (
             "<p>Why labels for every token may help: ordinary training asks one question per image. Token labeling "
             "asks one per token, where the annotator says what is to be seen at that place, so the same images teach "
-            "more. It can teach no more than the annotator knows; see how often it agrees with the folders below.</p>"
+            "more. How much depends on the annotator: below is how often it agrees with the folders.</p>"
         )
     same = "" if report.settings or len(report.groups) < 2 else "<p>The groups have the same settings.</p>"
     table = _html(settings_table(report))
