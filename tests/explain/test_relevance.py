@@ -71,18 +71,19 @@ class LinearConv(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 5, 4, 4)
         self.fc = nn.Linear(5, 2)
+        self.places = torch.linspace(0, 2, 16).view(4, 4)  # how much each counts; 1 on average
 
     def forward_features(self, x):
         return self.conv(x)
 
     def forward_head(self, x):
-        return self.fc(x.mean((2, 3)))
+        return self.fc((self.places * x).mean((2, 3)))
 
 
 def test_grad_cam_of_a_linear_model_is_what_one_computes_by_hand():
     torch.manual_seed(0)
     model, x = LinearConv(), images(size=16)
-    # the logit is the mean over 16 places of w·F + b, so the slope of every place is w / 16
+    # the logit is the mean over 16 places of (how much it counts)·w·F, so the slopes are w / 16 on average
     by_hand = torch.stack(
         [torch.relu((model.fc.weight[c] / 16 * model.conv(x).movedim(1, -1)).sum(-1)) for c in (1, 0)]
     )

@@ -11,6 +11,7 @@ import tyro
 
 from everytoken.cli._parse import parse
 from everytoken.cli.labels_files import read_names
+from everytoken.errors import EverytokenError
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def main(argv: list[str], prog: str) -> int:
     sources = [(options.source, options.checkpoint, options.model)]
     if options.compare:
         sources.append((options.compare, options.compare_checkpoint, ""))
+    if options.untrained and not any(source.startswith("timm:") for source, _, _ in sources):
+        raise EverytokenError(f"--untrained goes with timm:NAME; {options.source} brings its weights.")
     subjects = [
         load_subject(
             source, checkpoint, model, options.img_size, names, options.untrained and source.startswith("timm:"), device

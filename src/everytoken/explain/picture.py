@@ -138,14 +138,14 @@ def draw_card(card: Card) -> Image.Image:
     panels = max(len(row.panels) for row in card.rows)
     legend = any(row.legend or row.bars for row in card.rows)
     width = 2 * PAD + panels * PANEL + (panels - 1) * GAP + (GAP + LEGEND if legend else 0)
-    heights = [LINE * 3 + 10 + max(panel.image.height for panel in row.panels) for row in card.rows]
+    heights = [LINE * 3 + 14 + max(panel.image.height for panel in row.panels) for row in card.rows]
     image = Image.new("RGB", (width, PAD + LINE + sum(heights) + 6 * len(heights) + PAD), CARD)
     draw = ImageDraw.Draw(image)
     draw_text(draw, (PAD, PAD - 4), card.title, 17, INK, width - 2 * PAD, middle=True)
     y = PAD + LINE + 4
     for row, height in zip(card.rows, heights, strict=True):
         draw_text(draw, (PAD, y), row.label, 14, FAINT, width - 2 * PAD)
-        _draw_row(image, draw, row, y + LINE, PAD + panels * (PANEL + GAP) + 6)
+        _draw_row(image, draw, row, y + LINE + 4, PAD + panels * (PANEL + GAP) + 6)
         y += height + 6
     return image
 
@@ -168,7 +168,7 @@ def _draw_row(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, y: int, l
         at += LINE
     at = y + LINE + 2 + height - (LINE + 8) * len(row.bars) - (LINE if row.remark else 0)
     for low, high, kind in row.bars:
-        words = max(46, 8 + int(max(draw.textlength(w) for w in (low, high)) * 1.25))
+        words = 64
         ramp = np.linspace(0, 1, LEGEND - 2 * words)[None, :].repeat(12, axis=0)
         colours = heat_colours(ramp) if kind == "heat" else share_colours(1 - ramp).astype(np.uint8)
         draw_text(draw, (legend_x, at + 4), low, 13, FAINT, words)

@@ -54,6 +54,8 @@ class Wanted:
 
 def explain_images(subjects: Sequence[Subject], files: Sequence[str], out: Path, wanted: Wanted) -> list[Path]:
     """Write a card for each image, the overview and the numbers; the files that were written."""
+    if not files:
+        raise EverytokenError("there is nothing to explain: name at least one image file.")
     out.mkdir(parents=True, exist_ok=True)
     methods = [choose_method(subject.model, wanted.method) for subject in subjects]
     keys = _keys(wanted.maps, files)
