@@ -103,8 +103,8 @@ def test_a_folder_without_val_is_divided_in_every_step(tmp_path, photos):
 
 def test_the_smallest_demo_runs_to_its_page_and_the_second_time_trains_nothing(tmp_path, capsys, photos, monkeypatch):
     tiny = ("--model", "vit_nano_patch4_32", "--set", "model_kwargs={embed_dim: 32, depth: 1, num_heads: 2}")
-    tiny += ("--batch-size", "12", "--device", "cpu")
-    monkeypatch.setitem(runner.SCALES, "minutes", runner.Scale(30, 12, 1, 1, 1, 1, tiny))
+    tiny += ("--device", "cpu")
+    monkeypatch.setitem(runner.SCALES, "minutes", runner.Scale(30, 12, 1, 1, 1, 1, 12, 1e-3, tiny))
     assert main(["demo", "--data", str(photos), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "every-token against plain" in page
