@@ -21,7 +21,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs
 
 # ratios on this machine; `make bench PHOTOS=folder` also times the loader on your photos
 bench: $(STAMP)
