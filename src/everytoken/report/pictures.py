@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from everytoken.labels import drawing
 from everytoken.report.build import Report
 
 if TYPE_CHECKING:
     from everytoken.report.samples import Agreement, TokenMap
 
 # Ten colours that can be told apart over a photograph; grey is for the rest.
-PALETTE = (
-    "#e6194b", "#3cb4ff", "#ffd21e", "#2fbf71", "#b15be3", "#ff8c1a", "#1f4ed8", "#00c2b2", "#ff7ab8", "#7a4a1e",
-)  # fmt: skip
-OTHER = "#8a8a8a"
+PALETTE = (*drawing.PALETTE, "#00c2b2", "#ff7ab8", "#7a4a1e")
+OTHER = drawing.OTHER
 
 
 def colours_of(report: Report) -> dict[str, str]:
