@@ -17,7 +17,7 @@ from everytoken.labels.drawing import CARD, FAINT, INK, PAPER, draw_swatch, draw
 
 PANEL, GAP, LEGEND, PAD, LINE = 232, 10, 250, 16, 20
 OWN, PARTNER, MIDDLE = "#d55e00", "#0072b2", "#f4f2ee"
-DIFFER, ALIKE = "#e69f00", "#3b6fb5"
+DIFFER = "#e66100"
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,11 @@ def heat_panel(photo: Image.Image, values: NDArray[np.floating]) -> Image.Image:
 
 
 def difference_panel(photo: Image.Image, same: NDArray[np.bool_], inside: NDArray[np.bool_]) -> Image.Image:
-    """Cells [h, w] where two maps name the same class, where not, and (grey) where there is only one map."""
-    colour = np.where(same[..., None], np.array(rgb(ALIKE)), np.array(rgb(DIFFER)))
-    strength = np.where(inside, np.where(same, 0.3, 0.65), 0.0)[..., None]
-    colour, strength = (_spread(np.asarray(v, np.float32), photo.size) for v in (colour, strength))
-    base = np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
-    return _picture((1 - strength) * base + strength * colour)
+    """The photo in grey, with colour on the cells [h, w] where two maps differ; dark where there is only one map."""
+    strength = _spread((0.7 * (inside & ~same)).astype(np.float32)[..., None], photo.size)
+    light = _spread(np.where(inside, 1.0, 0.4).astype(np.float32)[..., None], photo.size)
+    base = light * np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
+    return _picture((1 - strength) * base + strength * np.array(rgb(DIFFER), np.float32))
 
 
 def share_panel(values: NDArray[np.floating], size: tuple[int, int]) -> Image.Image:

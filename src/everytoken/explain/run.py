@@ -102,14 +102,13 @@ def explain_mix(
         lines = [("by alignment", pic.OWN, story.layers)]
         if story.likeness:
             lines.append(("by likeness", pic.PARTNER, story.likeness))
+        told = f"target {story.share:.2f} · tokens {story.aligned.min():.2f} to {story.aligned.max():.2f}"
         panels = [
             pic.Panel("first image", pic.photo_of(own.pixels), Path(files[0]).name),
             pic.Panel("second image", pic.photo_of(partner.pixels), Path(files[1]).name),
             pic.Panel("mixed", photo, f"{story.ratio:.0%} of the area is the first image"),
             pic.Panel("labels by area", pic.share_panel(story.start.numpy(), photo.size), f"target {story.ratio:.2f}"),
-            pic.Panel(
-                "aligned labels", pic.share_panel(story.aligned.numpy(), photo.size), f"target {story.share:.2f}"
-            ),
+            pic.Panel("aligned labels", pic.share_panel(story.aligned.numpy(), photo.size), told),
             pic.Panel("share of the first, by layer", pic.chart(lines, story.ratio), "dashed: by area"),
         ]
         label = f"{subject.name}   RMSE of aligned shares over {boxes} random boxes: {story.rmse:.3f}"
@@ -197,7 +196,7 @@ def _token_panels(
             caption = "they share no classes"
         else:
             caption = f"same class in {beside.agreement:.0%} of the tokens"
-            entries += [pic.Entry(pic.ALIKE, "tokens and annotator agree"), pic.Entry(pic.DIFFER, "they differ")]
+            entries.append(pic.Entry(pic.DIFFER, "tokens and annotator differ"))
         panels.append(pic.Panel("where they differ", pic.difference_panel(photo, beside.same, beside.inside), caption))
     return panels, entries
 
