@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken._machine import default_workers
 from everytoken.annotate.annotator import Annotator, AnnotatorError, Preprocessing, weights_hash
 from everytoken.annotate.classes import ClassList
 from everytoken.annotate.fit_model import build_model, load_fold, save_fold
@@ -60,7 +61,7 @@ class FitOptions:
     weight_decay: float = 0.05
     folds: int = 1
     seed: int = 42
-    workers: int = 4
+    workers: int = field(default_factory=default_workers)
 
 
 @dataclass

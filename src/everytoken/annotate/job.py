@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everytoken._machine import default_workers
 from everytoken.annotate.annotator import Annotator, AnnotatorError
 from everytoken.annotate.classes import ClassPlan, plan_classes
 from everytoken.annotate.reading import BatchReader, ImageBatch, batches, store_order
@@ -56,7 +57,7 @@ class JobOptions:
     top_k: int = 0
     resize: str = "squash"
     batch_size: int = 32
-    workers: int = 4
+    workers: int = field(default_factory=default_workers)
     amp_dtype: str = ""
     class_map: str = ""
     foreign_classes: bool = False

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
 
@@ -65,7 +66,7 @@ class Annotate:
     """Text file with the data set's class names in the order of their numbers. Default: sorted folder names."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 32
     """Images per step."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Processes that decode images."""
     device: str = ""
     """cpu, cuda, mps. Default: the best there is."""

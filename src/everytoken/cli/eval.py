@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 
 
@@ -44,7 +45,7 @@ class Eval:
     """ImageNet ReaL labels (real.json)."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 64
     """Images per step."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""
     """cpu, cuda, mps; default: the best there is."""

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 import tyro
 
+from everytoken._machine import default_workers
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -53,7 +55,7 @@ class DataOptions:
     """Images per step and process."""
     val_batch_size: int = 0
     """Images per step in validation; 0: as in training."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
     repeat_augment: int = 1
     """Show every image this many times per epoch, differently augmented (DeiT uses 3)."""
