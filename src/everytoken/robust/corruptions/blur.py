@@ -64,15 +64,15 @@ def shuffle_sources(height: int, width: int, reach: int, rng: np.random.Generato
     source[inner] = number[inner] + moves[0] * width + moves[1]
     touched = np.zeros((height, width), bool)
     touched[inner] = True
-    number, source, touched = number.ravel(), source.ravel(), touched.ravel()
+    flat, come = number.ravel(), source.ravel()
     # where to look on: the source if it was overwritten before, else nowhere (the pixel itself)
-    follow = np.where(touched[source] & (source > number), source, number)
+    follow = np.where(touched.ravel()[come] & (come > flat), come, flat)
     while True:
         further = follow[follow]
         if np.array_equal(further, follow):
             break
         follow = further
-    return source[follow]
+    return come[follow]
 
 
 def motion_blur(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:

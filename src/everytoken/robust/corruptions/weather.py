@@ -88,7 +88,7 @@ def snow(image: np.ndarray, severity: int, rng: np.random.Generator, scale: floa
     """A whitened image, and flakes with a motion, twice: as they are and turned by 180 degrees."""
     mean, deviation, enlarge, threshold, radius, sigma, own = SNOW[severity - 1]
     height, width = image.shape[:2]
-    flakes = (mean + deviation * rng.standard_normal((height, width, 1), np.float32)).astype(np.float32)
+    flakes: np.ndarray = mean + deviation * rng.standard_normal((height, width, 1), np.float32)
     flakes = filters.zoom(flakes, max(1.0, enlarge * scale))
     flakes[flakes < threshold] = 0
     flakes = np.floor(np.clip(flakes, 0, 1) * 255) / 255

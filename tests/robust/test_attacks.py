@@ -1,0 +1,202 @@
+"""Attacks on models whose answer is known, and what must hold for every model."""
+
+import pytest
+import torch
+from torch import nn
+
+from everytoken.errors import EverytokenError
+from everytoken.robust.attacks import auto
+from everytoken.robust.attacks.apgd import checkpoints
+from everytoken.robust.attacks.balls import distance, project
+from everytoken.robust.attacks.fab import boundary, reach_plane
+from everytoken.robust.attacks.losses import dlr, rivals, targeted_dlr
+from everytoken.robust.attacks.square import area, bump
+
+SMALL = auto.Budget(steps=25, pgd_steps=10, queries=300, targets=3)
+TINY = auto.Budget(steps=8, pgd_steps=5, queries=30, targets=2)
+NORMS = ("linf", "l2")
+
+
+def linear(classes=4, side=4, seed=0, scale=1.0):
+    """A linear classifier whose images lie well inside 0..1, so that the box does not matter."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * side * side, classes)).requires_grad_(False)
+    images = 0.35 + 0.3 * torch.rand(12, 3, side, side)
+    model[1].weight.mul_(scale)
+    model[1].bias.copy_(-(images.flatten(1) @ model[1].weight.T).mean(0))  # all classes occur
+    return model, images, model(images).argmax(1), [str(i) for i in range(12)]
+
+
+def exact_distance(model, images, labels, norm):
+    """To the nearest boundary: the smallest over classes of gap / dual norm of the difference of weights."""
+    z, w = model(images), model[1].weight
+    far = torch.full((len(images),), torch.inf)
+    for i, y in enumerate(labels.tolist()):
+        for c in range(w.shape[0]):
+            if c != y:
+                d = w[y] - w[c]
+                far[i] = min(far[i], float((z[i, y] - z[i, c]) / (d.abs().sum() if norm == "linf" else d.norm())))
+    return far
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(8 * 16, 5)).requires_grad_(False)
+    images = torch.rand(10, 3, 6, 6)
+    return model, images, model(images).argmax(1), [f"image-{i}" for i in range(10)]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_fab_finds_the_exact_distance_of_a_linear_model(norm):
+    model, images, labels, _ = linear()
+    others = rivals(model, images, labels, 3)
+    _, far = boundary(model, images, labels, others, images, 1.0, norm, steps=60, stop=False)
+    exact = exact_distance(model, images, labels, norm)
+    assert far == pytest.approx(exact, rel=0.01)  # it overshoots a little, on purpose
+    assert (far >= exact * (1 - 1e-4)).all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", ["fgsm", "pgd", "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "autoattack"])
+def test_a_linear_model_breaks_exactly_beyond_its_distance(name, norm):
+    model, images, labels, keys = linear(classes=2 if name in ("fgsm", "pgd", "apgd-ce") else 4)
+    far = exact_distance(model, images, labels, norm)
+    for eps in far.sort().values[[3, 8]].tolist():
+        eps *= 1.02
+        out = auto.run(model, images, labels, keys, auto.attacks(name, SMALL), eps, norm)
+        broken = torch.tensor([by != "" for by in out.by])
+        assert not broken[far > eps].any()  # impossible
+        sure = far < eps * 0.97
+        if name == "apgd-dlr":  # the ratio's maximum on the ball need not be at the nearest boundary
+            assert broken[sure].float().mean() > 0.6
+        else:
+            assert broken[sure].all()
+
+
+def test_square_breaks_a_linear_model_with_ample_eps():
+    model, images, labels, keys = linear(classes=2)
+    for norm in NORMS:
+        eps = float(exact_distance(model, images, labels, norm).max()) * (2 if norm == "linf" else 4)
+        out = auto.run(model, images, labels, keys, auto.attacks("square", SMALL), eps, norm)
+        assert sum(by == "square" for by in out.by) >= 9
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_accuracy_never_rises_with_eps_and_the_ensemble_is_at_least_as_strong(network, norm):
+    model, images, labels, keys = (part if isinstance(part, nn.Module) else part[:5] for part in network)
+    unit = 0.004 if norm == "linf" else 0.03
+    last = None
+    for eps in (unit, 8 * unit):
+        broken = {}
+        for name in (*auto.SINGLE, *auto.ENSEMBLES):
+            out = auto.run(model, images, labels, keys, auto.attacks(name, TINY), eps, norm)
+            broken[name] = {i for i, by in enumerate(out.by) if by}
+            assert float(out.distance.max()) <= eps * (1 + 1e-4)
+            assert out.images.min() >= 0
+            assert out.images.max() <= 1
+            wrong = model(out.images).argmax(1) != labels
+            assert wrong.tolist() == [bool(by) for by in out.by]
+        for ensemble in auto.ENSEMBLES:
+            for name in ("apgd-ce", "apgd-t", "fab-t", "square"):
+                assert broken[name] <= broken[ensemble]
+        if last is not None:
+            assert all(last[name] <= broken[name] for name in auto.ENSEMBLES)
+        last = broken
+    assert last["autoattack"]
+    assert len(last["autoattack"]) >= len(last["fgsm"])
+
+
+def test_what_happens_to_an_image_does_not_depend_on_its_batch(network):
+    model, images, labels, keys = (m.double() if isinstance(m, torch.Tensor) and m.is_floating_point() else m
+                                   for m in network)  # fmt: skip
+    model = model.double()
+    parts = auto.attacks("autoattack", SMALL)
+    whole = auto.run(model, images, labels, keys, parts, 0.02, "linf")
+    pick = torch.tensor([7, 2, 5])
+    some = auto.run(model, images[pick], labels[pick], [keys[i] for i in pick], parts, 0.02, "linf")
+    model.float()
+    assert [whole.by[i] for i in pick] == some.by
+    assert whole.images[pick] == pytest.approx(some.images, abs=1e-6)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_projection_to_a_plane_in_the_box_is_the_smallest_change(norm):
+    torch.manual_seed(3)
+    points, normal = torch.rand(200, 6).double(), torch.randn(200, 6).double()
+    normal[:50, 0] = 0
+    excess = torch.randn(200).double() * 2
+    change = reach_plane(points, normal, excess, norm)
+    moved = points + change
+    assert moved.min() >= -1e-9
+    assert moved.max() <= 1 + 1e-9
+    room = (normal * excess.sign()[:, None]).clamp(min=0) * points - (normal * excess.sign()[:, None]).clamp(max=0) * (
+        1 - points
+    )
+    possible = room.sum(1) >= excess.abs()
+    assert 40 < int(possible.sum()) < 200
+    fallen = -(normal * change).sum(1)
+    assert fallen[possible] == pytest.approx(excess[possible], abs=1e-9)
+    assert fallen[~possible].abs() == pytest.approx(room.sum(1)[~possible], abs=1e-9)  # as far as the box lets
+    # no smaller change does it: a slow search over the size of the change
+    for i in torch.nonzero(possible)[:8, 0].tolist():
+        size = float(distance(change[i].view(1, 1, 1, -1), norm)) * 0.98
+        sign = float(excess[i].sign())
+        if norm == "linf":
+            best = (points[i] - size * (normal[i] * sign).sign()).clamp(0, 1)
+        else:  # the best point of ball and box, by projected gradient
+            best = points[i].clone()
+            for _ in range(300):
+                step = best - 0.02 * sign * normal[i]
+                for _ in range(3):
+                    step = project(step.view(1, 1, 1, -1), points[i].view(1, 1, 1, -1), size, "l2").view(-1)
+                best = step
+        assert -sign * float(normal[i] @ (best - points[i])) < abs(float(excess[i])) + 1e-6
+
+
+def test_the_ratio_loss_ignores_shift_and_scale_and_is_positive_when_wrong():
+    torch.manual_seed(0)
+    z, y = torch.randn(20, 6).double(), torch.randint(0, 6, (20,))
+    assert dlr(y)(3 * z + 7) == pytest.approx(dlr(y)(z))
+    assert ((dlr(y)(z) > 0) == (z.argmax(1) != y)).all()
+    z1 = torch.tensor([[4.0, 3.0, 1.0, 0.0, -2.0]])
+    assert float(dlr(torch.tensor([0]))(z1)) == pytest.approx(-1 / 3)
+    assert float(targeted_dlr(torch.tensor([0]), torch.tensor([2]))(z1)) == pytest.approx(-3 / 3.5)
+
+
+def test_checkpoints_are_the_papers():
+    assert sorted(checkpoints(100)) == [22, 41, 57, 70, 80, 87, 93, 99]
+
+
+def test_squares_shrink_by_the_published_schedule():
+    assert [area(q, 5000) for q in (0, 10, 11, 51, 201, 501, 4001)] == [0.8 / 2**k for k in (0, 0, 1, 2, 3, 4, 7)]
+    assert bump(5, 7).norm() == pytest.approx(1)
+    assert bump(5, 7).argmax() == 2 * 7 + 3
+
+
+def test_hidden_gradients_are_counted_and_square_gets_through():
+    class Stepped(nn.Module):
+        def forward(self, x):
+            flat = torch.round(x.flatten(1) * 255) / 255  # the gradient of rounding is zero
+            return torch.stack([flat.mean(1), 1 - flat.mean(1)], 1) * 10
+
+    images = 0.5 + 0.02 * torch.rand(4, 3, 8, 8)
+    labels = torch.zeros(4, dtype=torch.long)
+    keys = list("abcd")
+    out = auto.run(Stepped(), images, labels, keys, auto.attacks("pgd", SMALL), 0.05, "linf")
+    assert out.no_gradient == 4
+    out = auto.run(Stepped(), images, labels, keys, auto.attacks("autoattack", SMALL), 0.05, "linf")
+    assert set(out.by) == {"square"}
+
+
+def test_random_models_wrong_names_and_zero_eps_are_refused(network):
+    model, images, labels, keys = network
+    noisy = lambda x: model(x) + 0.1 * torch.rand(len(x), 5)  # noqa: E731
+    with pytest.raises(EverytokenError, match="differently each time"):
+        auto.run(noisy, images, labels, keys, auto.attacks("fgsm"), 0.1, "linf")
+    with pytest.raises(EverytokenError, match="autoattack"):
+        auto.attacks("auto-attack")
+    with pytest.raises(EverytokenError, match="above 0"):
+        auto.run(model, images, labels, keys, auto.attacks("fgsm"), 0.0, "linf")
+    with pytest.raises(EverytokenError, match="steps"):
+        auto.Budget(steps=0)
