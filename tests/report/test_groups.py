@@ -93,3 +93,15 @@ def test_a_folder_of_runs_stands_for_its_runs_and_a_wrong_name_is_named(tmp_path
     assert names == ["runs/one", "runs/two", "more/one"]
     with pytest.raises(EverytokenError, match="Did you mean 'runs'"):
         find_runs([tmp_path / "runz"])
+
+
+def test_runs_of_another_task_keep_the_name_of_their_score(tmp_path, capsys):
+    from everytoken.cli import main
+
+    folder = RunFolder(write_run(tmp_path / "seg", 40.0, 1))
+    folder.record({"kind": "epoch", "step": 3, "epoch": 3, "score": 41.0, "val_mIoU": 41.0})
+    assert main(["report", str(folder.path), "--out", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    assert "mIoU 41.00 %" in text
+    assert "top-1" not in text
+    assert "for classifiers only" in capsys.readouterr().out

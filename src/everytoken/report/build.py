@@ -74,6 +74,12 @@ class Report:
     notes: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def metric(self) -> str:
+        """What is compared: "top-1", unless the runs are of another task."""
+        found = {run.metric for run in self.runs if run.scores}
+        return found.pop() if len(found) == 1 else "score" if found else "top-1"
+
 
 def collect(
     paths: Sequence[str | Path], *, data: str = "", predictions: bool = True, count: int = 12, device: str = "",
@@ -117,6 +123,11 @@ def _add_predictions(report: Report, data: str, count: int, device: str, workers
         matrices, names, interval = list[np.ndarray](), list[str](), (0.0, 0.0)
         for run in group.runs:
             if run.state in ("damaged", "not begun"):
+                continue
+            if run.scores and run.metric in ("mIoU", "mAP"):
+                report.notes.append(
+                    f"{run.name}: predictions are shown for classifiers only; this run has {run.metric}."
+                )
                 continue
             try:
                 if meter is None:

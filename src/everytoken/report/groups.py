@@ -71,7 +71,7 @@ class Group:
 
     @property
     def accuracy(self) -> Estimate | None:
-        """Validation top-1 after the last epoch, over the finished runs."""
+        """Validation score after the last epoch, over the finished runs."""
         values = [run.score for run in self.finished if run.score is not None]
         return Estimate.of(values) if values else None
 

@@ -23,7 +23,7 @@ def render(report: Report, title: str = "") -> str:
     parts += [words.how_sure(d) for d in report.differences]
     if not report.differences:
         parts += [f"{group.name}: {words.group_words(group)}" for group in report.groups]
-    parts.append(words.caution(report.groups))
+    parts.append(words.caution(report))
     learned = [f"- **{g.name}** learns {words.learns(g.runs[0].config)}" for g in report.groups if g.runs[0].config]
     sections: list[tuple[str, list[str | Table | None]]] = [
         ("What was compared", ["\n".join(learned), group_table(report), settings_table(report)]),

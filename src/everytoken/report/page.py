@@ -74,9 +74,9 @@ def _headline(report: Report) -> str:
         parts += [_over_images(report)]
         if len(report.groups) > 1:
             parts.append("<p>No two finished runs have the same seed, so no paired difference is shown.</p>")
-    parts.append(f'<p class="note">{escape(words.caution(report.groups))}</p></div>')
+    parts.append(f'<p class="note">{escape(words.caution(report))}</p></div>')
     charts = interval_chart(
-        "Validation accuracy", " %", [(g.name, e, colour[g.name]) for g in report.groups if (e := g.accuracy)]
+        f"Validation {report.metric}", " %", [(g.name, e, colour[g.name]) for g in report.groups if (e := g.accuracy)]
     )
     if report.differences:
         charts += interval_chart(
@@ -127,7 +127,9 @@ def _curves(report: Report) -> str:
 
     terms = list(dict.fromkeys(term for run in report.runs for term in run.terms))
     charts = [
-        line_chart("Validation accuracy", " %", [Series(r.name, r.scores, colour[r.name]) for r in report.runs], 4.0),
+        line_chart(
+            f"Validation {report.metric}", " %", [Series(r.name, r.scores, colour[r.name]) for r in report.runs], 4.0
+        ),
         line_chart("Validation loss", "", lines("val_loss", "epoch", ema=True)),
         *(line_chart(f"Training: {term}", "", lines(term)) for term in terms[:10]),
         line_chart("Learning rate", "", lines("lr")),

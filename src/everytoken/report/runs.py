@@ -74,19 +74,25 @@ class Run:
         return "unfinished" if self.steps or self.epochs else "not begun"
 
     @property
+    def metric(self) -> str:
+        """What the score is: "top-1" of a classifier, or another task's, such as "mIoU"."""
+        columns = {name for row in self.epochs for name in row}
+        return next((m for m in ("top-1", "mIoU", "mAP") if f"val_{m.replace('-', '')}" in columns), "score")
+
+    @property
     def scores(self) -> list[tuple[float, float]]:
-        """(epoch, validation top-1 in percent), of the averaged weights where there are any."""
+        """(epoch, validation score in percent), of the averaged weights where there are any."""
         averaged = self.curve("ema_score", "epoch")
         return averaged or self.curve("score", "epoch")
 
     @property
     def score(self) -> float | None:
-        """Validation top-1 after the last epoch that was validated; not the best of many looks."""
+        """Validation score after the last epoch that was validated; not the best of many looks."""
         return self.scores[-1][1] if self.scores else None
 
     @property
     def best(self) -> float | None:
-        """The best validation top-1 on the way, which is a little too good by selection."""
+        """The best validation score on the way, which is a little too good by selection."""
         return max((score for _, score in self.scores), default=None)
 
     @property

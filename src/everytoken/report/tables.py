@@ -58,7 +58,7 @@ def group_table(report: Report) -> Table:
     against = f"gain over {report.groups[0].name}, paired"
     return Table(
         "Groups of runs with the same settings; in brackets the 95 % interval over seeds.",
-        ["group", "runs finished", "top-1 %", against, "time per run"],
+        ["group", "runs finished", f"{report.metric} %", against, "time per run"],
         rows,
     )
 
@@ -66,7 +66,15 @@ def group_table(report: Report) -> Table:
 def run_table(report: Report) -> Table:
     """One row per run."""
     terms = list(dict.fromkeys(term for run in report.runs for term in run.terms))[:8]
-    columns = ["run", "state", "seed", "top-1 %", "best top-1 %", "val loss", *(f"{t} (train)" for t in terms)]
+    columns = [
+        "run",
+        "state",
+        "seed",
+        f"{report.metric} %",
+        f"best {report.metric} %",
+        "val loss",
+        *(f"{t} (train)" for t in terms),
+    ]
     columns += ["highest lr", "time", "images/s", "data waiting"]
     return Table(
         "Last values; the learning rate is the highest on the way; images per second and waiting are means.",

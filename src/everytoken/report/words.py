@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from everytoken.report.build import Report
@@ -31,7 +31,7 @@ def headline(report: Report) -> str:
     if not ranked:
         return "No run is finished yet."
     group, estimate = max(ranked, key=lambda pair: pair[1].mean)
-    return f"{group.name}: {estimate.mean:.2f} % of the validation images are right"
+    return f"{group.name}: {report.metric} {estimate.mean:.2f} % on the validation images"
 
 
 def difference_words(found: Difference) -> str:
@@ -86,10 +86,10 @@ def progress(run: Run) -> str:
     return run.state
 
 
-def caution(groups: Sequence[Group]) -> str:
+def caution(report: Report) -> str:
     """What the interval does and does not cover."""
-    counts = [len(e.values) for g in groups if (e := g.accuracy) is not None]
-    text = "Accuracy is top-1 on the validation images after the last epoch, not the best epoch. "
+    counts = [len(e.values) for g in report.groups if (e := g.accuracy) is not None]
+    text = f"Compared is {report.metric} on the validation images after the last epoch, not the best one. "
     if counts and max(counts) > 1:
         return text + "Intervals are over seeds (Student, 95 %): they say what another seed may give on these images."
     return text + "There is one seed of each; two runs that differ in the seed only can differ by a point or two."
