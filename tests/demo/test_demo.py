@@ -61,6 +61,14 @@ def test_the_two_kinds_are_trained_alike_but_for_the_objective(tmp_path):
     assert plain == ["objectives.hard={}", str(tmp_path / "plain")]
 
 
+def test_a_smaller_or_larger_folder_takes_as_long_by_more_or_fewer_epochs():
+    scale = runner.SCALES["minutes"]
+    assert runner.budget(scale, scale.train) == scale
+    assert runner.budget(scale, scale.train // 2).epochs == 2 * scale.epochs
+    assert runner.budget(scale, 20).epochs == 40
+    assert runner.budget(scale, 10**6).fit_epochs == 1
+
+
 def test_the_demo_calls_the_real_commands_and_reports_every_seed(tmp_path, capsys, photos):
     called = []
 
@@ -104,7 +112,7 @@ def test_a_folder_without_val_is_divided_in_every_step(tmp_path, photos):
 def test_the_smallest_demo_runs_to_its_page_and_the_second_time_trains_nothing(tmp_path, capsys, photos, monkeypatch):
     tiny = ("--model", "vit_nano_patch4_32", "--set", "model_kwargs={embed_dim: 32, depth: 1, num_heads: 2}")
     tiny += ("--device", "cpu")
-    monkeypatch.setitem(runner.SCALES, "minutes", runner.Scale(30, 12, 1, 1, 1, 1, 12, 1e-3, tiny))
+    monkeypatch.setitem(runner.SCALES, "minutes", runner.Scale(36, 12, 1, 1, 1, 1, 12, 1e-3, tiny))
     assert main(["demo", "--data", str(photos), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "every-token against plain" in page

@@ -14,7 +14,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everytoken.demo.images import find_images, write_tree
@@ -71,11 +71,20 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
     started = time.monotonic()
     own = bool(data) and not _has_val(data)
     images = Path(data) if data else _prepare(out, chosen)
-    _show(out, str(images))
+    chosen = budget(chosen, _show(out, str(images)))
     maps, runs, page = out / "maps", out / "runs", out / "report.html"
     held = ("--val-split", "0.2") if own else ()
     print(f"\n2. An annotator for these classes, and what it says about every part of every image -> {maps}")
-    fit = ("--annotator", "fit", "--fit-epochs", str(chosen.fit_epochs), "--folds", str(chosen.folds))
+    fit = (
+        "--annotator",
+        "fit",
+        "--fit-epochs",
+        str(chosen.fit_epochs),
+        "--folds",
+        str(chosen.folds),
+        "--fit-size",
+        "32",
+    )
     _do(run, ["annotate", str(images), "--out", str(maps), *fit, "--workers", "1", *held])
     print(f"\n3. The same network twice, {count} seeds each: one label per image, and labels for every token -> {runs}")
     scores: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -131,8 +140,15 @@ def _prepare(out: Path, scale: Scale) -> Path:
     return folder
 
 
-def _show(out: Path, images: str) -> None:
-    """A picture of the data, to look at while the rest runs."""
+def budget(scale: Scale, count: int) -> Scale:
+    """The scale with so many passes over `count` training images that they take the time that the scale stands for."""
+    times = scale.train / max(1, count)
+    epochs, fit = (max(1, min(40, round(times * e))) for e in (scale.epochs, scale.fit_epochs))
+    return replace(scale, epochs=epochs, fit_epochs=fit) if count < 0.9 * scale.train or count > scale.train else scale
+
+
+def _show(out: Path, images: str) -> int:
+    """A picture of the data, to look at while the rest runs; returns the number of images."""
     from everytoken.data.find import open_dataset
 
     file = out / "data.png"
@@ -140,6 +156,7 @@ def _show(out: Path, images: str) -> None:
     if not file.exists():
         contact_sheet(train).save(file)
     print(f"{len(train):,} images of {train.num_classes} classes; some of each: {file}")
+    return len(train)
 
 
 def _do(run: Run, words: list[str]) -> None:
