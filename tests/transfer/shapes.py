@@ -17,9 +17,7 @@ def draw(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndarray, n
     for shape in (1, 2):
         y, x = rng.integers(10, height - 10), rng.integers(10, width - 10)
         inside = (
-            (rows - y) ** 2 + (columns - x) ** 2 < 90
-            if shape == 1
-            else np.maximum(abs(rows - y), abs(columns - x)) < 8
+            (rows - y) ** 2 + (columns - x) ** 2 < 90 if shape == 1 else np.maximum(abs(rows - y), abs(columns - x)) < 8
         )
         pixels[inside] = ((220, 60, 40), (50, 90, 230))[shape - 1]
         mask[inside] = shape

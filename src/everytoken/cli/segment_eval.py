@@ -54,7 +54,7 @@ class SegmentEval:
     """Mixed precision (bfloat16)."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image or mask that cannot be read."""
-    classes: int = 20
+    table: int = 20
     """Rows of the class table, worst first; 0: none, -1: all."""
     pictures: str = ""
     """Write image, truth and answer side by side to this JPEG."""
@@ -97,8 +97,8 @@ def main(argv: list[str], prog: str) -> None:
     if result.skipped:
         table.add_row("unreadable, left out", str(len(result.skipped)))
     console.print(table)
-    if options.classes:
-        shown = sorted(rows, key=lambda row: row["IoU"])[: None if options.classes < 0 else options.classes]
+    if options.table:
+        shown = sorted(rows, key=lambda row: row["IoU"])[: None if options.table < 0 else options.table]
         classes = Table(title=f"Classes, worst first ({len(shown)} of {len(rows)} that occur)")
         for column in ("class", "IoU", "accuracy", "pixels %", "taken for"):
             classes.add_column(column, justify="left" if column in ("class", "taken for") else "right")

@@ -10,7 +10,8 @@ Sizes: images are padded with zeros (the mean colour) to whole patches, right an
 to the size when weights are read, and again for every batch of another size. A few families cannot do that
 (`fixed_size` says so); feed them windows of that size.
 
-What dense tasks do not use is taken away (classifier, final norm), so that every weight gets a gradient.
+What dense tasks do not use is taken away or frozen (classifier, final norm), so that every trained weight gets a
+gradient, as many processes want it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from everytoken.transfer.options import BackboneOptions
 
 PREFIX = "features.backbone."  # of a backbone's weights in the file of a dense task's run
 _DYNAMIC: tuple[dict[str, Any], ...] = ({"strict_img_size": False}, {"dynamic_img_size": True}, {})  # ask for any size
+
+_LATE_CLASS_TOKEN = ("Cait", "Xcit", "VOLO")
 
 
 class Features(nn.Module):
@@ -67,6 +70,12 @@ class Features(nn.Module):
         self.fixed_size = fixed_size
         self.backbone: Any = backbone
         backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
+        for (
+            weight,
+            value,
+        ) in backbone.named_parameters():  # what pruning leaves, and class tokens that join after the taps
+            if weight.startswith("head.") or (weight == "cls_token" and name in _LATE_CLASS_TOKEN):
+                value.requires_grad_(False)
         attends = not self.plain and any(isinstance(m, nn.LayerNorm) for m in backbone.modules())
         self.norms = nn.ModuleList([LayerNorm2d(d) if attends else nn.Identity() for d in self.dims])
 

@@ -97,6 +97,9 @@ class Segmenter(nn.Module):
         if options.aux_weight:
             aux_channels = options.aux_channels or 256
             self.aux = FcnHead(dims, classes, aux_channels, index=max(len(dims) - 2, 0), dropout=options.dropout)
+        if options.head == "fcn":
+            for i in range(len(features.norms) - (2 if self.aux is not None else 1)):
+                features.norms[i] = nn.Identity()  # of maps that nothing looks at
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> logits [B, K, H, W]."""
