@@ -90,3 +90,14 @@ def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
 def test_a_store_that_is_not_used_is_mentioned(photos, own, tmp_path, capsys):
     assert main(["train", str(photos), *TINY, "--labels", str(own), "--output", str(tmp_path)]) == 0
     assert "not used by any objective" in capsys.readouterr().out
+
+
+def test_the_network_that_fit_has_kept_can_teach(photos, own, tmp_path, capsys):
+    fit = ["--annotator", "fit", "--fit-epochs", "1", "--workers", "0", "--device", "cpu"]
+    assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
+    words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online-token={}"]
+    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "run")]) == 0
+    assert "online-token/token" in terms(tmp_path / "run")
+    words[1] = f"fit:{own}"
+    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "other")]) == 2
+    assert "keeps no network of its own" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from everytoken._machine import default_workers
 from everytoken.annotate.annotator import Annotator, AnnotatorError, Preprocessing, weights_hash
 from everytoken.annotate.classes import ClassList
-from everytoken.annotate.fit_model import build_model, load_fold, save_fold
+from everytoken.annotate.fit_model import FOLDER, build_model, load_fold, save_fold
 from everytoken.annotate.folds import make_folds
 from everytoken.annotate.job import Team
 from everytoken.annotate.networks import CellScores
@@ -32,7 +32,6 @@ from everytoken.annotate.training import Trainer
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 
-FOLDER = "annotator"
 Meter = Callable[[str], Any]
 
 

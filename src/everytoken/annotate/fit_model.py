@@ -25,6 +25,10 @@ from everytoken.errors import did_you_mean
 from everytoken.models import family_of
 
 
+FOLDER = "annotator"
+"""Where in a store's folder the networks are kept."""
+
+
 @dataclass(frozen=True)
 class FitModel:
     """A network to train, and the input it wants."""
@@ -95,6 +99,26 @@ def load_fold(folder: Path, number: int, plan: Mapping[str, Any]) -> SavedFold |
             "another --out, or remove that folder."
         )
     return SavedFold(weights, facts)
+
+
+def kept_network(store: Path) -> tuple[FitModel, tuple[str, ...]]:
+    """The (first) network that `fit` has left beside a store, and its classes."""
+    note = store / FOLDER / "fold-0.json"
+    if not note.is_file():
+        raise AnnotatorError(
+            f"{store} keeps no network of its own ({note} is missing): its annotator was not made with `fit`."
+        )
+    try:
+        plan = json.loads(note.read_text())["plan"]
+        names, size = tuple(plan["class_names"]), (int(plan["size"][0]), int(plan["size"][1]))
+        made = build_model(plan["model"], False, len(names), size, plan["seed"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise AnnotatorError(f"{note} is damaged ({error}); annotate again to have it trained anew.") from error
+    found = load_fold(note.parent, 0, plan)
+    if found is None:
+        raise AnnotatorError(f"{note.with_suffix('.safetensors')} is missing; annotate again to have it trained anew.")
+    made.backbone.load_state_dict(found.weights)
+    return made, names
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -68,8 +69,9 @@ def build(options: TrainOptions, world: World) -> Parts:
     augment = build_augment(options, config)
     if any("distill_logits" in o.needs for o in objectives):
         backbone.set_distilled_training(True)  # type: ignore[operator]
+    teacher = build_teacher(options, config, num_classes, tuple(train_set.class_names))
     step = TokenStep(
-        model, objectives, build_mixer(options.mixing), build_teacher(options, config, num_classes),
+        model, objectives, build_mixer(options.mixing), teacher,
         compile=options.model.torchcompile,
     ).to(world.device)  # fmt: skip
     size = options.model.img_size
@@ -184,11 +186,25 @@ def build_augment(options: TrainOptions, config: dict[str, Any]) -> AugmentConfi
     )
 
 
-def build_teacher(options: TrainOptions, config: dict[str, Any], num_classes: int) -> FrozenTeacher | None:
+def build_teacher(
+    options: TrainOptions, config: dict[str, Any], num_classes: int, class_names: tuple[str, ...]
+) -> FrozenTeacher | None:
     """The teacher, or None."""
     name, path = options.model.teacher, options.model.teacher_checkpoint
     if not name:
         return None
+    student = (config["mean"], config["std"])
+    if name.startswith("fit:"):
+        from everytoken.annotate.fit_model import kept_network
+
+        made, names = kept_network(Path(name.removeprefix("fit:")))
+        if names != class_names:
+            raise EverytokenError(
+                f"the teacher {name} was trained on other classes ({', '.join(names[:3])}, ...) than these "
+                f"({', '.join(class_names[:3])}, ...)"
+            )
+        own = made.preprocessing
+        return FrozenTeacher(TokenModel(made.backbone), student, (own.mean, own.std))
     loaded = load_model(path, architecture=name) if path else load_model(f"timm:{name}")
     known = loaded.model.backbone.num_classes
     if known != num_classes:
@@ -197,4 +213,4 @@ def build_teacher(options: TrainOptions, config: dict[str, Any], num_classes: in
             "these classes with --teacher-checkpoint"
         )
     about = loaded.description
-    return FrozenTeacher(loaded.model, (config["mean"], config["std"]), (about.mean, about.std))
+    return FrozenTeacher(loaded.model, student, (about.mean, about.std))

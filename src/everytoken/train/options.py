@@ -32,7 +32,8 @@ class ModelOptions:
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
     teacher: str = ""
-    """timm model that answers while training, for the objectives `distill` and `online-token`."""
+    """timm model that answers while training, for the objectives `distill` and `online-token`; or fit:MAPS, the network
+    that `everytoken annotate --annotator fit` has trained and kept beside its maps."""
     teacher_checkpoint: str = ""
     """Its weights; empty: timm's pretrained ones."""
     grad_checkpointing: bool = False
