@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
+from everytoken.train.recipe import apply, header, read_recipe, recipe_names
 from everytoken.transfer.backbone import Features, build_features
-from everytoken.transfer.options import BackboneOptions
+from everytoken.transfer.options import BackboneOptions, in_epochs
 from everytoken.transfer.segment.heads import FcnHead, UperHead
 from everytoken.transfer.segment.infer import Inference, best_class, slide, starts
 from everytoken.transfer.segment.metrics import Confusion
 from everytoken.transfer.segment.model import Segmenter, load_segmenter
-from everytoken.transfer.segment.options import DecoderOptions, EvalOptions
+from everytoken.transfer.segment.options import DecoderOptions, EvalOptions, SegmentOptions
 from everytoken.transfer.segment.task import pixel_loss
 
 
@@ -37,6 +38,22 @@ def test_parameters_are_those_of_the_papers_tables(name, size, decoder, millions
         backbone = timm.create_model(name, img_size=size, num_classes=0)
         model = Segmenter(Features(backbone), decoder, 150)
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize("name", [n for n in recipe_names() if n.startswith("segment_")])
+def test_every_recipe_builds_a_model_of_the_size_in_its_first_line(name):
+    options = apply(SegmentOptions(), read_recipe(name), name)
+    text = header(name)
+    assert "Run by us:" in text
+    assert "Source:" in text
+    with torch.device("meta"):
+        backbone = timm.create_model(options.model.model, img_size=options.augment.crop_size, num_classes=0)
+        model = Segmenter(Features(backbone), options.decoder, 150)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    assert f": {millions:.0f} M parameters" in text.splitlines()[0]
+    optim, updates = in_epochs(options.optim, options.run)
+    assert optim.epochs * updates == 160_000
+    assert (optim.sched, optim.lr, optim.weight_decay) == ("linear", 6e-5, 0.01)
 
 
 def test_deit_s_has_58_million_with_the_neck_of_tl_align_and_fewer_with_side_layers():
