@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a classifier on every token",
     "finetune": "go on from trained weights, at another resolution or on other classes",
     "eval": "accuracy of a trained model, with a table of classes",
+    "robust": "one table of shifted data, corruptions and attacks; two models compared",
     "report": "one page about runs: result, comparison, curves, classes, sample predictions",
     "doctor": "find trouble in images, score maps, runs and this machine before training does",
     "explain": "pictures of what a model sees: its tokens, the places that speak for a class, mixed images",

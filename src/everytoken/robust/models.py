@@ -1,0 +1,121 @@
+"""The model under test: from a run, a weights file, timm or the package registry, with what it knows about itself."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everytoken.annotate.imagenet_registry import MEAN, STD, registry_model
+from everytoken.errors import EverytokenError
+from everytoken.evaluate.run import Voter
+from everytoken.models import TokenModel
+from everytoken.models.load import Description, LoadedModel, load_model
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under test.
+
+    Attributes:
+        name: how tables call it. net: normalised images -> logits, in evaluation mode, on its device.
+        about: architecture, class names, input size, normalisation.
+        outputs: number of logits. parameters: of the backbone. weights: a hash of all of them.
+    """
+
+    name: str
+    net: nn.Module
+    about: Description
+    outputs: int
+    parameters: int
+    weights: str
+    device: str
+
+
+class Normalised(nn.Module):
+    """Images in 0..1 -> logits of some classes: what attacks see, which is what evaluation sees.
+
+    Args:
+        net: normalised images -> logits.
+        columns: outputs to keep; None: all.
+    """
+
+    def __init__(
+        self, net: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], columns: np.ndarray | None
+    ) -> None:
+        super().__init__()
+        self.net = net
+        like = next(net.parameters())
+        self.register_buffer("mean", torch.tensor(mean, device=like.device).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(std, device=like.device).view(1, -1, 1, 1))
+        self.columns = None if columns is None else torch.from_numpy(columns).to(like.device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] in 0..1 -> [B, K]"""
+        logits: Tensor = self.net((images - self.mean) / self.std).float()
+        return logits if self.columns is None else logits[:, self.columns]
+
+
+def open_subject(
+    source: str, *, architecture: str = "", checkpoint: str = "", img_size: int = 0, crop_pct: float = 0.0,
+    token_vote: float = 0.0, device: str = "cpu",
+) -> Subject:  # fmt: skip
+    """Open RUN, CHECKPOINT, timm:NAME (with `checkpoint` for its weights) or registry:NAME."""
+    if source.startswith("registry:"):
+        loaded = _from_registry(source.removeprefix("registry:"), img_size)
+    elif source.startswith("timm:") and checkpoint:
+        loaded = load_model(checkpoint, source.removeprefix("timm:"), img_size=img_size or None)
+    elif checkpoint:
+        raise EverytokenError("--checkpoint goes with timm:NAME; otherwise give the weights file itself")
+    else:
+        loaded = load_model(source, architecture, img_size=img_size or None)
+    if crop_pct:
+        loaded = replace(loaded, description=replace(loaded.description, crop_pct=crop_pct))
+    net = Voter(loaded.model, token_vote).to(device).eval().requires_grad_(False)
+    outputs = int(loaded.model.backbone.num_classes)  # type: ignore[arg-type]
+    parameters = sum(p.numel() for p in loaded.model.backbone.parameters())
+    return Subject(_name(source), net, loaded.description, outputs, parameters, _hash(net), device)
+
+
+def _from_registry(name: str, img_size: int) -> LoadedModel:
+    size = (img_size or 224, img_size or 224)
+    about = Description(f"tf_{name}", {}, img_size=size, mean=MEAN, std=STD)
+    return LoadedModel(TokenModel(registry_model(name)).eval(), about, f"registry:{name}", None)
+
+
+def _name(source: str) -> str:
+    path = Path(source)
+    return source if ":" in source or path.is_dir() else path.name
+
+
+def slug(name: str) -> str:
+    """A name that can be a folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+def _hash(net: nn.Module) -> str:
+    made = hashlib.blake2b(digest_size=12)
+    for name, value in net.state_dict().items():
+        made.update(name.encode())
+        made.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return made.hexdigest()
+
+
+@torch.no_grad()
+def throughput(subject: Subject, batch: int = 32, seconds: float = 1.0) -> float:
+    """Images per second of the network alone, from noise."""
+    images = torch.randn(batch, 3, *subject.about.img_size, device=subject.device)
+    subject.net(images)
+    done, started = 0, time.perf_counter()
+    while done == 0 or time.perf_counter() - started < seconds:
+        subject.net(images)
+        if subject.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        done += batch
+    return done / (time.perf_counter() - started)
