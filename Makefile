@@ -23,10 +23,9 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs
 
-# ratios on this machine; `make bench PHOTOS=folder` also times the loader on your photos
+# ratios on this machine, kept in docs/benchmarks.md; `make bench PHOTOS=folder` also times the loader on your photos
 bench: $(STAMP)
-	for script in store targets step drloc align; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$script.py; done
-	test -z "$(PHOTOS)" || OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loader.py "$(PHOTOS)"
+	$(BIN)/python benchmarks/all.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 
 # uv installs in a quarter of pip's time; where it cannot be had, pip does the same.
 $(STAMP): pyproject.toml

@@ -1,0 +1,99 @@
+"""Every benchmark, one after the other, and the page that keeps what they said.
+
+    make bench                                   # or: python benchmarks/all.py [--photos FOLDER] [--only store align]
+
+Each script measures ratios in one process with interleaved repeats; this one runs them with one thread, watches how
+busy the machine is, prints their tables and writes docs/benchmarks.md with machine, date and versions. Half an hour on
+two cores. A page that was measured on a busy machine says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+SCRIPTS = {
+    "store": "Reading and opening stores of score maps",
+    "targets": "Token targets and the token-label loss, against the released algorithm",
+    "annotate": "Annotating, against the bare network",
+    "step": "A training step with token labeling, and the loop's own work",
+    "drloc": "Dense relative localization in a training step",
+    "align": "TL-Align in a training step, against the paper's algorithm",
+    "corrupt": "Corruptions, images per second",
+    "loader": "The loader, against timm's",
+}
+NEEDS_PHOTOS = {"loader"}
+BUSY = 1.1
+
+
+def busy() -> float:
+    """Wall time over CPU time of a second of work: 1 on an idle machine, 2 when another program wants the same core."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    while time.process_time() - cpu < 1.0:
+        sum(range(10_000))
+    return (time.perf_counter() - wall) / (time.process_time() - cpu)
+
+
+def run(name: str, words: list[str]) -> tuple[str, int, float, float]:
+    """(what it printed, exit code, minutes, how busy the machine was: the larger of before and after)."""
+    before, begun = busy(), time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / f"{name}.py"), *words], capture_output=True, text=True, env=environment, check=False
+    )
+    minutes = (time.perf_counter() - begun) / 60
+    said = done.stdout if done.returncode in (0, 1) else done.stdout + done.stderr[-2000:]
+    said = "\n".join(line for line in said.splitlines() if not re.match(r"(USDT|ERROR):\d", line))
+    return said.strip(), done.returncode, minutes, max(before, busy())
+
+
+def machine() -> str:
+    """One line about the processor, and the versions that matter."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        model = found[1] if found else model
+    names = ("everytoken", "torch", "timm", "numpy", "pillow")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photos", default="", help="folder of photos, for the loader")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, help="print these and leave the page alone")
+    given = parser.parse_args()
+    parts, code = [], 0
+    for name in given.only or SCRIPTS:
+        if name in NEEDS_PHOTOS and not given.photos:
+            print(f"{name}: left out, it needs --photos FOLDER")
+            continue
+        print(f"== {SCRIPTS[name]} (benchmarks/{name}.py)", flush=True)
+        said, failed, minutes, load = run(name, [given.photos] if name in NEEDS_PHOTOS else [])
+        note = f"{minutes:.1f} min; the machine was {'quiet' if load < BUSY else f'BUSY (x{load:.2f}): do not trust'}"
+        print(f"{said}\n{note}\n", flush=True)
+        code = max(code, failed)
+        limits = {0: "", 1: " A limit was broken."}.get(failed, f" It failed with exit code {failed}.")
+        parts.append(f"## {SCRIPTS[name]}\n\n`python benchmarks/{name}.py`; {note}.{limits}\n\n```\n{said}\n```\n")
+    if not given.only:
+        head = (
+            "# Benchmarks\n\nRatios measured in one run each, with interleaved repeats; made by `make bench`. What each number means "
+            f"is in the head of its script.\n\n{datetime.date.today():%d %B %Y}. {machine()}. One thread.\n\n"
+        )
+        PAGE.write_text(head + "\n".join(parts))
+        print(f"written: {PAGE}")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,180 @@
+"""Run the study: does every token pay, at a scale that two cores can run?
+
+    python benchmarks/study/run.py WORK [--jobs 2] [--parts main vit] [--imagenette FOLDER]
+
+WORK holds images, maps and run folders; it can be deleted afterwards. Results go to results.jsonl beside this file, one
+line per finished run, from which `write.py` makes docs/results.md. Kill it at any moment; the same command goes on:
+finished runs are not repeated, a run that was cut off goes on from its last checkpoint.
+
+CIFAR-10 is found as in `everytoken demo`. Imagenette (train/ and val/ with folders of WordNet ids) must be given;
+without it that part is left out. Annotators: `fit`, cross-fitted or not, and the ImageNet network of the extra `registry`.
+Accuracy is that of the last epoch, never the best one. Time is CPU time, which a busy machine disturbs least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import plan as study  # noqa: E402
+
+RESULTS = HERE / "results.jsonl"
+COMMAND = [sys.executable, "-m", "everytoken"]
+_write = threading.Lock()
+
+
+def finished() -> dict[str, dict]:
+    """Results by key."""
+    if not RESULTS.exists():
+        return {}
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines() if line.strip()]
+    return {row["key"]: row for row in rows}
+
+
+def call(words: list[str], log: Path) -> float:
+    """Run a command; its output goes to a file. Returns its CPU seconds."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("ab") as out:
+        process = subprocess.Popen([*COMMAND, *words], stdout=out, stderr=subprocess.STDOUT, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        tail = log.read_text(errors="replace")[-800:]
+        raise RuntimeError(f"everytoken {' '.join(words)} ended with {process.returncode}:\n{tail}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def prepare(work: Path, imagenette: str, runs: list[study.Run]) -> None:
+    """Images and maps that these runs need; what is there is left alone."""
+    from everytoken.demo.images import find_images, write_tree
+
+    needed = {r.data for r in runs} | {f"{r.data}-{r.maps}" for r in runs}
+    needed |= {f"{r.data}-maps-fit" for r in runs if "--teacher" in r.words}
+    fit = ["--annotator", "fit", "--workers", "0", "--device", "cpu"]
+    for name, count in ((study.CIFAR, 3000), ("cifar-10000", 10_000)):
+        done = work / name / "done"
+        if name in needed and not done.exists():
+            shutil.rmtree(work / name, ignore_errors=True)
+            write_tree(find_images(print), work / name, count, 5000)
+            done.touch()
+        for maps, words in (("maps-fit", []), ("maps-fit5", ["--folds", "5"])):
+            if f"{name}-{maps}" in needed:
+                annotate(work / name, work / f"{name}-{maps}", [*fit, *words])
+    if study.NETTE in needed:
+        shrink(Path(imagenette), work / study.NETTE)
+    lite = ["--annotator", "registry:efficientnet_lite0", "--workers", "0", "--img-size", "256", "--device", "cpu"]
+    for maps, words in (("maps-own", []), ("maps-foreign", ["--foreign-classes"])):
+        if f"{study.NETTE}-{maps}" in needed:
+            annotate(Path(imagenette), work / f"{study.NETTE}-{maps}", [*lite, *words])
+
+
+def annotate(images: Path, out: Path, words: list[str]) -> None:
+    if not (out / "done").exists():
+        print(f"annotating {images.name} -> {out.name}", flush=True)
+        call(["annotate", str(images), "--out", str(out), *words], out.with_suffix(".log"))
+        (out / "done").touch()
+
+
+def shrink(source: Path, target: Path) -> None:
+    """Images with 72 pixels on the short side, so that reading them does not take longer than training on them."""
+    from PIL import Image
+
+    if (target / "done").exists():
+        return
+    for path in sorted(source.glob("*/*/*")):
+        out = target / path.relative_to(source)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(path) as image:
+            scale = 72 / min(image.size)
+            size = (round(image.width * scale), round(image.height * scale))
+            image.convert("RGB").resize(size, Image.Resampling.BICUBIC, reducing_gap=2).save(out, quality=95)
+    (target / "done").touch()
+
+
+def train(run: study.Run, work: Path) -> None:
+    """One run, and its line in the results."""
+    folder = work / "runs" / run.key.replace(" ", "-").replace(",", "")
+    teacher = str(work / f"{run.data}-maps-fit")
+    words = ["train", str(work / run.data), *study.COMMON, *(w.replace("MAPS-FIT", teacher) for w in run.words)]
+    words += ["--epochs", str(run.epochs), "--warmup-epochs", "2", "--lr", str(run.lr), "--seed", str(run.seed)]
+    words += ["--val-interval", str(run.epochs), "--output", str(folder)]
+    if run.maps:
+        words += ["--labels", str(work / f"{run.data}-{run.maps}")]
+    begun = time.time()
+    cpu = call(words, folder.with_suffix(".log"))
+    summary = json.loads((folder / "summary.json").read_text())
+    from probe import halves
+
+    with _write:  # the probe uses torch in this process
+        located = halves(folder, work / run.data)
+    last = summary["last"]
+    row = {
+        "key": run.key,
+        "part": run.part,
+        "name": run.name,
+        "seed": run.seed,
+        "top1": round(last["val_top1"], 2),
+        "loss": round(last["val_loss"], 4),
+        "ece": round(last["val_ece"], 2),
+        "halves": round(located, 2),
+        "epochs": run.epochs,
+        "updates": summary["updates"],
+        "lr": run.lr,
+        "train_seconds": round(summary["seconds"], 1),
+        "cpu_seconds": round(cpu, 1),
+        "words": " ".join(run.words),
+    }
+    with _write, RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    print(f"{run.key}: {row['top1']:.2f} %, halves {row['halves']:.1f} %, {time.time() - begun:.0f} s", flush=True)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--parts", nargs="+", default=[])
+    parser.add_argument("--names", nargs="+", default=[], help="only rows with one of these words in their name")
+    parser.add_argument("--imagenette", default="")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    runs = [r for r in study.plan() if not given.parts or r.part in given.parts]
+    runs = [r for r in runs if not given.names or any(word in r.name for word in given.names)]
+    runs = [r for r in runs if r.data != study.NETTE or given.imagenette]
+    done = finished()
+    left = [r for r in runs if r.key not in done]
+    print(f"{len(runs)} runs, {len(left)} to do", flush=True)
+    if given.list:
+        print("\n".join(r.key for r in left))
+        return 0
+    given.work.mkdir(parents=True, exist_ok=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prepare(given.work, given.imagenette, left)
+    failures = 0
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for run, future in [(run, pool.submit(train, run, given.work)) for run in left]:
+            error = future.exception()
+            if error is not None:
+                failures += 1
+                print(f"{run.key} failed: {error}", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
