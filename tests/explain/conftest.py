@@ -57,5 +57,5 @@ def tiny_vit(**more):
 
 @pytest.fixture(scope="session")
 def finder() -> torch.nn.Module:
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     return train(tiny_vit(), 120)

@@ -110,6 +110,26 @@ def test_a_mixture_is_drawn_and_told(here, tmp_path, model):
     assert Image.open(tmp_path / "mix.png").width > 1000
 
 
+def test_a_class_keeps_its_colour_whatever_its_number():
+    from everytoken.explain.run import Colours
+
+    colours = Colours()
+    first = colours.choose({0: "cat", 1: "dog"})
+    second = colours.choose({5: "cow", 9: "dog"})
+    assert second[9] == first[1]
+    assert len({*first.values(), *second.values()}) == 3
+    crowded = colours.choose({i: f"class {i}" for i in range(7)})
+    assert len(set(crowded.values())) == 7  # and never two of one card alike
+
+
+def test_wordnet_ids_are_told_in_words():
+    from everytoken.explain.subject import shown_name
+
+    assert shown_name("n01440764") == "tench"
+    assert shown_name("n99999999") == "n99999999"
+    assert shown_name("my tench") == "my tench"
+
+
 def test_random_weights_are_called_random(here, tmp_path, capsys):
     argv = ["timm:resnet10t", here / "photos/two.jpg", "--untrained", "--img-size", 64, "--out", tmp_path]
     assert run(here, *argv) == 0

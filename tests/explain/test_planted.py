@@ -35,7 +35,7 @@ def test_relevance_of_each_class_lies_on_its_own_square(finder, shown):
         on_it = mass_inside(maps[:, this], mask[:, this]).mean()
         assert on_it > 0.4
         assert on_it > 4 * mass_inside(maps[:, this], mask[:, other]).mean()
-        assert points_inside(maps[:, this], mask[:, this]).float().mean() > 0.8
+        assert points_inside(maps[:, this], mask[:, this]).float().mean() > 0.7
 
 
 def test_grad_cam_of_a_pooled_vit_lies_on_the_square_of_the_class(shown):

@@ -24,7 +24,7 @@ from everytoken.explain import picture as pic
 from everytoken.explain.attention import evaluating
 from everytoken.explain.mixed import draw_box, follow_mix
 from everytoken.explain.relevance import Method, choose_method, relevance
-from everytoken.explain.subject import Look, Subject, name_of
+from everytoken.explain.subject import Look, Subject, name_of, shown_name
 from everytoken.explain.tokens import MapBeside, find_key, put_beside, summarize_cells, token_probabilities, translation
 from everytoken.labels import Store
 from everytoken.labels.drawing import OTHER, PALETTE, cells_of, choose_colours, class_panel, confidence_panel
@@ -52,6 +52,22 @@ class Wanted:
     maps: Store | None = None
 
 
+class Colours:
+    """A class keeps its colour from card to card and from model to model, as far as there are colours."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.known: dict[int, str] = {}
+
+    def choose(self, names: dict[int, str]) -> dict[int, str]:
+        """Class -> colour, for the classes of one card."""
+        own = {c: self.numbers.setdefault(name, len(self.numbers)) for c, name in names.items()}
+        for number in own.values():
+            self.known.setdefault(number, PALETTE[number % len(PALETTE)])
+        chosen = choose_colours(list(dict.fromkeys(own.values())), self.known)
+        return {c: chosen[number] for c, number in own.items()}
+
+
 def explain_images(subjects: Sequence[Subject], files: Sequence[str], out: Path, wanted: Wanted) -> list[Path]:
     """Write a card for each image, the overview and the numbers; the files that were written."""
     if not files:
@@ -59,7 +75,7 @@ def explain_images(subjects: Sequence[Subject], files: Sequence[str], out: Path,
     out.mkdir(parents=True, exist_ok=True)
     methods = [choose_method(subject.model, wanted.method) for subject in subjects]
     keys = _keys(wanted.maps, files)
-    colours: dict[int, str] = {}
+    colours = Colours()
     cards, written, facts = [], [], []
     for number, file in enumerate(files, 1):
         rows, about = [], []
@@ -128,7 +144,7 @@ def explain_mix(
 
 def _explain(
     subject: Subject, file: str, method: Method, classes: list[str], maps: Store | None, key: str | None,
-    colours: dict[int, str],
+    colours: Colours,
 ) -> tuple[pic.Row, dict[str, Any], list[str]]:  # fmt: skip
     """A row of panels, its numbers, and the classes that were looked at (for the next model)."""
     look = subject.look(file)
@@ -147,11 +163,12 @@ def _explain(
     photo = pic.photo_of(look.pixels)
     panels, legend = _token_panels(subject, photo, tokens, from_head, beside, colours)
     for c, name, values in zip(chosen, names, scores, strict=True):
-        title = "relevance" if method == "rollout" else f"for {name}"
-        panels.append(pic.Panel(title, pic.heat_panel(photo, values), f"{name}: {float(chance[c]):.1%}"))
+        heat = pic.heat_panel(photo, values)
         if method == "rollout":
+            panels.append(pic.Panel("where attention comes from", heat, "the same for all classes"))
             break
-    said = " · ".join(f"{name_of(subject.classes, c)} {float(chance[c]):.1%}" for c in best[:3])
+        panels.append(pic.Panel(f"for {shown_name(name)}", heat, f"says {float(chance[c]):.1%}"))
+    said = " · ".join(f"{shown_name(name_of(subject.classes, c))} {float(chance[c]):.1%}" for c in best[:3])
     bars = [("unsure", "sure", "heat"), ("irrelevant", "relevant", "heat")]
     remark = subject.remark or ("" if maps is None or key else "no map of this image in the store")
     row = pic.Row(f"{subject.name}   says: {said}", panels, legend, bars, remark)
@@ -165,14 +182,15 @@ def _explain(
 
 def _token_panels(
     subject: Subject, photo: Image.Image, tokens: MapSummary, from_head: bool, beside: MapBeside | None,
-    colours: dict[int, str],
+    colours: Colours,
 ) -> tuple[list[pic.Panel], list[pic.Entry]]:  # fmt: skip
     weight = dict(tokens.shares)
     shown = list(weight)[: len(PALETTE)]
     if beside is not None:  # the main classes of both, in turns
         pairs = zip(list(weight) + [-1] * 9, [c for c, _ in beside.summary.shares] + [-1] * 9, strict=False)
         shown = [c for c in dict.fromkeys(c for pair in pairs for c in pair) if c >= 0][: len(PALETTE)]
-    legend = choose_colours(shown, colours)
+    names = {c: _name(subject, beside, c) for c in shown}
+    legend = colours.choose(names)
     cells, inside = cells_of(photo.size, _shape(tokens), (0.0, 0.0, 1.0, 1.0))
     said = "token head" if from_head else "no token head: classifier at every cell"
     panels = [
@@ -184,7 +202,7 @@ def _token_panels(
             f"{tokens.confidence.min():.0%} to {tokens.confidence.max():.0%}",
         ),
     ]
-    entries = [pic.Entry(legend[c], _name(subject, beside, c), weight.get(c, 0.0)) for c in shown]
+    entries = [pic.Entry(legend[c], names[c], weight.get(c, 0.0)) for c in shown]
     rest = 1 - sum(weight.get(c, 0.0) for c in shown)
     if rest > 0.001:
         entries.append(pic.Entry(OTHER, "others", rest))
@@ -220,8 +238,8 @@ def _facts(
 
 def _name(subject: Subject, beside: MapBeside | None, number: int) -> str:
     if beside is not None and number in beside.names:
-        return beside.names[number]
-    return name_of(subject.token_classes, number)
+        return shown_name(beside.names[number])
+    return shown_name(name_of(subject.token_classes, number))
 
 
 def _keys(maps: Store | None, files: Sequence[str]) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,17 @@ class Subject:
 def name_of(classes: ClassList, number: int) -> str:
     """A class's name for people."""
     return classes.names[number] if number < len(classes.names) else f"class {number}"
+
+
+def shown_name(name: str) -> str:
+    """A name for pictures: WordNet ids are told in words."""
+    number = _words().find(name) if re.fullmatch(r"n\d{8}", name) else None
+    return name if number is None or number < 0 else _words().names[number]
+
+
+@lru_cache(maxsize=1)
+def _words() -> ClassList:
+    return imagenet_classes("imagenet-1k")
 
 
 def load_subject(
@@ -192,4 +205,4 @@ def _untrained(source: str, name: str, img_size: int) -> Subject:
         name, img_size=side, mean=config["mean"], std=config["std"], crop_pct=config["crop_pct"],
         interpolation=config["interpolation"],
     )  # fmt: skip
-    return _subject(source, TokenModel(backbone).eval(), about, True, "random weights: the picture means nothing")
+    return _subject(source, TokenModel(backbone).eval(), about, True, "random weights: this means nothing")
