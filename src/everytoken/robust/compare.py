@@ -1,7 +1,7 @@
 """Intervals and paired differences by the bootstrap: images are drawn again and again, the same for both models.
 
 A statistic is computed from columns of right and wrong, one row per image. For one proportion, Wilson's interval is
-used (`evaluate.accuracy`); the bootstrap serves what is not one: means over corruptions, corruption errors, differences.
+used (`evaluate.accuracy`); the bootstrap serves the others: means over corruptions, corruption errors, differences.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Paper: Hendrycks and Dietterich 2019, section 4. CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}; mCE is its mean over the
 15 corruptions. Relative: (E_{s,c} - E_clean) in place of E_{s,c}, likewise for AlexNet. AlexNet's errors are the
-published ones, for each severity, so that a part of the severities can be normalised by the same part; its clean error is
-published as 43.5 %.
+published ones, for each severity, so that a part of the severities can be normalised by the same part; its clean error
+is published as 43.5 %.
 
 The numbers compare with the paper's only on ImageNet, with all 15 corruptions and 5 severities of the published images.
 """

@@ -46,6 +46,9 @@ class Normalised(nn.Module):
         columns: outputs to keep; None: all.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(
         self, net: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], columns: np.ndarray | None
     ) -> None:

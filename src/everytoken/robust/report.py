@@ -68,12 +68,12 @@ def _corruption_lines(results: list[Result], clean: Result | None, each_severity
     if any(r.keys != keys for r in results):
         raise EverytokenError(f"{label}: the corruptions do not have the same images; check the folders")
     out = []
-    ece = lambda places: float(np.mean([by_place[p].ece for p in places]))  # type: ignore[arg-type]  # noqa: E731
+    ece = lambda places: float(np.mean([by_place[p].ece for p in places]))  # noqa: E731
     for name in dict.fromkeys(c for c, _ in by_place):
         places = [p for p in by_place if p[0] == name]
         if each_severity:
             out += [_plain(by_place[p], f"{label} {p[0]} {p[1]}") for p in places]
-        top5 = float(np.mean([by_place[p].top5 for p in places]))  # type: ignore[arg-type]
+        top5 = float(np.mean([by_place[p].top5 for p in places]))
         out.append(Line(f"{label} {name}", _stack(by_place, places), _mean, keys, False, top5, ece(places)))
     standard = [p for p in by_place if p[0] in ALEXNET]
     for title, places in (("mean", standard), ("extra mean", [p for p in by_place if p[0] in EXTRA])):
@@ -162,9 +162,7 @@ def _notes(results: Sequence[Result], who: str = "") -> list[str]:
         places = {(r.suite.corruption, r.suite.severity) for r in results if r.suite.kind == kind}
         full = len([p for p in places if p[0] in ALEXNET]) == len(ALEXNET) * len(SEVERITIES)
         if kind in kinds and not full and places:
-            notes.append(
-                f"{label}: mCE over a part of the corruptions or severities, normalised by the same part of AlexNet."
-            )
+            notes.append(f"{label}: mCE over a part of corruptions and severities, over the same part of AlexNet's.")
     if any(r.suite.kind == "corrupt" and r.suite.corruption == "frost" for r in results):
         notes.append("corrupt frost: its textures are drawn by a formula unless --frost-textures was given.")
     return notes if not who or who == "A, " else [n for n in notes if n.startswith(who)]

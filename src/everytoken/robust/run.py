@@ -141,15 +141,17 @@ def evaluate_suite(subject: Subject, suite: Suite, settings: Settings, folder: P
     pair = match_classes(subject, data, suite, settings)
     keys = list(data.keys())
     config = published_view(subject, suite)
-    facts = {
+    facts: dict[str, Any] = {
         "weights": subject.weights, "keys": _digest(keys), "labels": _digest(map(str, pair.labels[data.labels])),
         "columns": None if pair.columns is None else _digest(map(str, pair.columns)), "view": asdict(config),
-        "suite": [suite.kind, suite.corruption, suite.severity],
     }  # fmt: skip
     if suite.kind == "corrupt":
-        facts |= {"as_stored": settings.as_stored}
+        facts |= {"corruption": suite.corruption, "severity": suite.severity, "as_stored": settings.as_stored}
         facts |= {"frost": settings.frost_textures} if suite.corruption == "frost" else {}
-    path = folder / "predictions" / f"{suite.kind}-{suite.name.replace(' ', '-').replace('/', '-')}.npz"
+        stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
+    else:  # by place, so that val and real share theirs
+        stem = f"{Path(suite.path).name}-{_digest([suite.path, facts['keys'], suite.subset])[:8]}"
+    path = folder / "predictions" / f"{stem}.npz"
     known = _load(path, facts)
     if known is None:
         known = _predict(subject, data, suite, pair, config, settings, tell)
@@ -204,7 +206,7 @@ def _result(suite: Suite, known: Predictions, keys: list[str], settings: Setting
                 f"(ILSVRC2012_val_00000001), the first here is {own[0]}"
             )
         judged = [i for i, s in enumerate(sets) if s]
-        hits = np.array([known.top[i, 0] in sets[i] for i in judged], bool)  # type: ignore[operator]
+        hits = np.array([known.top[i, 0] in (sets[i] or ()) for i in judged], dtype=np.bool_)
         return Result(suite, hits, [own[i] for i in judged])
     numbers = known.summary()
     return Result(suite, known.correct, own, numbers["top5"], numbers["ece"])
@@ -228,14 +230,12 @@ def attack_suites(subject: Subject, suites: list[Suite], settings: Settings, fol
         pair = match_classes(subject, data, suite, settings)
         records, no_gradient = _attack(subject, data, suite, pair, settings, folder, fallen, tell)
         fallen |= {r["key"]: r["by"] for r in records if r["by"]}
-        correct = np.array([not r["by"] for r in records], bool)
+        correct = np.array([not r["by"] for r in records], dtype=np.bool_)
         tried = [r for r in records if r["by"] != "clean"]
         counts = {name: sum(r["by"] == name for r in tried) for name in sorted({r["by"] for r in tried if r["by"]})}
         notes = [f"{suite.name}: " + (", ".join(f"{k} broke {v}" for k, v in counts.items()) or "nothing broke")]
         if no_gradient:
-            notes.append(
-                f"{suite.name}: {no_gradient} images have no gradient at all; believe Square more than the others"
-            )
+            notes.append(f"{suite.name}: {no_gradient} images have no gradient; only Square can be believed there")
         out.append(Result(suite, correct, [r["key"] for r in records], notes=tuple(notes)))
     return out
 

@@ -79,7 +79,7 @@ def match(
         found = [known.find(wnid) for wnid in ids]
         if any(output is None for output in found):
             raise EverytokenError(
-                f"{SUBSETS[subset]} needs a model that knows its 200 classes; this one lacks {found.count(None)} of them"
+                f"{SUBSETS[subset]} needs a model that knows its 200 classes; this one lacks {found.count(None)}"
             )
         columns = np.array(found, np.int64)
         strange = [folder for folder, output in zip(folders, chosen, strict=True) if output not in columns]

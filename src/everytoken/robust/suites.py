@@ -151,7 +151,7 @@ def _published(place: Path, corruptions: Sequence[str], severities: Sequence[int
             out.append(Suite(f"{name} {severity}", "c", str(folder), corruption=name, severity=severity))
     if missing:
         raise EverytokenError(
-            f"--suite c={place}: {len(missing)} of {len(missing) + len(out)} folders CORRUPTION/SEVERITY are not there: "
+            f"--suite c={place}: {len(missing)} of {len(missing) + len(out)} folders CORRUPTION/SEVERITY are missing: "
             f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Say which there are with --corruptions and "
             "--severities, or make the corruptions on the fly with corrupt=FOLDER."
         )
