@@ -86,10 +86,11 @@ def main() -> int:
         limits = {0: "", 1: " A limit was broken."}.get(failed, f" It failed with exit code {failed}.")
         parts.append(f"## {SCRIPTS[name]}\n\n`python benchmarks/{name}.py`; {note}.{limits}\n\n```\n{said}\n```\n")
     if not given.only:
-        head = (
-            "# Benchmarks\n\nRatios measured in one run each, with interleaved repeats; made by `make bench`. What each number means "
-            f"is in the head of its script.\n\n{datetime.date.today():%d %B %Y}. {machine()}. One thread.\n\n"
+        about = (
+            "Ratios measured in one run each, with interleaved repeats; made by `make bench`. What each number means is "
+            "in the head of its script."
         )
+        head = f"# Benchmarks\n\n{about}\n\n{datetime.date.today():%d %B %Y}. {machine()}. One thread.\n\n"
         PAGE.write_text(head + "\n".join(parts))
         print(f"written: {PAGE}")
     return code

@@ -7,7 +7,8 @@ line per finished run, from which `write.py` makes docs/results.md. Kill it at a
 finished runs are not repeated, a run that was cut off goes on from its last checkpoint.
 
 CIFAR-10 is found as in `everytoken demo`. Imagenette (train/ and val/ with folders of WordNet ids) must be given;
-without it that part is left out. Annotators: `fit`, cross-fitted or not, and the ImageNet network of the extra `registry`.
+without it that part is left out. Annotators: `fit`, cross-fitted or not, and the ImageNet network of the extra
+`registry`.
 Accuracy is that of the last epoch, never the best one. Time is CPU time, which a busy machine disturbs least.
 """
 
