@@ -87,8 +87,8 @@ def main() -> int:
         parts.append(f"## {SCRIPTS[name]}\n\n`python benchmarks/{name}.py`; {note}.{limits}\n\n```\n{said}\n```\n")
     if not given.only:
         about = (
-            "Ratios measured in one run each, with interleaved repeats; made by `make bench`. What each number means is "
-            "in the head of its script."
+            "Ratios measured in one run each, with interleaved repeats; made by `make bench`. What each number "
+            "means is in the head of its script."
         )
         head = f"# Benchmarks\n\n{about}\n\n{datetime.date.today():%d %B %Y}. {machine()}. One thread.\n\n"
         PAGE.write_text(head + "\n".join(parts))
