@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -200,11 +201,11 @@ def annotator_agreement(store: Store, images: DataSet | None, limit: int = 2000,
         if label is not None:
             right.setdefault(label, []).append(label == one.image_class)
     settings = manifest.annotator
-    held = settings.get("held_out_accuracy", settings.get("settings", {}).get("held_out_accuracy"))
+    held = settings.get("held_out_accuracy")
     every = [hit for hits in right.values() for hit in hits]
     return Agreement(
         str(store.path),
-        str(settings.get("name", "unknown")),
+        _annotator_name(settings),
         float(held) if isinstance(held, int | float) else None,
         manifest.grid,
         len(sure),
@@ -215,6 +216,16 @@ def annotator_agreement(store: Store, images: DataSet | None, limit: int = 2000,
         store.skipped,
         _shown(store, images, show) if images is not None else [],
     )
+
+
+def _annotator_name(settings: Mapping[str, Any]) -> str:
+    """ "fit" is a network that was trained on the data set; say which, and from what."""
+    name, fit = str(settings.get("name", "unknown")), settings.get("fit")
+    if not isinstance(fit, Mapping):
+        return name
+    model = fit.get("model") or "a small CNN"
+    begun = fit.get("pretrained") or str(model).startswith("registry:")
+    return f"{name}, {model} trained on these images" + (" from pretrained weights" if begun else " from scratch")
 
 
 def _shown(store: Store, images: DataSet, count: int) -> list[tuple[str, str, str, TokenMap]]:
