@@ -1,0 +1,190 @@
+"""Class lists, masks, folders of test sets, corruption errors, intervals, tables."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from everytoken.errors import EverytokenError
+from everytoken.robust.compare import bootstrap, difference, draws_of_means
+from everytoken.robust.corruption_errors import ALEXNET, ALEXNET_CLEAN, corruption_errors, mean_corruption_error
+from everytoken.robust.corruptions import CORRUPTIONS, STANDARD
+from everytoken.robust.subsets import match, wnids
+from everytoken.robust.suites import corruption_names, parse
+from everytoken.robust.table import FORMATS, Table
+
+PUBLISHED_MEANS = {  # AlexNet's error of each corruption, percent, as papers on ImageNet-C list it
+    "gaussian_noise": 88.6, "shot_noise": 89.4, "impulse_noise": 92.3, "defocus_blur": 82.0, "glass_blur": 82.6,
+    "motion_blur": 78.6, "zoom_blur": 79.8, "snow": 86.7, "frost": 82.7, "fog": 81.9, "brightness": 56.5,
+    "contrast": 85.3, "elastic_transform": 64.6, "pixelate": 71.8, "jpeg_compression": 60.7,
+}  # fmt: skip
+
+
+def test_class_lists_are_in_imagenets_order_and_have_the_right_sizes():
+    every = wnids()
+    assert len(every) == len(set(every)) == 1000
+    assert list(every) == sorted(every)
+    for name in "ar":
+        some = wnids(name)
+        assert len(set(some)) == 200
+        assert list(some) == [w for w in every if w in set(some)]
+    # classes that are known to be in one of them, in both, in none
+    assert every.index("n01498041") == 6  # stingray: in both
+    assert {"n01498041"} <= set(wnids("a")) & set(wnids("r"))
+    assert "n01443537" in set(wnids("r")) - set(wnids("a"))  # goldfish
+    assert "n01531178" in set(wnids("a")) - set(wnids("r"))  # American goldfinch
+    assert "n01440764" not in {*wnids("a"), *wnids("r")}  # tench
+
+
+def test_answers_of_a_subset_are_the_best_of_its_200_logits():
+    folders = [wnids("a")[i] for i in (5, 17, 199)]
+    found = match((), 1000, folders, subset="a")
+    assert found.columns.tolist() == [wnids().index(w) for w in wnids("a")]
+    assert found.labels.tolist() == [5, 17, 199]
+    logits = np.random.default_rng(0).normal(size=(1, 1000))
+    logits[0, 0] = 50  # tench, which is not in the subset
+    logits[0, wnids().index(folders[1])] = 20
+    assert logits[:, found.columns].argmax() == 17
+
+
+def test_numbers_wordnet_ids_and_names_are_found():
+    assert match((), 1000, ["0", "10", "2"]).labels.tolist() == [0, 10, 2]  # V2: sorted as text
+    assert match((), 1000, ["n01443537", "n01440764"]).labels.tolist() == [1, 0]
+    assert match((), 1000, ["tench", "golf ball"]).labels.tolist() == [0, 574]
+    own = ("n01440764_tench", "n01443537", "cat")
+    assert match(own, 3, ["cat", "n01440764"]).labels.tolist() == [2, 0]
+    assert match(wnids(), 1000, ["999", "3"]).labels.tolist() == [999, 3]
+    assert match(("0", "1", "2"), 3, ["1", "2"]).labels.tolist() == [1, 2]  # classes that are called numbers
+    assert match((), 7, list("abcdefg")).labels.tolist() == list(range(7))
+    some = match(("a", "b", "c", "d"), 4, ["d", "b"], restrict=True)
+    assert (some.columns.tolist(), some.labels.tolist()) == ([1, 3], [1, 0])
+
+
+def test_classes_that_do_not_fit_are_named():
+    with pytest.raises(EverytokenError, match="unicorn"):
+        match((), 1000, ["n01440764", "unicorn"], where="mine")
+    with pytest.raises(EverytokenError, match="zebra.*cat, dog"):
+        match(("cat", "dog"), 2, ["cat", "zebra"], where="mine")
+    with pytest.raises(EverytokenError, match="must have 7 folders"):
+        match((), 7, ["a", "b"], where="mine")
+    with pytest.raises(EverytokenError, match="n01440764"):
+        match((), 1000, ["n01440764"], subset="r", where="r")
+    with pytest.raises(EverytokenError, match="lacks"):
+        match(("n01498041",), 1, ["n01498041"], subset="a")
+    with pytest.raises(EverytokenError, match="the same class"):
+        match((), 1000, ["tench", "n01440764"])
+
+
+@pytest.fixture
+def images(tmp_path):
+    def make(*folders):
+        for folder in folders:
+            place = tmp_path / folder
+            place.mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(place / "x.png")
+        return tmp_path
+
+    return make
+
+
+def test_suites_are_found_by_name_and_below_a_root(images):
+    root = images(
+        "val/a", "imagenetv2/imagenetv2-top-images-format-val/0", "imagenetv2/imagenetv2-threshold0.7-format-val/0",
+        "imagenet-a/n01498041", "imagenet-c/noise/shot_noise/2/a", "imagenet-c/fog/2/a", "mine/x",
+    )  # fmt: skip
+    found = parse(
+        ["corrupt", f"mine={root}/mine", "attack"], str(root), corruptions=("shot_noise", "fog"), severities=(2,),
+        eps=(2 / 255, 1 / 255),
+    )  # fmt: skip
+    names = [(s.kind, s.name) for s in found]
+    assert names == [
+        ("val", "val"), ("v2", "v2 threshold0.7"), ("v2", "v2 top-images"), ("a", "a"), ("c", "shot_noise 2"),
+        ("c", "fog 2"), ("corrupt", "shot_noise 2"), ("corrupt", "fog 2"), ("own", "mine"),
+        ("attack", "attack 1/255"), ("attack", "attack 2/255"),
+    ]  # fmt: skip
+    assert found[3].subset == "a"
+    assert found[6].path == str(root / "val")
+
+
+def test_bad_suites_are_refused_with_a_way_out(images):
+    root = images("val/a", "c/fog/1/a")
+    for words, text in (
+        ([], "--root"), (["corrupt"], "val=FOLDER"), (["vall"], "NAME=FOLDER"), ([f"a={root}/none"], "no such folder"),
+        ([f"c={root}/c"], "missing"), ([f"val={root}/val", f"val={root}/val"], "twice"),
+    ):  # fmt: skip
+        with pytest.raises(EverytokenError, match=text):
+            parse(words)
+    with pytest.raises(EverytokenError, match="none of the folders"):
+        parse([], str(root / "val"))
+    with pytest.raises(EverytokenError, match="severity"):
+        parse([f"val={root}/val"], severities=(0,))
+
+
+def test_groups_of_corruptions_have_names():
+    assert corruption_names(["standard"]) == STANDARD
+    assert corruption_names(["all"]) == tuple(CORRUPTIONS)
+    assert corruption_names(["fog", "noise"]) == ("gaussian_noise", "shot_noise", "impulse_noise", "fog")
+    with pytest.raises(EverytokenError, match="no corruption"):
+        corruption_names(["fogg"])
+
+
+def test_alexnets_errors_are_the_published_ones_and_give_alexnet_an_mce_of_100():
+    for name, wanted in PUBLISHED_MEANS.items():
+        assert 100 * np.mean(ALEXNET[name]) == pytest.approx(wanted, abs=0.06)
+    errors = {(c, s): ALEXNET[c][s - 1] for c in ALEXNET for s in range(1, 6)}
+    assert mean_corruption_error(errors) == pytest.approx(100)
+    assert mean_corruption_error(errors, ALEXNET_CLEAN) == pytest.approx(100)
+    part = {k: v / 2 for k, v in errors.items() if k[1] in (1, 3)}
+    assert corruption_errors(part)["fog"] == pytest.approx(50)
+    assert mean_corruption_error({("spatter", 1): 0.5}) is None
+
+
+def test_relative_errors_subtract_the_clean_error():
+    errors = {("fog", 1): 0.5, ("fog", 5): 0.8}
+    wanted = 100 * (0.5 + 0.8 - 2 * 0.3) / (0.67474 + 0.945 - 2 * 0.435)
+    assert mean_corruption_error(errors, 0.3) == pytest.approx(wanted)
+
+
+def test_the_bootstrap_finds_the_textbook_interval_and_pairs_images():
+    rng = np.random.default_rng(0)
+    first = rng.random(2000) < 0.7
+    second = first.copy()
+    flips = rng.choice(2000, 100, replace=False)
+    second[flips] = True
+    got = difference(first, second)
+    change = second.astype(float) - first
+    half = 1.96 * 100 * change.std() / np.sqrt(2000)
+    assert got.value == pytest.approx(100 * change.mean())
+    assert (got.low, got.high) == (pytest.approx(got.value - half, abs=0.15), pytest.approx(got.value + half, abs=0.15))
+    # unpaired, the interval would be many times wider
+    assert got.high - got.low < 0.4 * 2 * 1.96 * 100 * np.sqrt(2 * 0.21 / 2000)
+    same = difference(first, first)
+    assert (same.low, same.value, same.high) == (0, 0, 0)
+
+
+def test_draws_are_the_same_for_every_column_and_every_time():
+    columns = np.random.default_rng(1).random((50, 1)) < 0.5
+    twice = draws_of_means(np.concatenate([columns, columns], 1), 100)
+    assert np.array_equal(twice[:, 0], twice[:, 1])
+    assert np.array_equal(twice[:, :1], draws_of_means(columns, 100))
+    got = bootstrap(columns, lambda means: 100 * means[..., 0], 500)
+    assert got.low < got.value < got.high
+
+
+def test_a_table_says_the_same_in_every_form():
+    table = Table("A <title>", ["set", "images", "top-1"], [["a|b", 1200, 71.256], ["<c>", 3, None]], ["a note"])
+    text = table.write("text")
+    assert "1,200" in text
+    assert "71.26" in text
+    assert list(csv.reader(io.StringIO(table.write("csv"))))[1:] == [["a|b", "1200", "71.256"], ["<c>", "3", ""]]
+    assert "| a\\|b | 1,200 | 71.26 |" in table.write("md")
+    page = table.write("html")
+    assert "&lt;c&gt;" in page
+    assert "A &lt;title&gt;" in page
+    assert json.loads(table.write("json"))["rows"][0]["images"] == 1200
+    assert all("a note" in table.write(form) for form in FORMATS if form != "csv")
+    with pytest.raises(EverytokenError, match="pdf"):
+        table.write("pdf")
