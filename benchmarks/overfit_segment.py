@@ -1,6 +1,6 @@
 """Does a segmenter learn? A tiny backbone with UperNet overfits a handful of real images within minutes.
 
-    python benchmarks/overfit_segment.py COCO_PANOPTIC_FOLDER [--images 6] [--updates 250] [--output FOLDER]
+    python benchmarks/overfit_segment.py COCO_PANOPTIC_FOLDER [--images 6] [--updates 400] [--output FOLDER]
 
 Takes the images of a COCO panoptic folder whose smallest class is largest (tiny things cannot be drawn at this
 resolution), trains on them from random weights with `everytoken segment train`, and evaluates on the same images at
@@ -59,7 +59,7 @@ def run() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("--images", type=int, default=6)
-    parser.add_argument("--updates", type=int, default=250)
+    parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--side", type=int, default=160)
     parser.add_argument("--output", default="")
     chosen = parser.parse_args()
@@ -72,9 +72,9 @@ def run() -> int:
         started = time.perf_counter()
         code = everytoken(
             [
-                *("segment", "train", str(folder), "--output", str(output), "--model", "resnet10t"),
+                *("segment", "train", str(folder), "--output", str(output), "--model", "regnety_002"),
                 *("--channels", "48", "--aux-channels", "32", "--crop-size", str(chosen.side), "--batch-size", "4"),
-                *("--iters", str(chosen.updates), "--val-iters", str(chosen.updates), "--warmup-iters", "20"),
+                *("--iters", str(chosen.updates), "--val-iters", "100", "--warmup-iters", "20"),
                 *(
                     "--lr",
                     "0.002",
@@ -88,7 +88,7 @@ def run() -> int:
                     "0.9",
                     "1.2",
                 ),
-                *("--no-photometric", "--workers", "0", "--device", "cpu", "--cat-max-ratio", "1"),
+                *("--no-photometric", "--hflip", "0", "--workers", "0", "--device", "cpu", "--cat-max-ratio", "1"),
                 *("--threads", os.environ.get("OMP_NUM_THREADS", "2"), "--log-interval", "20"),
             ]
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,12 +12,17 @@ _LEGEND = 12  # classes in a legend
 
 
 def palette(classes: int) -> np.ndarray:
-    """uint8 [K, 3]: colours that stay the same whatever the number of classes, neighbours far apart."""
-    out = []
-    for i in range(classes):
-        hue = (0.61 + i * 0.618034) % 1.0
-        out.append(colorsys.hsv_to_rgb(hue, (0.85, 0.6, 0.95)[i % 3], (0.95, 0.8, 0.65)[i // 3 % 3]))
-    return (np.array(out).reshape(-1, 3) * 255).round().astype(np.uint8)
+    """uint8 [K, 3]: the colours of Pascal VOC's masks, which spread the bits of the class over red, green and blue.
+
+    They stay the same whatever the number of classes. VOC's own first colour, black, is left out.
+    """
+    numbers = np.arange(1, classes + 1)
+    colours = np.zeros((classes, 3), dtype=np.uint8)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= ((numbers >> channel & 1) << (7 - bit)).astype(np.uint8)
+        numbers = numbers >> 3
+    return colours
 
 
 def overlay(image: np.ndarray, mask: np.ndarray, classes: int, strength: float = 0.6) -> np.ndarray:

@@ -15,8 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.sources import DataError, DataSet, is_image
+from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
+from everytoken.transfer.files import gather_images
 from everytoken.transfer.segment.data import EvalSamples, MaskSet
 from everytoken.transfer.segment.draw import as_palette_image, overlay, panel, sheet
 from everytoken.transfer.segment.infer import Inference
@@ -141,7 +142,7 @@ def predict(
     Returns:
         A row for each image (file, classes with their parts in percent), and what to tell the user.
     """
-    root, names = _gather(images)
+    root, names = gather_images(images)
     found = MaskSet(root, names, [], [], {})
     asked = prepare(source, None, options or EvalOptions(), device=device, **how)
     loader = Loader(found, None, 1, train=False, workers=workers, samples=EvalSamples(found, masks=False))
@@ -170,24 +171,6 @@ def _answers(ask: Inference, loader: Loader, device: str, amp: bool) -> Iterator
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
             answer = ask(batch.images.to(device))
         yield batch, answer.cpu()
-
-
-def _gather(images: Sequence[str]) -> tuple[Path, list[str]]:
-    """A common folder and the paths below it, of files and folders of images."""
-    found: list[Path] = []
-    for name in images:
-        path = Path(name).resolve()
-        if path.is_dir():
-            found += sorted(p for p in path.rglob("*") if is_image(p.relative_to(path).as_posix()))
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise DataError(f"there is no image or folder {name}")
-    if not found:
-        raise DataError(f"{', '.join(images)}: no images there")
-    parents = [{p.parent, *p.parent.parents} for p in found]
-    root = max(set.intersection(*parents), key=lambda p: len(p.parts))
-    return root, [p.relative_to(root).as_posix() for p in found]
 
 
 __all__ = ["Asked", "DataSet", "Evaluation", "evaluate", "predict", "prepare"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from everytoken.errors import EverytokenError
 from everytoken.models.load import Description, find_weights
 from everytoken.models.weights import load_weights
-from everytoken.transfer.backbone import Features, build_features, description_from
+from everytoken.transfer.backbone import Features, build_features, description_from, rebuild_features
 from everytoken.transfer.options import BackboneOptions
 from everytoken.transfer.pyramid import SideLayers
 from everytoken.transfer.segment.heads import FcnHead, UperHead, resize
@@ -145,23 +145,12 @@ def load_segmenter(source: str | Path) -> LoadedSegmenter:
             f"{path} is not a segmenter of `everytoken segment train`. To read a classifier's token head as a "
             "segmenter, add --head token."
         )
-    skip = ("num_classes", "img_size", "strict_img_size", "dynamic_img_size")
-    kwargs = {k: v for k, v in about.backbone.arguments.items() if k not in skip}
-    options = BackboneOptions(model=about.backbone.architecture, drop_path=0.0, model_kwargs=kwargs)
-    features, _ = build_features(options, (about.backbone.img_size[0], about.backbone.img_size[1]))
-    if features.plain and about.taps and list(about.taps) != features.indices:
-        features, _ = build_features(
-            BackboneOptions(**{**asdict(options), "taps": about.taps}), _two(about.backbone.img_size)
-        )
+    features = rebuild_features(about.backbone, about.taps)
     model = Segmenter(features, DecoderOptions(**about.decoder), len(about.class_names))
     report = load_weights(model, path)
     if report.missing or report.left_out:
         raise EverytokenError(f"{path} does not fit the segmenter that it describes:\n{report}")
     return LoadedSegmenter(model.eval(), about, str(path))
-
-
-def _two(size: tuple[int, ...]) -> tuple[int, int]:
-    return size[0], size[1]
 
 
 @torch.no_grad()

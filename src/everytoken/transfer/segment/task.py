@@ -140,6 +140,9 @@ class Segmentation:
         """Of every validation image exactly once, over all processes."""
         was = module.training
         module.eval()
+        if self.world.size > 1:  # running means of batch norm differ between processes; take those of the weights
+            for buffer in module.buffers():
+                torch.distributed.broadcast(buffer, 0)
         ask = self.inference(module)
         counts = Confusion(len(self.about.class_names))
         for batch in self.val_loader.epoch(0):

@@ -1,0 +1,42 @@
+"""Segmentation with two processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everytoken.cli import main
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shapes import make
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(tmp_path, capsys):
+    shapes, out = make(tmp_path / "shapes", train=8, val=3), tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "everytoken"),
+        *(
+            "segment",
+            "train",
+            str(shapes),
+            "--model",
+            "mobilenetv3_small_050",
+            "--channels",
+            "8",
+            "--aux-channels",
+            "8",
+        ),
+        *("--crop-size", "32", "--iters", "2", "--val-iters", "2", "--warmup-iters", "1", "--batch-size", "2"),
+        *("--lr", "0.01", "--workers", "0", "--threads", "1", "--device", "cpu", "--output", str(out)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "global batch 4" in done.stdout
+    best = json.loads((out / "summary.json").read_text())["best"]["score"]
+    assert main(["segment", "eval", str(out), str(shapes), "--device", "cpu", "-j", "0", "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["images"] == 3
+    assert numbers["mIoU"] == pytest.approx(best, abs=1e-3)  # batch norm's running means are the file's on both
