@@ -75,6 +75,17 @@ def test_the_page_has_everything_and_asks_for_nothing_from_outside(trained, tmp_
     assert all(json.loads(chart["data-chart"]) for chart in page.charts if "data-chart" in chart)
 
 
+def test_in_a_folder_of_runs_the_one_with_plain_labels_is_the_baseline(trained, tmp_path):
+    for name in ("plain", "token"):
+        renamed = "zplain" if name == "plain" else "token"
+        shutil.copytree(trained / f"runs/{name}-seed1", tmp_path / f"runs/{renamed}-seed1")
+    words = ["--format", "md", "--no-predictions", "--out", str(tmp_path / "r.md")]
+    assert main(["report", str(tmp_path / "runs"), *words]) == 0
+    assert "token minus zplain" in (tmp_path / "r.md").read_text()
+    assert main(["report", *(str(tmp_path / f"runs/{n}-seed1") for n in ("token", "zplain")), *words]) == 0
+    assert "zplain minus token" in (tmp_path / "r.md").read_text()
+
+
 def test_numbers_on_the_page_are_those_of_the_runs(trained, tmp_path):
     text = write(trained, tmp_path / "report.md", "--format", "md", "--no-predictions")
     for kind in ("plain", "token"):

@@ -19,8 +19,9 @@ from everytoken.errors import EverytokenError
 class Report:
     """Write one page about runs: result with its interval over seeds, comparison, curves, classes, sample predictions.
 
-    Runs that differ in the seed only are one group. The group of the first run is the baseline; the others are
-    compared with it seed by seed. The page holds everything it shows and needs no network.
+    Runs that differ in the seed only are one group. The group of the first run is the baseline (in a folder of runs,
+    one that learns plain labels); the others are compared with it seed by seed. The page holds everything it
+    shows and needs no network.
 
     everytoken report runs/plain-seed1 runs/plain-seed2 runs/token-seed1 runs/token-seed2 --out report.html
 

@@ -100,6 +100,8 @@ def collect(
             f"there is nothing to report on:\n{told}\nGive the folder that `everytoken train` wrote (its --output)."
         )
     groups = group_runs(runs)
+    if len(paths) == 1:  # a folder of runs has no order of its own: what learns plain labels is the baseline
+        groups.sort(key=lambda group: set(group.runs[0].config.get("objectives") or {"hard"}) != {"hard"})
     found = [difference(groups[0], other) for other in groups[1:]]
     report = Report(runs, groups, [d for d in found if d], config_differences(groups) if len(groups) > 1 else [])
     for run in runs:
