@@ -1,0 +1,236 @@
+"""`everytoken robust` and `everytoken transfer` on small images: tables, caches, logs, kills, comparisons, errors."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import everytoken  # noqa: F401
+from everytoken.cli import main
+from everytoken.models.load import Description
+from everytoken.robust import run as robust_run
+from everytoken.robust.attack_log import AttackLog
+from everytoken.robust.attacks import auto
+from everytoken.robust.attacks.losses import cross_entropy, value_and_gradient
+from everytoken.robust.models import Normalised, open_subject
+from everytoken.robust.suites import Suite
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
+NAMES = ("class-0", "class-1", "class-2")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory, photos):
+    """Two small models, trained for a moment on the discs' colours."""
+    place = tmp_path_factory.mktemp("weights")
+    x, y = [], []
+    for label, name in enumerate(NAMES):
+        for path in sorted((photos / "train" / name).iterdir()):
+            x.append(np.asarray(Image.open(path).resize((32, 32)), np.float32).transpose(2, 0, 1) / 255)
+            y.append(label)
+    x, y = (torch.tensor(np.stack(x)) - 0.5) / 0.5, torch.tensor(y)
+    paths = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = timm.create_model("vit_tiny_patch16_224", **TINY)
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        for _ in range(40):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        about = Description("vit_tiny_patch16_224", TINY, NAMES, img_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3,
+                            crop_pct=1.0)  # fmt: skip
+        paths.append(place / f"model{seed}.safetensors")
+        save_file(model.state_dict(), paths[-1], metadata=about.to_metadata())
+    return paths
+
+
+def robust(source, out, *words):
+    return main(["robust", str(source), "--device", "cpu", "--workers", "0", "--out", str(out), *map(str, words)])
+
+
+def rows_of(out):
+    with (out / "table.csv").open() as file:
+        return {row[next(iter(row))]: row for row in csv.DictReader(file)}
+
+
+def test_one_table_of_clean_corrupted_and_attacked_images(photos, weights, tmp_path, capsys):
+    small = ("--suite", f"val={photos / 'val'}", "corrupt", "attack", "--corruptions", "contrast", "saturate")
+    small += ("--severities", "1", "5", "--each-severity", "--attack", "pgd", "--eps", "1/255", "32/255")
+    assert robust(weights[0], tmp_path, *small) == 0
+    text = capsys.readouterr().out
+    assert "M parameters" in text
+    rows = rows_of(tmp_path)
+    for name in ("val", "corrupt contrast 1", "corrupt contrast", "corrupt mean", "corrupt extra mean", "corrupt mCE",
+                 "corrupt relative mCE", "attack 1/255", "attack 32/255"):  # fmt: skip
+        assert any(row.startswith(name) for row in rows), name
+    value = {name: float(row["top-1"]) for name, row in rows.items()}
+    one, five = value["corrupt contrast 1"], value["corrupt contrast 5"]
+    assert value["corrupt contrast"] == pytest.approx((one + five) / 2, abs=0.01)
+    assert value["val"] >= value["attack 1/255"] >= next(v for n, v in value.items() if n.startswith("attack 32/255"))
+    assert float(rows["val"]["low"]) <= value["val"] <= float(rows["val"]["high"])
+    assert all((tmp_path / f"table.{end}").exists() for end in ("txt", "csv", "md", "html", "json"))
+
+
+def test_the_second_time_predictions_come_from_the_folder(photos, weights, tmp_path, monkeypatch, capsys):
+    words = ("--suite", f"val={photos / 'val'}", "corrupt", "--corruptions", "fog", "--severities", "2")
+    robust(weights[0], tmp_path, *words)
+    first = (tmp_path / "table.csv").read_text()
+    calls = []
+    whole = robust_run._predict
+    monkeypatch.setattr(robust_run, "_predict", lambda *a: calls.append(a[2].name) or whole(*a))
+    robust(weights[0], tmp_path, *words)
+    assert not calls
+    assert (tmp_path / "table.csv").read_text() == first
+    robust(weights[0], tmp_path, *words, "--no-as-stored")  # other images: only these are made again
+    assert calls == ["fog 2"]
+    capsys.readouterr()
+
+
+def test_generated_corruptions_equal_the_same_corruptions_from_folders(photos, weights, tmp_path, capsys):
+    """ImageNet-C's layout, written here from our own corruptions, gives the numbers of corrupt=FOLDER."""
+    subject = open_subject(str(weights[0]))
+    suite = Suite("fog 3", "corrupt", str(photos / "val"), corruption="fog", severity=3)
+    settings = robust_run.Settings(workers=0, as_stored=False)
+    data = robust_run.open_images(suite, 0)
+    transform = robust_run.CorruptTransform(robust_run.view_of(subject), suite, settings)
+    for i in range(len(data)):
+        pixels, _, _ = transform.view(data.picture(i))
+        path = tmp_path / "c" / "weather" / "fog" / "3" / data.key(i)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    tell = lambda *_: None  # noqa: E731
+    made = robust_run.evaluate_suite(subject, suite, settings, tmp_path / "one", tell)
+    stored = Suite("fog 3", "c", str(tmp_path / "c" / "weather" / "fog" / "3"), corruption="fog", severity=3)
+    read = robust_run.evaluate_suite(subject, stored, settings, tmp_path / "two", tell)
+    assert made.keys == read.keys
+    assert np.array_equal(made.correct, read.correct)
+    assert made.ece == pytest.approx(read.ece)
+
+
+def test_two_models_are_compared_image_by_image(photos, weights, tmp_path, capsys):
+    words = ("--suite", f"val={photos / 'val'}", "corrupt", "--corruptions", "contrast", "--severities", "3", "5")
+    assert robust(weights[0], tmp_path, "--compare", str(weights[1]), *words, "--format", "csv") == 0
+    rows = rows_of(tmp_path)
+    for row in rows.values():
+        assert float(row["B - A"]) == pytest.approx(float(row["B"]) - float(row["A"]), abs=1e-3)
+        assert float(row["low"]) <= float(row["B - A"]) <= float(row["high"])
+    assert capsys.readouterr().out.startswith("test set,images,A,B")
+    robust(weights[0], tmp_path / "same", "--compare", str(weights[0]), *words)
+    assert all(float(row[c]) == 0 for row in rows_of(tmp_path / "same").values() for c in ("B - A", "low", "high"))
+
+
+def attack(weights, photos, out):
+    words = ("--suite", f"attack={photos / 'val'}", "--attack", "autoattack", "--eps", "2/255", "6/255")
+    words += ("--attack-steps", "5", "--queries", "10", "--targets", "2", "--attack-batch-size", "4")
+    robust(weights[0], out, *words)
+    return sorted(out.glob("*/attacks/*.jsonl"))
+
+
+def test_a_killed_attack_goes_on_to_the_same_log(photos, weights, tmp_path, monkeypatch, capsys):
+    wanted = [path.read_bytes() for path in attack(weights, photos, tmp_path / "whole")]
+    assert len(wanted) == 2
+    whole, calls = auto.run, []
+
+    def killed(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(auto, "run", killed)
+    attack(weights, photos, tmp_path / "killed")
+    monkeypatch.setattr(auto, "run", whole)
+    (log,) = (tmp_path / "killed").glob("*/attacks/*.jsonl")
+    assert len(log.read_text().splitlines()) == 1 + 8
+    with log.open("ab") as file:
+        file.write(b'{"key": "class-2/photo.0.png", "by": ""}\n{"key": "cla')  # torn in the middle of a batch
+    assert [path.read_bytes() for path in attack(weights, photos, tmp_path / "killed")] == wanted
+    small, large = ([json.loads(line) for line in text.splitlines()[1:]] for text in wanted)
+    capsys.readouterr()
+    fallen = [{r["key"] for r in records if r["by"]} for records in (small, large)]
+    assert fallen[0] <= fallen[1]
+
+
+def test_a_log_of_another_attack_is_refused(tmp_path):
+    from everytoken.errors import EverytokenError
+
+    log = AttackLog(tmp_path / "x.jsonl", {"eps": 1.0}, [2, 1])
+    log.add([{"key": "a"}, {"key": "b"}])
+    assert AttackLog(tmp_path / "x.jsonl", {"eps": 1.0}, [2, 1]).batches == [[{"key": "a"}, {"key": "b"}]]
+    with pytest.raises(EverytokenError, match="eps"):
+        AttackLog(tmp_path / "x.jsonl", {"eps": 2.0}, [2, 1])
+
+
+def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(photos, weights):
+    subject = open_subject(str(weights[0]))
+    data = robust_run.open_images(Suite("v", "val", str(photos / "val")), 0)
+    view = robust_run.view_of(subject)
+    pixels = np.stack([robust_run.EvalTransform(view)(data.picture(i))[0] for i in range(3)])
+    images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
+    from everytoken.data.batch import normalise
+
+    model = Normalised(subject.net, view.mean, view.std, None)
+    assert torch.allclose(model(images / 255), subject.net(normalise(images, view.mean, view.std)), atol=1e-5)
+    double, x, y = model.double(), images.double() / 255, torch.tensor([0, 1, 2])
+    double.forward = lambda t: subject.net((t - double.mean) / double.std)  # without the cast to float32
+    _, _, gradient = value_and_gradient(double, x, cross_entropy(y))
+    for at in ((0, 0, 3, 5), (1, 2, 17, 30), (2, 1, 31, 0)):
+        step = torch.zeros_like(x)
+        step[at] = 1e-5
+        up, down = (torch.nn.functional.cross_entropy(double(x + s * step), y, reduction="sum") for s in (1, -1))
+        assert float(gradient[at]) == pytest.approx(float(up - down) / 2e-5, rel=1e-3, abs=1e-9)
+    fused = [m for m in subject.net.modules() if hasattr(m, "fused_attn")]
+    assert fused
+    assert all(m.fused_attn for m in fused)
+    for module in fused:
+        module.fused_attn = False
+    assert torch.allclose(gradient, value_and_gradient(double, x, cross_entropy(y))[2], atol=1e-10)
+
+
+def test_bad_folders_and_other_classes_get_clear_errors(photos, weights, tmp_path, capsys):
+    other = tmp_path / "other" / "zebra"
+    other.mkdir(parents=True)
+    Image.new("RGB", (40, 40)).save(other / "a.png")
+    (tmp_path / "empty").mkdir()
+    for words, text in (
+        (("--suite", f"val={tmp_path / 'other'}"), "zebra"),
+        (("--suite", f"val={tmp_path / 'empty'}"), "holds no images"),
+        (("--suite", f"a={photos / 'val'}"), "200 classes"),
+        (("--suite", f"real={photos / 'val'}"), "ReaL"),
+        (("--suite", f"val={photos / 'val'}", "attack", "--attack", "pdg"), "pgd"),
+        (("--suite", f"attack={photos / 'val'}", "--eps", "4/0"), "--eps"),
+        (("--suite", f"corrupt={photos / 'val'}", "--corruptions", "frog"), "fog"),
+        (("--suite", f"val={photos / 'val'}", "--checkpoint", "x.pth"), "timm:NAME"),
+    ):
+        assert robust(weights[0], tmp_path / "out", *words) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_transfer_finetunes_evaluates_and_tabulates(photos, weights, tmp_path, capsys):
+    words = [
+        "transfer",
+        str(weights[0]),
+        "--suite",
+        f"mine={photos}",
+        "--recipe",
+        "transfer_cifar10",
+        "--device",
+        "cpu",
+    ]
+    words += ["--workers", "0", "--out", str(tmp_path), "--", "--epochs", "1", "--batch-size", "12", "--img-size", "32"]
+    words += ["--warmup-epochs", "0", "--no-amp", "--repeat-augment", "1"]
+    assert main(words) == 0
+    rows = rows_of(tmp_path)
+    assert rows["mine"]["images"] == "12"
+    summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
+    assert float(rows["mine"]["top-1"]) == pytest.approx(summary["last"]["score"], abs=0.01)
+    assert main([*words[:3], "flowers"]) == 2
+    assert "2,040" in capsys.readouterr().err
+    assert main([*words[:3], f"mine={photos}"]) == 2
+    assert "--recipe" in capsys.readouterr().err
