@@ -62,8 +62,9 @@ def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, 
     assert main(["eval", str(tmp_path), str(photos), "--token-vote", "0.5", "--workers", "0", "--device", "cpu"]) == 0
 
 
-def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos, foreign, tmp_path, capsys):
-    words = ["--labels", str(foreign), "--set", "objectives.token={}", "--output", str(tmp_path)]
+@pytest.mark.parametrize("target", ["", "class_target: both, rho: 0.5"])  # as recipes say for maps of the own classes
+def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos, foreign, tmp_path, capsys, target):
+    words = ["--labels", str(foreign), "--set", f"objectives.token={{{target}}}", "--output", str(tmp_path)]
     assert main(["train", str(photos), *TINY, *words]) == 0
     assert "classes of their own" in capsys.readouterr().out
     description = load_model(tmp_path).description

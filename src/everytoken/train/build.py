@@ -121,15 +121,15 @@ def _resolve_class_targets(
     notes: list[str] = []
     if store is None or list(store.manifest.class_names) == list(train_set.class_names):
         return settings, notes
-    if "relabel" in settings and not {"class_target", "class_map"} & set(settings["relabel"]):
+    if "relabel" in settings and "class_map" not in settings["relabel"]:
         raise ContradictionError(
             f"ReLabel teaches the class token what the score maps say, and these speak {store.manifest.num_classes} "
             f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token`, which lets every "
             "token learn the maps' classes, or say which classes correspond with class_map."
         )
     for name in ("token", "token_labeling"):
-        if name in settings and not {"class_target", "class_map"} & set(settings[name]):
-            settings[name]["class_target"] = "truth"
+        if name in settings and "class_map" not in settings[name]:
+            settings[name]["class_target"] = "truth"  # whatever the recipe says: the maps cannot label whole images
             notes.append(
                 f"the score maps speak {store.manifest.num_classes} classes of their own (such as "
                 f"{store.manifest.class_names[0]!r}), the data has {train_set.num_classes} (such as "
