@@ -52,7 +52,9 @@ def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoc
     "linear" is timm's "poly" with a power of 1 (its own default, 0.1, is nearly constant).
     """
     linear = options.sched == "linear"
-    more = {"decay_rate": 1.0} if linear else {}
+    more: dict[str, Any] = {"decay_rate": 1.0} if linear else {}
+    if options.sched == "multistep":
+        more = {"decay_rate": options.decay_rate, "decay_milestones": list(options.decay_milestones)}
     schedule, epochs = create_scheduler_v2(
         optimizer,
         sched="poly" if linear else options.sched,

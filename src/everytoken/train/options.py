@@ -116,6 +116,10 @@ class OptimOptions:
     """Multiply the learning rate by this per layer from the top; 0: off."""
     sched: str = "cosine"
     """timm schedule name, stepped every update; also linear, straight down to --min-lr."""
+    decay_milestones: tuple[int, ...] = ()
+    """Epochs after which sched=multistep multiplies the learning rate by --decay-rate."""
+    decay_rate: float = 0.1
+    """See --decay-milestones."""
     warmup_epochs: float = 5
     """Epochs of linear warm-up."""
     warmup_lr: float = 1e-6

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import timm
@@ -151,6 +152,18 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
         features.backbone.set_grad_checkpointing(True)
     mean, std = (config["mean"], config["std"]) if known is None else (known.mean, known.std)
     return features, Description(name, arguments, img_size=size, mean=tuple(mean), std=tuple(std))
+
+
+def rebuild_features(about: Description, taps: Sequence[int] = ()) -> Features:
+    """The backbone of a dense task's weights file, as it was made; its weights are those of chance."""
+    skip = ("num_classes", "img_size", *(k for way in _DYNAMIC for k in way))
+    arguments = {k: v for k, v in about.arguments.items() if k not in skip}
+    options = BackboneOptions(model=about.architecture, drop_path=0.0, model_kwargs=arguments)
+    size = (about.img_size[0], about.img_size[1])
+    features, _ = build_features(options, size)
+    if features.plain and taps and list(taps) != features.indices:
+        features, _ = build_features(replace(options, taps=tuple(taps)), size)
+    return features
 
 
 def _create(

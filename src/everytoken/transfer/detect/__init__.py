@@ -1,0 +1,1 @@
+"""Objects in images: boxes, masks and classes."""
