@@ -45,8 +45,8 @@ def test_a_download_is_cached_and_a_wrong_one_refused(monkeypatch, tmp_path):
     ("gains", "words"),
     [
         ([1.0, 1.1, 0.9], "gained 1.00"), ([-1.0, -1.1, -0.9], "lost 1.00"), ([-1.0, 2.0], "No clear"),
-        ([1.0], "proves nothing"), ([1.0, 3.0], "better with every seed, by 2.00"),
-        ([-1.0, -3.0], "worse with every seed, by 2.00"),
+        ([1.0], "proves nothing"), ([1.0, 3.0], "ahead with every seed, by 2.00"),
+        ([-1.0, -3.0], "behind with every seed, by 2.00"),
     ],
 )  # fmt: skip
 def test_the_verdict_is_honest(gains, words):

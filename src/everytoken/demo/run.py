@@ -49,7 +49,7 @@ class Scale:
 # of two (1e-3, 2e-3) at which the plain model does better.
 _SMALLEST = "model_kwargs={embed_dim: 96, depth: 4, num_heads: 3, stem_width: 16}"
 SCALES = {
-    "minutes": Scale(3000, 1000, 4, 5, 1, 2, 32, 1e-3, ("--model", "lvvit_nano_patch4_32", "--set", _SMALLEST)),
+    "minutes": Scale(3000, 1000, 4, 7, 1, 2, 32, 1e-3, ("--model", "lvvit_nano_patch4_32", "--set", _SMALLEST)),
     "hour": Scale(10_000, 2000, 15, 12, 2, 3, 64, 1e-3, ("--model", "lvvit_nano_patch4_32")),
     "gpu": Scale(50_000, 10_000, 100, 30, 2, 5, 256, 2e-3, ("--model", "lvvit_mini_patch4_32", "--amp")),
 }
@@ -108,7 +108,7 @@ def train_words(
     learn = {
         "plain": ["--set", "objectives.hard={}"],
         "every-token": [
-            *("--labels", str(maps), "--set", "objectives.token={beta: 0.5, class_target: both, rho: 0.5}"),
+            *("--labels", str(maps), "--set", "objectives.token={beta: 0.5, class_target: truth}"),
         ],
     }[kind]
     return [
@@ -199,7 +199,7 @@ def verdict(gains: Sequence[float]) -> str:
         done = f"gained {e.mean:.2f}" if e.mean > 0 else f"lost {-e.mean:.2f}"
         return f"Training on every token {done} points ({spread})."
     if min(gains) > 0 or max(gains) < 0:
-        way = "better" if e.mean > 0 else "worse"
-        few = "; so few seeds leave room for chance, try --seeds 5"
-        return f"Training on every token was {way} with every seed, by {abs(e.mean):.2f} points ({spread}{few})."
+        way = "ahead" if e.mean > 0 else "behind"
+        few = "So few seeds leave room for chance; try --seeds 5."
+        return f"Training on every token was {way} with every seed, by {abs(e.mean):.2f} points ({spread}). {few}"
     return f"No clear difference here: {e.mean:+.2f} points ({spread})."

@@ -42,8 +42,8 @@ def difference_words(found: Difference) -> str:
     if e.clear:
         return f"{other} is {abs(e.mean):.2f} points {'better' if e.mean > 0 else 'worse'} than {base}"
     if min(e.values) > 0 or max(e.values) < 0:
-        verb = "better" if e.mean > 0 else "worse"
-        return f"{other} is {verb} than {base} with every seed, by {abs(e.mean):.2f} points on average"
+        way = "ahead of" if e.mean > 0 else "behind"
+        return f"{other} is {way} {base} with every seed, by {abs(e.mean):.2f} points, but the interval includes zero"
     return f"No clear difference between {other} and {base}: {e.mean:+.2f} points"
 
 
