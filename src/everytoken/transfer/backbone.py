@@ -71,12 +71,11 @@ class Features(nn.Module):
         self.fixed_size = fixed_size
         self.backbone: Any = backbone
         backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
-        for (
-            weight,
-            value,
-        ) in backbone.named_parameters():  # what pruning leaves, and class tokens that join after the taps
-            if weight.startswith("head.") or (weight == "cls_token" and name in _LATE_CLASS_TOKEN):
-                value.requires_grad_(False)
+        if name in _LATE_CLASS_TOKEN:
+            backbone.cls_token.requires_grad_(False)  # type: ignore[operator]  # it joins after the taps
+        head = getattr(backbone, "head", None)
+        if isinstance(head, nn.Module) and any(True for _ in head.parameters()):
+            backbone.head = nn.Identity()  # ConvNeXt's keeps a norm
         attends = not self.plain and any(isinstance(m, nn.LayerNorm) for m in backbone.modules())
         self.norms = nn.ModuleList([LayerNorm2d(d) if attends else nn.Identity() for d in self.dims])
 
@@ -136,9 +135,7 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
         raise EverytokenError("say which backbone: --model NAME, or --initial-checkpoint of a run, which knows its own")
     if not timm.is_model(name.split(".")[0]):
         raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
-    extra: dict[str, Any] = {"pretrained": options.pretrained}
-    if options.drop_path:
-        extra["drop_path_rate"] = options.drop_path
+    extra: dict[str, Any] = {"pretrained": options.pretrained, "drop_path_rate": options.drop_path}
     backbone, arguments, asked = _create(name, arguments, extra, size)
     config = resolve_data_config({}, model=backbone)
     features = Features(backbone, options.taps)
@@ -179,7 +176,8 @@ def _create(
             if any(key in str(error) for key in more):
                 continue
             if "drop_path_rate" in str(error) and "drop_path_rate" in extra:
-                print(f"note: {name} has no stochastic depth; --drop-path is left out")
+                if extra["drop_path_rate"]:
+                    print(f"note: {name} has no stochastic depth; --drop-path is left out")
                 return _create(name, arguments, {k: v for k, v in extra.items() if k != "drop_path_rate"}, size)
             raise EverytokenError(f"{name} does not take these arguments: {error}") from error
         except (RuntimeError, OSError) as error:

@@ -62,9 +62,10 @@ def _read(data: str, split: str, options: CocoOptions) -> InstanceSet:
     folder = options.val_images if split == "val" and options.val_images else options.images
     path = Path(named) if named else _find(root, split)
     if path is None:
+        part = "" if split == "all" else f" for {split!r}"
         raise DataError(
-            f"{data} has no COCO json for {split!r}: annotations/instances_{SPLITS.get(split, (split,))[0]}.json, one "
-            "json file next to the images, or --annotations FILE.json"
+            f"{data} has no COCO json{part}: put annotations/instances_{SPLITS.get(split, SPLITS['train'])[0]}.json or "
+            "one json file next to the images, or name it with --annotations"
         )
     return read_coco(path, _images(root, path, split, folder))
 
