@@ -70,28 +70,14 @@ def run() -> int:
         classes = copy_some(data, choose(data, chosen.images), folder)
         print(f"{chosen.images} images, {classes} classes")
         started = time.perf_counter()
-        code = everytoken(
-            [
-                *("segment", "train", str(folder), "--output", str(output), "--model", "regnety_002"),
-                *("--channels", "48", "--aux-channels", "32", "--crop-size", str(chosen.side), "--batch-size", "4"),
-                *("--iters", str(chosen.updates), "--val-iters", "100", "--warmup-iters", "20"),
-                *(
-                    "--lr",
-                    "0.002",
-                    "--min-lr",
-                    "0.00001",
-                    "--drop-path",
-                    "0",
-                    "--dropout",
-                    "0",
-                    "--scale",
-                    "0.9",
-                    "1.2",
-                ),
-                *("--no-photometric", "--hflip", "0", "--workers", "0", "--device", "cpu", "--cat-max-ratio", "1"),
-                *("--threads", os.environ.get("OMP_NUM_THREADS", "2"), "--log-interval", "20"),
-            ]
+        threads = os.environ.get("OMP_NUM_THREADS", "2")
+        words = (
+            f"--model resnet10t --channels 48 --aux-channels 32 --crop-size {chosen.side} --batch-size 3 --scale 1 1 "
+            f"--hflip 0 --no-photometric --cat-max-ratio 1 --dropout 0 --drop-path 0 --iters {chosen.updates} "
+            f"--val-iters {min(100, chosen.updates)} --warmup-iters 20 --lr 0.002 --min-lr 0.00001 --workers 0 "
+            f"--device cpu --threads {threads} --log-interval 20"
         )
+        code = everytoken(["segment", "train", str(folder), "--output", str(output), *words.split()])
         seconds = time.perf_counter() - started
         score = json.loads((output / "summary.json").read_text())["best"]["score"]
     print(json.dumps({"mIoU": round(score, 2), "seconds": round(seconds, 1), "updates": chosen.updates}))

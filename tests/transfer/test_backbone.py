@@ -98,6 +98,14 @@ def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, capsys):
     torch.testing.assert_close(features.eval()(image)[-1], expected)
 
 
+def test_stochastic_depth_is_what_was_asked_for():
+    """timm's Swin has 0.1 of its own."""
+    for rate, expected in ((0.0, 0), (0.3, 0.3)):
+        features, _ = build_features(BackboneOptions(model="swin_tiny_patch4_window7_224", drop_path=rate), 64)
+        found = [float(m.drop_prob) for m in features.modules() if type(m).__name__ == "DropPath"]
+        assert max(found, default=0) == pytest.approx(expected)
+
+
 def test_wrong_backbones_are_named():
     with pytest.raises(EverytokenError, match="say which backbone"):
         build_features(BackboneOptions(), 64)
