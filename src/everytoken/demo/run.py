@@ -46,7 +46,7 @@ class Scale:
 
 
 # LV-ViT's convolutional stem learns from few updates; a plain ViT needs more than minutes. Of two
-# learning rates the plain model was ahead with 1e-3 in the first epochs (with 4000 images and batches of 64; that run was
+# learning rates the plain model was ahead with 1e-3 in its first four epochs (4000 images, batches of 64; that run was
 # not finished, so this is a choice and not a tuning). What the class token learns was chosen by looking at seed 1.
 _SMALLEST = "model_kwargs={embed_dim: 96, depth: 4, num_heads: 3, stem_width: 16}"
 SCALES = {
