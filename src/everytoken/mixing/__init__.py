@@ -17,7 +17,7 @@ from everytoken.mixing.apply import (
 )
 from everytoken.mixing.guided import AttentiveCutMix, GuidedMixer, SaliencyMix, SMMix, TokenMix
 from everytoken.mixing.methods import CutMix, MixToken, MixUp, OneOf
-from everytoken.mixing.mix import Guide, GuideKind, Mix, Mixer
+from everytoken.mixing.mix import Guide, GuideKind, Mix, Mixer, Scene
 from everytoken.mixing.patches import BlockPatches, MaskMix, RandomPatches
 from everytoken.mixing.puzzle import PuzzleMix
 from everytoken.mixing.saliency import contrast_saliency
@@ -54,6 +54,7 @@ __all__ = [
     "RandomPatches",
     "SMMix",
     "SaliencyMix",
+    "Scene",
     "TokenMix",
     "apply_to_pixels",
     "apply_to_tokens",

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing.mix import Guide, GuideKind, Mix, Mixer, Mode
+from everytoken.mixing.mix import Guide, GuideKind, Mix, Mixer, Mode, Scene
 from everytoken.mixing.patches import BlockPatches
 
 
@@ -65,7 +65,7 @@ class GuidedMixer(Mixer):
                 f"the guide of {type(self).__name__} must be [{batch_size}, h, w], got {list(importance.shape)}."
             )
         partner = torch.arange(batch_size - 1, -1, -1, device=device)
-        mix = self.guided(importance.detach().float(), partner, image_size, grid, rng)
+        mix = self.guided(importance.detach().float(), partner, Scene(image_size, grid, rng, device))
         if active.all():
             return mix
         on = torch.from_numpy(active).to(mix.mask.device)
@@ -81,14 +81,7 @@ class GuidedMixer(Mixer):
             moves=moved,
         )
 
-    def guided(
-        self,
-        importance: Tensor,
-        partner: Tensor,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
         """The mix of a whole batch."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to mix")
 
@@ -106,19 +99,13 @@ class SaliencyMix(GuidedMixer):
 
     guide: ClassVar[GuideKind] = "saliency"
 
-    def guided(
-        self,
-        importance: Tensor,
-        partner: Tensor,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
         """[B, H, W] masks on the pixel grid; boxes as `boxes.boxes_at`, on the device."""
-        lam = self._lam(len(partner), rng, importance.device)
-        peak = to_pixels(importance, image_size)[partner].flatten(1).argmax(1)
+        lam = self._lam(len(partner), scene.rng, importance.device)
+        peak = to_pixels(importance, scene.image_size)[partner].flatten(1).argmax(1)
         inside = []
-        for side, centre in zip(image_size, (peak // image_size[1], peak % image_size[1]), strict=True):
+        width = scene.image_size[1]
+        for side, centre in zip(scene.image_size, (peak // width, peak % width), strict=True):
             half = (side * (1 - lam).sqrt()).long() // 2
             at = torch.arange(side, device=peak.device)
             inside.append((at >= (centre - half)[:, None]) & (at < (centre + half)[:, None]))
@@ -142,18 +129,11 @@ class AttentiveCutMix(GuidedMixer):
         if not 0 < self.cells < self.side**2:
             raise EverytokenError(f"AttentiveCutMix: cells must be in 1..{self.side**2 - 1}, got {self.cells}.")
 
-    def guided(
-        self,
-        importance: Tensor,
-        partner: Tensor,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
         """[B, H, W] masks on the pixel grid."""
         coarse = resize(importance, (self.side, self.side))[partner].flatten(1)
         own = torch.ones_like(coarse).scatter_(1, coarse.topk(self.cells).indices, 0.0)
-        return self._mix(partner, to_pixels(own.view(-1, self.side, self.side), image_size))
+        return self._mix(partner, to_pixels(own.view(-1, self.side, self.side), scene.image_size))
 
 
 @dataclass(frozen=True)
@@ -168,20 +148,13 @@ class TokenMix(GuidedMixer):
     smallest: int = 14
     aspect: float = 0.3
 
-    def guided(
-        self,
-        importance: Tensor,
-        partner: Tensor,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
         """[B, H, W] masks on the pixel grid; the ratio weighs them by importance."""
         blocks = BlockPatches(self.alpha, mode="elem", smallest=self.smallest, aspect=self.aspect)
-        mask = blocks.masks(np.ones(len(partner), dtype=bool), image_size, grid, rng, partner.device)
-        weight = resize(importance, grid).flatten(1)
+        mask = blocks.masks(np.ones(len(partner), dtype=bool), replace(scene, device=partner.device))
+        weight = resize(importance, scene.grid).flatten(1)
         weight = (weight + 1e-12) / (weight + 1e-12).sum(1, keepdim=True)
-        shown = resize(mask, grid).flatten(1)
+        shown = resize(mask, scene.grid).flatten(1)
         own, other = (shown * weight).sum(1), ((1 - shown) * weight[partner]).sum(1)
         return self._mix(partner, mask, own / (own + other).clamp(min=1e-12))
 
@@ -204,19 +177,12 @@ class SMMix(GuidedMixer):
                 f"SMMix: 0 < smallest <= largest <= 1 is needed, got {self.smallest} and {self.largest}."
             )
 
-    def guided(
-        self,
-        importance: Tensor,
-        partner: Tensor,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
         """One size for the batch; the partner's patches are moved to where they go."""
-        part = rng.uniform(self.smallest, self.largest)
-        h, w = grid
+        part = scene.rng.uniform(self.smallest, self.largest)
+        h, w = scene.grid
         rows, columns = max(1, round(part * h)), max(1, round(part * w))
-        sums = F.avg_pool2d(resize(importance, grid)[:, None], (rows, columns), stride=1)[:, 0]
+        sums = F.avg_pool2d(resize(importance, scene.grid)[:, None], (rows, columns), stride=1)[:, 0]
         wide = sums.shape[2]
         best, least = sums[partner].flatten(1).argmax(1), sums.flatten(1).argmin(1)
         i = torch.arange(h, device=partner.device)[None, :, None] - (least // wide)[:, None, None]
@@ -225,7 +191,7 @@ class SMMix(GuidedMixer):
         source = ((best // wide)[:, None, None] + i) * w + (best % wide)[:, None, None] + j
         moves = identity_moves(h, w, partner.device).repeat(len(partner), 1, 1, 1)
         moves[:, 1] = torch.where(inside, source, moves[:, 1])
-        return self._mix(partner, to_pixels((~inside).float(), image_size), moves=moves)
+        return self._mix(partner, to_pixels((~inside).float(), scene.image_size), moves=moves)
 
 
 def identity_moves(h: int, w: int, device: torch.device | str | None) -> Tensor:

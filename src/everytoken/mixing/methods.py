@@ -21,7 +21,7 @@ from torch import Tensor
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing.boxes import box_masks, draw_boxes
-from everytoken.mixing.mix import Guide, Level, Mix, Mixer
+from everytoken.mixing.mix import Guide, Level, Mix, Mixer, Scene
 
 
 @dataclass(frozen=True)
@@ -30,34 +30,20 @@ class MixToken(Mixer):
 
     level: ClassVar[Level] = "tokens"
 
-    def masks(
-        self,
-        active: np.ndarray,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-        device: torch.device | str | None,
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
         """[n, h, w] on the token grid."""
-        boxes = draw_boxes(len(active), grid, self.alpha, rng) * active[:, None]  # a box of zeros is empty
-        return box_masks(boxes, grid, device)
+        boxes = draw_boxes(len(active), scene.grid, self.alpha, scene.rng) * active[:, None]  # a box of zeros is empty
+        return box_masks(boxes, scene.grid, scene.device)
 
 
 @dataclass(frozen=True)
 class CutMix(Mixer):
     """A box of pixels from the partner."""
 
-    def masks(
-        self,
-        active: np.ndarray,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-        device: torch.device | str | None,
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
         """[n, H, W] on the pixel grid."""
-        boxes = draw_boxes(len(active), image_size, self.alpha, rng) * active[:, None]
-        return box_masks(boxes, image_size, device)
+        boxes = draw_boxes(len(active), scene.image_size, self.alpha, scene.rng) * active[:, None]
+        return box_masks(boxes, scene.image_size, scene.device)
 
 
 @dataclass(frozen=True)
@@ -66,17 +52,10 @@ class MixUp(Mixer):
 
     soft: ClassVar[bool] = True
 
-    def masks(
-        self,
-        active: np.ndarray,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-        device: torch.device | str | None,
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
         """[n, 1, 1]: the same everywhere."""
-        lam = np.where(active, rng.beta(self.alpha, self.alpha, size=len(active)), 1.0)
-        return torch.from_numpy(lam).float().to(device).view(-1, 1, 1)
+        lam = np.where(active, scene.rng.beta(self.alpha, self.alpha, size=len(active)), 1.0)
+        return torch.from_numpy(lam).float().to(scene.device).view(-1, 1, 1)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,16 @@ class Mix:
 
 
 @dataclass(frozen=True)
+class Scene:
+    """Where a mix is drawn: size of the images, grid of output tokens, source of randomness, device."""
+
+    image_size: tuple[int, int]
+    grid: tuple[int, int]
+    rng: np.random.Generator
+    device: torch.device | str | None = None
+
+
+@dataclass(frozen=True)
 class Mixer:
     """Draws mixes. Subclasses say how; see `MixToken`, `CutMix`, `MixUp`.
 
@@ -132,7 +142,7 @@ class Mixer:
         active = rng.random(count) < self.prob if self.prob < 1 else np.ones(count, dtype=bool)
         if not active.any():
             return None
-        mask = self.masks(active, image_size, grid, rng, device)
+        mask = self.masks(active, Scene(image_size, grid, rng, device))
         if self.mode == "pair":
             first = np.minimum(np.arange(batch_size), np.arange(batch_size)[::-1])
             mask = mask[torch.from_numpy(first).to(mask.device)]
@@ -145,13 +155,6 @@ class Mixer:
             soft=self.soft,
         )
 
-    def masks(
-        self,
-        active: np.ndarray,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-        device: torch.device | str | None,
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
         """[n, h, w] masks, all 1 where `active` [n] is False. What a subclass provides."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to draw masks")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing.mix import Mixer
+from everytoken.mixing.mix import Mixer, Scene
 
 
 def patches_to_pixels(own: np.ndarray, image_size: tuple[int, int], device: torch.device | str | None) -> Tensor:
@@ -44,24 +44,18 @@ class RandomPatches(Mixer):
         if self.scale < 1:
             raise EverytokenError(f"{type(self).__name__}: scale must be at least 1, got {self.scale}.")
 
-    def masks(
-        self,
-        active: np.ndarray,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-        device: torch.device | str | None,
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
         """[n, H, W] on the pixel grid."""
-        cells = (-(-grid[0] // self.scale), -(-grid[1] // self.scale))
+        h, w = scene.grid
+        cells = (-(-h // self.scale), -(-w // self.scale))
         count = cells[0] * cells[1]
         own = np.ones((len(active), count), dtype=bool)
         for i, mixes in enumerate(active):
-            taken = round((1 - rng.beta(self.alpha, self.alpha)) * count)
+            taken = round((1 - scene.rng.beta(self.alpha, self.alpha)) * count)
             if mixes:
-                own[i, rng.permutation(count)[:taken]] = False
-        own = own.reshape(-1, *cells).repeat(self.scale, 1).repeat(self.scale, 2)[:, : grid[0], : grid[1]]
-        return patches_to_pixels(own, image_size, device)
+                own[i, scene.rng.permutation(count)[:taken]] = False
+        own = own.reshape(-1, *cells).repeat(self.scale, 1).repeat(self.scale, 2)[:, :h, :w]
+        return patches_to_pixels(own, scene.image_size, scene.device)
 
 
 @dataclass(frozen=True)
@@ -93,21 +87,14 @@ class BlockPatches(Mixer):
                 f"BlockPatches: smallest must be at least 1 and aspect in 0..1, got {self.smallest} and {self.aspect}."
             )
 
-    def masks(
-        self,
-        active: np.ndarray,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-        device: torch.device | str | None,
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
         """[n, H, W] on the pixel grid."""
-        own = np.ones((len(active), *grid), dtype=bool)
+        own = np.ones((len(active), *scene.grid), dtype=bool)
         for i, mixes in enumerate(active):
-            taken = round((1 - rng.beta(self.alpha, self.alpha)) * grid[0] * grid[1])
+            taken = round((1 - scene.rng.beta(self.alpha, self.alpha)) * scene.grid[0] * scene.grid[1])
             if mixes:
-                self._cover(own[i], taken, rng)
-        return patches_to_pixels(own, image_size, device)
+                self._cover(own[i], taken, scene.rng)
+        return patches_to_pixels(own, scene.image_size, scene.device)
 
     def _cover(self, own: np.ndarray, wanted: int, rng: np.random.Generator) -> None:
         """Clear rectangles until exactly `wanted` patches are cleared; the last one is cut to fit, row by row."""

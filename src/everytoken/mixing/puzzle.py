@@ -20,14 +20,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing.guided import GuidedMixer, resize, to_pixels
-from everytoken.mixing.mix import GuideKind, Mix
+from everytoken.mixing.mix import GuideKind, Mix, Scene
 
 
 @dataclass(frozen=True)
@@ -58,20 +57,13 @@ class PuzzleMix(GuidedMixer):
                 f"PuzzleMix: blocks are 2 or more and levels 1 or more, got {self.blocks} and {self.levels}."
             )
 
-    def guided(
-        self,
-        importance: Tensor,
-        partner: Tensor,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
-        rng: np.random.Generator,
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
         """Masks on the pixel grid, moves on the grid of blocks."""
-        fitting = [n for n in self.blocks if image_size[0] % n == 0 and image_size[1] % n == 0]
+        fitting = [n for n in self.blocks if scene.image_size[0] % n == 0 and scene.image_size[1] % n == 0]
         if not fitting:
-            raise EverytokenError(f"PuzzleMix: none of {self.blocks} blocks divides an image of {image_size} pixels.")
-        n = int(rng.choice(fitting))
-        lam = self._lam(len(partner), rng, importance.device)
+            raise EverytokenError(f"PuzzleMix: none of {self.blocks} blocks divides {scene.image_size} pixels.")
+        n = int(scene.rng.choice(fitting))
+        lam = self._lam(len(partner), scene.rng, importance.device)
         own = resize(importance, (n, n)) + 1e-8
         own = own / own.mean((1, 2), keepdim=True)
         mask = best_mask(own, own[partner], lam, self.levels, self.smooth, self.prior)
@@ -79,7 +71,7 @@ class PuzzleMix(GuidedMixer):
         if self.move >= 0:
             pairs = ((mask, own), (1 - mask, own[partner]))
             moves = torch.stack([places(shown, s, self.move) for shown, s in pairs], dim=1)
-        return self._mix(partner, to_pixels(mask, image_size), moves=moves)
+        return self._mix(partner, to_pixels(mask, scene.image_size), moves=moves)
 
 
 def energy(mask: Tensor, own: Tensor, other: Tensor, lam: Tensor, levels: int, smooth: float, prior: float) -> Tensor:
