@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
     ``default`` (say, from a recipe) gives the values that flags override. Wrong flags exit with code 2
     and a suggestion.
     """
+    # tyro leaves out sections such as "Examples:" when it reads a docstring itself
+    about = inspect.getdoc(config) or ""
     if default is not None:
-        return tyro.cli(config, prog=prog, args=list(argv), default=default)
-    return tyro.cli(config, prog=prog, args=list(argv))
+        return tyro.cli(config, prog=prog, args=list(argv), description=about, default=default)
+    return tyro.cli(config, prog=prog, args=list(argv), description=about)

@@ -20,8 +20,8 @@ class Train(TrainOptions):
     """Train a model. Run the same command again and it goes on where it stopped.
 
     Examples:
-        everytoken train photos --recipe small_photos
-        everytoken train photos --recipe small_photos --labels maps --set objectives.token.beta=0.5
+        everytoken train photos --recipe small_96
+        everytoken train photos --recipe small_96_token --labels maps --set objectives.token.beta=0.5
         everytoken train imagenet --recipe lvvit_s_token --labels maps --dry-run
         torchrun --nproc-per-node 8 -m everytoken train imagenet --recipe lvvit_s_token --labels maps
 
