@@ -102,7 +102,8 @@ def _images(root: Path, path: Path, split: str, folder: str) -> Path:
     parts = [n for names in SPLITS.values() for n in names if n in path.stem]
     parts += SPLITS.get(split, ())
     for base in bases:
-        for place in (*(base / n for n in parts), *(base / "images" / n for n in parts), base / "images"):
+        own = [place for n in parts for place in (base / n / "images", base / n, base / "images" / n)]
+        for place in (*own, base / "images"):
             if place.is_dir():
                 return place
     return path.parent
