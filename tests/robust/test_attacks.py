@@ -200,3 +200,14 @@ def test_random_models_wrong_names_and_zero_eps_are_refused(network):
         auto.run(model, images, labels, keys, auto.attacks("fgsm"), 0.0, "linf")
     with pytest.raises(EverytokenError, match="steps"):
         auto.Budget(steps=0)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_projecting_leaves_points_of_the_ball_alone_and_brings_others_to_its_surface(norm):
+    torch.manual_seed(0)
+    images = 0.4 + 0.2 * torch.rand(5, 3, 4, 4)
+    change = torch.randn(5, 3, 4, 4)
+    change = 0.1 * change / distance(change, norm).view(-1, 1, 1, 1)
+    assert project(images + 0.5 * change, images, 0.1, norm) == pytest.approx(images + 0.5 * change, abs=1e-6)
+    outside = project(images + 3 * change, images, 0.1, norm)
+    assert distance(outside - images, norm) == pytest.approx(torch.full((5,), 0.1), abs=1e-6)
