@@ -15,7 +15,7 @@ from shapes import make
 
 @pytest.mark.timeout(600)
 def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(tmp_path, capsys):
-    shapes, out = make(tmp_path / "shapes", train=8, val=3), tmp_path / "run"
+    shapes, out = make(tmp_path / "shapes", train=8, val=3, size=(80, 64)), tmp_path / "run"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "everytoken"),
         *(
@@ -29,8 +29,8 @@ def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(tmp
             "--aux-channels",
             "8",
         ),
-        *("--crop-size", "32", "--iters", "2", "--val-iters", "2", "--warmup-iters", "1", "--batch-size", "2"),
-        *("--lr", "0.01", "--workers", "0", "--threads", "1", "--device", "cpu", "--output", str(out)),
+        *("--crop-size", "32", "--iters", "3", "--val-iters", "3", "--warmup-iters", "1", "--batch-size", "2"),
+        *("--workers", "0", "--threads", "1", "--device", "cpu", "--output", str(out)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -72,7 +72,7 @@ class Features(nn.Module):
         self.backbone: Any = backbone
         backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
         if name in _LATE_CLASS_TOKEN:
-            backbone.cls_token.requires_grad_(False)  # type: ignore[operator]  # it joins after the taps
+            backbone.cls_token.requires_grad_(False)  # it joins after the taps
         head = getattr(backbone, "head", None)
         if isinstance(head, nn.Module) and any(True for _ in head.parameters()):
             backbone.head = nn.Identity()  # ConvNeXt's keeps a norm
