@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +11,15 @@ from PIL import Image, ImageDraw
 from everytoken.transfer.detect.data import InstanceSet
 from everytoken.transfer.detect.infer import Found
 from everytoken.transfer.detect.masks import encode, tool
-from everytoken.transfer.segment.draw import palette
 
 _LINE = 14  # pixels of a line of text
 _STRENGTH = 0.45
+
+
+def colours(count: int) -> np.ndarray:
+    """uint8 [count, 3]: bright colours, neighbours far apart, the first ones always the same."""
+    made = [colorsys.hsv_to_rgb((0.08 + 0.618034 * k) % 1.0, (0.9, 0.65)[k % 2], 0.95) for k in range(count)]
+    return (np.array(made).reshape(-1, 3) * 255).round().astype(np.uint8)
 
 
 def truth_of(data: InstanceSet, i: int, masks: bool) -> Found:
@@ -40,19 +46,19 @@ def draw_objects(
         side: make the long side so long first; 0: as it is.
     """
     mixed = image.astype(np.float32)
-    colours = palette(max(len(found.boxes), 1))
+    shades = colours(len(found.boxes))
     order = range(len(found.boxes) - 1, -1, -1)  # the best on top
     for k in order:
         if found.masks is not None:
             inside = tool().decode(found.masks[k]).astype(bool)
-            mixed[inside] = mixed[inside] * (1 - _STRENGTH) + colours[k].astype(np.float32) * _STRENGTH
+            mixed[inside] = mixed[inside] * (1 - _STRENGTH) + shades[k].astype(np.float32) * _STRENGTH
     made = Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
     factor = side / max(made.size) if side else 1.0
     if side:
         made = made.resize((max(round(made.width * factor), 1), max(round(made.height * factor), 1)))
     draw = ImageDraw.Draw(made)
     for k in order:
-        colour = tuple(colours[k].tolist())
+        colour = tuple(shades[k].tolist())
         x0, y0, x1, y1 = (found.boxes[k] * factor).tolist()
         draw.rectangle((x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)), outline=colour, width=2)
     for k in order:
@@ -60,8 +66,8 @@ def draw_objects(
         x, y = (found.boxes[k, :2] * factor).tolist()
         y = max(y - _LINE, 0)
         box = draw.textbbox((x + 2, y + 1), text)
-        draw.rectangle((box[0] - 2, box[1] - 1, box[2] + 2, box[3] + 1), fill=tuple(colours[k].tolist()))
-        dark = colours[k].astype(float) @ [0.3, 0.59, 0.11] < 140
+        draw.rectangle((box[0] - 2, box[1] - 1, box[2] + 2, box[3] + 1), fill=tuple(shades[k].tolist()))
+        dark = shades[k].astype(float) @ [0.3, 0.59, 0.11] < 140
         draw.text((x + 2, y + 1), text, fill="white" if dark else "black")
     return made
 
