@@ -11,6 +11,8 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken.models import TokenModel
 from everytoken.objectives import Batch
+from everytoken.train.build import build_backbone
+from everytoken.train.options import ModelOptions, TrainOptions
 from everytoken.train.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
 from everytoken.train.timm_task import TokenTask
 
@@ -141,3 +143,19 @@ def test_a_timm_task_resumes_with_its_step_and_heads():
 def test_wrong_names_get_suggestions(wrong):
     with pytest.raises(EverytokenError, match="Did you mean"):
         build_objectives(wrong, model(4))
+
+
+@pytest.mark.parametrize(("name", "rate"), [("swin_nano_patch2_window4_32", 0.0), ("swin_nano_patch2_window4_32", 0.3)])
+def test_stochastic_depth_is_what_was_asked_for(name, rate):
+    options = TrainOptions(model=ModelOptions(model=name, img_size=32, drop_path=rate))
+    backbone, _ = build_backbone(options, 4)
+    rates = [m.drop_prob for m in backbone.modules() if type(m).__name__ == "DropPath"]
+    assert max(rates, default=0.0) == pytest.approx(rate)
+
+
+def test_models_without_image_size_or_stochastic_depth_are_built_too():
+    backbone, arguments = build_backbone(TrainOptions(model=ModelOptions(model="test_resnet", img_size=64)), 4)
+    assert backbone.num_classes == 4
+    assert "img_size" not in arguments
+    with pytest.raises(EverytokenError, match="does not take these arguments"):
+        build_backbone(TrainOptions(model=ModelOptions(model="test_vit", model_kwargs={"nonsense": 1})), 4)

@@ -24,7 +24,6 @@ from everytoken.data.keyed import digest
 from everytoken.errors import did_you_mean
 from everytoken.models import family_of
 
-
 FOLDER = "annotator"
 """Where in a store's folder the networks are kept."""
 

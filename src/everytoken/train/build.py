@@ -142,18 +142,21 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
     """The timm model and the arguments it was made with."""
     chosen = options.model
     arguments: dict[str, Any] = {"num_classes": num_classes, "img_size": chosen.img_size, **chosen.model_kwargs}
-    extra: dict[str, Any] = {"pretrained": chosen.pretrained}
+    # 0 is said too: some timm models (Swin) have stochastic depth of their own unless they are told not to
+    extra: dict[str, Any] = {"pretrained": chosen.pretrained, "drop_path_rate": chosen.drop_path}
     if chosen.drop:
         extra["drop_rate"] = chosen.drop
-    if chosen.drop_path:
-        extra["drop_path_rate"] = chosen.drop_path
-    try:
-        backbone = timm.create_model(chosen.model, **arguments, **extra)
-    except TypeError as error:
-        if "img_size" not in str(error):
-            raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
-        arguments.pop("img_size")  # convolutional networks take any size
-        backbone = timm.create_model(chosen.model, **arguments, **extra)
+    backbone = None
+    while backbone is None:
+        try:
+            backbone = timm.create_model(chosen.model, **arguments, **extra)
+        except TypeError as error:
+            if "img_size" in str(error) and "img_size" in arguments:
+                del arguments["img_size"]  # convolutional networks take any size
+            elif "drop_path_rate" in str(error) and extra.get("drop_path_rate") == 0:
+                del extra["drop_path_rate"]
+            else:
+                raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
     if chosen.initial_checkpoint:
         report = load_weights(backbone, find_weights(chosen.initial_checkpoint))
         print(f"weights from {chosen.initial_checkpoint}: {report}")
