@@ -56,7 +56,7 @@ def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
         "12 of 3 x 4 cells",
         "100.0% of 12 maps",
         "bytes per image",
-        "labels show maps",
+        "labels sheet maps",
         "train photos --labels",
     ):
         assert part in said

@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
+from everytoken.errors import EverytokenError
+from everytoken.evaluate.run import open_part
 from everytoken.models.load import Description
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -91,3 +93,36 @@ def test_a_missing_model_or_folder_is_named(photos, weights, tmp_path, capsys):
     assert "none" in capsys.readouterr().err
     assert main(["eval", str(weights), str(tmp_path / "nodata")]) == 2
     assert "nodata" in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_on_what_it_held_out_of_its_own_images(photos, weights, tmp_path, capsys):
+    run, undivided = tmp_path / "run", photos / "train"
+    run.mkdir()
+    (run / "best.safetensors").write_bytes(weights.read_bytes())
+    words = ["eval", str(run), str(undivided), "--workers", "0", "--device", "cpu", "--json"]
+
+    def images(*more):
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr()
+        return json.loads(said.out)["images"], said.err
+
+    everything, quiet = images()
+    assert "held out" not in quiet
+    (run / "config.yaml").write_text(f"data: {undivided}\nval_split: 0.5\n")
+    half, note = images()
+    assert 0 < half < everything
+    assert f"only the {half} images that it held out (50%)" in note
+    assert images("--split", "all")[0] == everything
+    (run / "config.yaml").write_text(f"data: {tmp_path}\nval_split: 0.5\n")  # trained on something else
+    assert images()[0] == everything
+
+
+def test_runs_that_held_out_different_images_are_not_compared(photos, tmp_path):
+    undivided = photos / "train"
+    for name, share in (("one", 0.5), ("two", 0.2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"data: {undivided}\nval_split: {share}\n")
+    sources = [str(tmp_path / "one"), str(tmp_path / "two")]
+    with pytest.raises(EverytokenError, match="different parts"):
+        open_part(sources, str(undivided))
+    assert len(open_part(sources[:1], str(undivided))[0]) < len(open_part([], str(undivided))[0])

@@ -225,9 +225,11 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
         return 1
     print("next:")
     images = f" --images {data.name}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
-    print(f"  everytoken labels show {options.out}{images} --out sheet.png    # look at them")
+    print(f"  everytoken labels sheet {options.out}{images} --out sheet.png    # look at them")
     if data.class_names:
-        print(f"  everytoken train {options.data} --labels {options.out}")
+        held = f" --val-split {options.val_split:g}" if options.val_split else ""
+        words = f"train {options.data} --labels {options.out} --recipe small_96_token{held}"
+        print(f"  everytoken {words}    # or small_32_token, small_64_token, small_224_token")
     return 0
 
 

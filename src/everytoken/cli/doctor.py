@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Doctor:
     """Folders of images, stores of score maps, run folders; none: the machine only."""
     sample: int = 0
     """Look at this many images of each part only, spread evenly; 0: all."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Threads that decode images."""
     json: bool = False
     """Print JSON instead of text."""

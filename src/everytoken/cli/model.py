@@ -19,8 +19,9 @@ from everytoken.errors import EverytokenError, did_you_mean
 class Model:
     """Print parameters, multiply-adds, the token grid, and throughput on this machine.
 
-    everytoken model lvvit_s
-    everytoken model swin_tiny_patch4_window7_224 --img-size 224 320
+    Examples:
+        everytoken model lvvit_s
+        everytoken model swin_tiny_patch4_window7_224 --img-size 224 320
     """
 
     name: tyro.conf.Positional[str]

@@ -16,8 +16,9 @@ from everytoken.cli._parse import parse
 class Recipes:
     """List the shipped recipes, or print one.
 
-    everytoken recipes
-    everytoken recipes lvvit_s_token > mine.yaml
+    Examples:
+        everytoken recipes
+        everytoken recipes lvvit_s_token > mine.yaml
     """
 
     name: tyro.conf.Positional[str] = ""

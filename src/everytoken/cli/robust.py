@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
 
@@ -89,7 +90,7 @@ class Robust:
     """Images per step."""
     attack_batch_size: int = 16
     """Images that are attacked together."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""
     """cpu, cuda, mps; default: the best there is."""
@@ -104,6 +105,7 @@ class Robust:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(Robust, prog, argv)
+    from everytoken.evaluate.run import held_out_part
     from everytoken.robust import suites as known
     from everytoken.robust.attacks.auto import Budget, attacks
     from everytoken.robust.models import open_subject, slug, throughput
@@ -123,12 +125,16 @@ def main(argv: list[str], prog: str) -> None:
     settings = Settings(
         options.limit, options.attack_limit, options.batch_size, options.attack_batch_size, options.workers,
         options.as_stored, options.frost_textures, options.restrict, options.real, options.on_bad_image,
-        options.attack, options.norm, budget,
+        options.attack, options.norm, budget, tuple(filter(None, (options.source, options.compare))),
     )  # fmt: skip
     common: dict[str, Any] = {
         "architecture": options.model, "img_size": options.img_size, "crop_pct": options.crop_pct,
         "token_vote": options.token_vote, "device": options.device or best_device(),
     }  # fmt: skip
+    for suite in {s.path: s for s in suites if s.path}.values():
+        trained = [source for source in settings.sources if held_out_part(source, suite.path)]
+        if trained:
+            print(f"note: {trained[0]} was trained on {suite.path}: only images that it held out", file=sys.stderr)
     folder = Path(options.out) if options.out else _folder(options.source, slug)
     sources = [(options.source, options.checkpoint)]
     sources += [(options.compare, options.compare_checkpoint)] if options.compare else []

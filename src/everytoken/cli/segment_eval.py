@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 from everytoken.transfer.segment.options import EvalOptions, MaskOptions
 
@@ -46,7 +47,7 @@ class SegmentEval:
     """Short side that images are resized to; 0: as in training."""
     masks: tyro.conf.OmitArgPrefixes[MaskOptions] = field(default_factory=MaskOptions)
     evaluation: tyro.conf.OmitArgPrefixes[EvalOptions] = field(default_factory=EvalOptions)
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""
     """cpu, cuda, mps; default: the best there is."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 
 
@@ -33,7 +34,7 @@ class Transfer:
     """Another recipe for all of them; needed for data sets of your own."""
     device: str = ""
     """cpu, cuda, mps; default: the best there is."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
     format: Literal["text", "csv", "md", "html", "json"] = "text"
     """How the table is printed; all forms are written to --out."""

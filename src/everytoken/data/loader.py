@@ -135,7 +135,9 @@ class _Samples:
                 pixels, where, boxes = self.sample(request)
             except ImageError as error:
                 if not self.skip:
-                    raise
+                    raise ImageError(
+                        f"{error} `everytoken doctor` finds all such images; --on-bad-image skip leaves them out."
+                    ) from error
                 skipped.append((self.data.key(request.sample), str(error)))
                 continue
             if images is None:

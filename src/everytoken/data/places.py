@@ -19,6 +19,8 @@ SPLITS = {
     "val": ("val", "valid", "validation", "test", "testing"),
     "test": ("test", "testing"),
 }
+DEFAULT_VAL_SPLIT = 0.1
+"""Part of the images that is held out where data has no validation images of its own and nothing else was said."""
 _ARCHIVES = (".zip", ".tar")
 
 

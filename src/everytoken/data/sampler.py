@@ -77,8 +77,8 @@ class BatchSampler(Sampler[list[Request]]):
         if full == 0 and (self.drop_last or rest < self.world):
             raise DataError(
                 f"{self.total} training images do not fill one batch of {self.batch_size} on {self.world} "
-                f"process{'es' if self.world > 1 else ''}. Lower the batch size (--batch-size), or keep the incomplete "
-                "batch (drop_last=False)."
+                f"process{'es' if self.world > 1 else ''}. Lower the batch size (--batch-size; in your own loop, "
+                "drop_last=False keeps the incomplete batch)."
             )
         cuts = [(k * step, (k + 1) * step) for k in range(full)]
         if rest and not self.drop_last:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor, nn
 
 from everytoken.data.augment import AugmentConfig
@@ -16,7 +19,7 @@ from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.find import open_dataset
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.places import part
+from everytoken.data.places import DEFAULT_VAL_SPLIT, part
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.evaluate.accuracy import Predictions, predict, read_real, real_accuracy
@@ -76,8 +79,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run, a weights file or timm:NAME on a data set. See `everytoken eval --help` for the options."""
     loaded = load_model(source, architecture, img_size=img_size)
+    dataset, note = open_part([source], data, split)
+    if note:
+        print(f"note: {note} (--split all: all of them)", file=sys.stderr)
     return evaluate_on(
-        loaded, _open(data, split), crop_pct=crop_pct, batch_size=batch_size, workers=workers, device=device, amp=amp,
+        loaded, dataset, crop_pct=crop_pct, batch_size=batch_size, workers=workers, device=device, amp=amp,
         token_vote=token_vote, real=real, on_bad_image=on_bad_image,
     )  # fmt: skip
 
@@ -142,10 +148,40 @@ def eval_view(loaded: LoadedModel, crop_pct: float = 0.0) -> AugmentConfig:
     )
 
 
-def _open(data: str, split: str) -> DataSet:
-    """The validation part of a data set, or all of it when it is one folder of class folders."""
+def open_part(sources: Sequence[str], data: str, split: str = "val") -> tuple[DataSet, str]:
+    """The images to evaluate models on, and what to say about them.
+
+    One folder of class folders, without a part for validation, is taken whole, unless one of `sources` is a run that
+    was trained on this very folder: then only what that run held out.
+    """
     undivided = not data.startswith(("torchvision:", "hf:")) and not part(data, "val") and not part(data, "train")
-    return open_dataset(data, "all" if split == "val" and undivided else split)
+    if split != "val" or not undivided:
+        return open_dataset(data, split), ""
+    held = {source: share for source in sources if (share := held_out_part(source, data))}
+    if not held:
+        return open_dataset(data, "all"), ""
+    if len(set(held.values())) > 1:
+        raise EverytokenError(
+            f"{' and '.join(held)} were trained on {data} and held out different parts of it "
+            f"({' and '.join(f'{share:.0%}' for share in held.values())}), so no images are new to both"
+        )
+    source, share = next(iter(held.items()))
+    found = open_dataset(data, "val", val_split=share)
+    return found, (
+        f"{source} was trained on {data}: only the {len(found):,} images that it held out ({share:.0%}) are used here"
+    )
+
+
+def held_out_part(source: str, data: str) -> float:
+    """The part of `data` that the run `source` kept for validation; 0 if it was not trained on it."""
+    config = Path(source) / "config.yaml"
+    if not config.is_file():
+        return 0.0
+    known = yaml.safe_load(config.read_text()) or {}
+    trained = str(known.get("data", ""))
+    if not trained or Path(trained).resolve() != Path(data).resolve():
+        return 0.0
+    return float(known.get("val_split") or DEFAULT_VAL_SPLIT)
 
 
 def class_lookup(loaded: LoadedModel, dataset: DataSet) -> Tensor:

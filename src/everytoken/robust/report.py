@@ -163,6 +163,8 @@ def _notes(results: Sequence[Result], who: str = "") -> list[str]:
         full = len([p for p in places if p[0] in ALEXNET]) == len(ALEXNET) * len(SEVERITIES)
         if kind in kinds and not full and places:
             notes.append(f"{label}: mCE over a part of corruptions and severities, over the same part of AlexNet's.")
+    if "corrupt" in kinds:
+        notes.append("corrupt: mCE divides by AlexNet's errors on ImageNet; on other data it only orders models.")
     if any(r.suite.kind == "corrupt" and r.suite.corruption == "frost" for r in results):
         notes.append("corrupt frost: its textures are drawn by a formula unless --frost-textures was given.")
     return notes if not who or who == "A, " else [n for n in notes if n.startswith(who)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,12 +19,11 @@ from everytoken.data.augment import AugmentConfig, View
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
-from everytoken.data.find import open_dataset
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.places import part
 from everytoken.data.sources import DataSet, Subset
 from everytoken.errors import EverytokenError
 from everytoken.evaluate.accuracy import Predictions, predict, read_real
+from everytoken.evaluate.run import open_part
 from everytoken.robust.attack_log import AttackLog
 from everytoken.robust.attacks import auto
 from everytoken.robust.attacks.balls import Norm
@@ -47,6 +46,7 @@ class Settings:
         as_stored: generated corruptions go through a JPEG file of quality 85, as the published ones did.
         frost_textures: folder of photographs. restrict: answers among the data's classes only. real: real.json.
         attack, norm, budget: see `attacks`.
+        sources: what is compared; of data that one of these runs was trained on, only what it held out is used.
     """
 
     limit: int = 0
@@ -62,6 +62,7 @@ class Settings:
     attack: str = "autoattack"
     norm: Norm = "linf"
     budget: auto.Budget = field(default_factory=auto.Budget)
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,9 @@ def published_view(subject: Subject, suite: Suite) -> AugmentConfig:
     return replace(view, crop_pct=1.0) if suite.kind == "c" else view
 
 
-def open_images(suite: Suite, limit: int) -> DataSet:
-    """The suite's images, or `limit` of them."""
-    named = suite.path.startswith(("torchvision:", "hf:"))
-    divided = named or part(suite.path, "val") is not None
-    data = open_dataset(suite.path, "val" if divided else "all")
+def open_images(suite: Suite, limit: int, sources: Sequence[str] = ()) -> DataSet:
+    """The suite's images, or `limit` of them; never those that one of the runs `sources` was trained on."""
+    data, _ = open_part(sources, suite.path)
     chosen = np.arange(len(data))
     if limit and limit < len(data):
         draws = [keyed.uniform(0, "limit", key) for key in data.keys()]  # noqa: SIM118
@@ -137,7 +136,7 @@ def open_images(suite: Suite, limit: int) -> DataSet:
 
 def evaluate_suite(subject: Subject, suite: Suite, settings: Settings, folder: Path, tell: Tell) -> Result:
     """Predictions on one suite (not an attack), from the folder if they are there."""
-    data = open_images(suite, settings.limit)
+    data = open_images(suite, settings.limit, settings.sources)
     pair = match_classes(subject, data, suite, settings)
     keys = list(data.keys())
     config = published_view(subject, suite)
@@ -226,7 +225,7 @@ def attack_suites(subject: Subject, suites: list[Suite], settings: Settings, fol
     out: list[Result] = []
     fallen: dict[str, str] = {}
     for suite in sorted(suites, key=lambda s: s.eps):
-        data = open_images(suite, settings.attack_limit or settings.limit)
+        data = open_images(suite, settings.attack_limit or settings.limit, settings.sources)
         pair = match_classes(subject, data, suite, settings)
         records, no_gradient = _attack(subject, data, suite, pair, settings, folder, fallen, tell)
         fallen |= {r["key"]: r["by"] for r in records if r["by"]}

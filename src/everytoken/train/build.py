@@ -13,7 +13,7 @@ from torch import nn
 
 from everytoken.data.augment import AugmentConfig
 from everytoken.data.find import open_dataset
-from everytoken.data.places import part
+from everytoken.data.places import DEFAULT_VAL_SPLIT, part
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.labels import Store
@@ -98,7 +98,7 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     share, notes = options.dataset.val_split, []
     named = options.data.startswith(("torchvision:", "hf:"))
     if not share and not named and part(options.data, "val") is None:
-        share = 0.1
+        share = DEFAULT_VAL_SPLIT
         notes.append(f"{options.data} has no validation images: 10 % of each class are held out (--val-split)")
     # held out by the images' names alone: the same ones for every --seed, and for `everytoken annotate`
     found = [open_dataset(options.data, s, val_split=share) for s in ("train", "val")]

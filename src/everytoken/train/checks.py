@@ -74,7 +74,8 @@ def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> 
     if wanting and not options.labels:
         raise ContradictionError(
             f"objective {wanting[0]!r} needs score maps and --labels names none. Make them with\n"
-            f"  everytoken annotate {options.data} --out MAPS\nor train without: --set objectives.{wanting[0]}=null"
+            f"  everytoken annotate {options.data} --out MAPS --annotator fit\n"
+            f"or train without: --set objectives.{wanting[0]}=null"
         )
     if options.labels and not wanting:
         notes.append(f"--labels {options.labels} is not used by any objective ({', '.join(sorted(names))})")

@@ -138,7 +138,10 @@ class Loop:
         self.best, self.bad_total, self.seconds = state["best"], state["bad_total"], state["seconds"]
         self.schedule.step_update(self.step)
         self.folder.forget_after(self.step)
-        tell(f"going on from {found.name}: epoch {self.epoch + 1}, update {self.step}")
+        if self.step >= self.epochs * self.updates_per_epoch:
+            tell(f"{self.folder.path} is finished: {self.epochs} epochs, {self.step:,} updates; there is nothing to do")
+        else:
+            tell(f"going on from {found.name}: epoch {self.epoch + 1}, update {self.step}")
         return True
 
     def save(self) -> None:
