@@ -77,7 +77,7 @@ def _device() -> list[Finding]:
                 "warning", "gpu-unused", what, "GPU", "Install the torch build that fits your driver (pytorch.org)."
             )
         ]
-    todo = "Small models and small images are fine (`everytoken recipes`: small_32, small_64, small_96); leave --amp off."
+    todo = "Small models and images are fine (`everytoken recipes`: small_32, small_64, small_96); leave --amp off."
     return [Finding("note", "no-gpu", f"no GPU; training runs on {cores} CPU cores", "GPU", todo)]
 
 
