@@ -34,7 +34,6 @@ class Run:
         data: folder of images in the work folder; maps: folder of score maps there, or "".
         words: what is different about it, as the command line wants it.
         seed, epochs, lr: as everywhere.
-        after: name of a run of the same part whose weights it needs (`self` labels).
     """
 
     part: str
@@ -45,7 +44,6 @@ class Run:
     epochs: int
     lr: float
     maps: str = ""
-    after: str = ""
 
     @property
     def key(self) -> str:

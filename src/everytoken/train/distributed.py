@@ -60,6 +60,12 @@ class World:
         dist.all_gather_object(out, value)
         return out
 
+    def share_buffers(self, module: torch.nn.Module) -> None:
+        """Give every process rank 0's buffers: running means differ between processes, and the weights file has his."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
     def barrier(self) -> None:
         """Wait for all."""
         if self.size > 1:

@@ -283,14 +283,18 @@ class Loop:
                 "--clip-grad 1, --amp-dtype bfloat16 or no --amp."
             )
 
+    def _score(self, module: nn.Module) -> dict[str, float]:
+        self.world.share_buffers(module)
+        return self.task.score(module)
+
     def _end_epoch(self) -> None:
         """Validate, remember the best, checkpoint."""
         run, epoch = self.options.run, self.epoch
         row: dict[str, Any] = {"kind": "epoch", "step": self.step, "epoch": epoch, "seconds": round(self.seconds, 2)}
         if epoch % run.val_interval == 0 or epoch == self.epochs:
-            row.update(self.task.score(self.task.module))
+            row.update(self._score(self.task.module))
             if self.ema is not None:
-                row.update({f"ema_{k}": v for k, v in self.task.score(self.ema.module).items()})
+                row.update({f"ema_{k}": v for k, v in self._score(self.ema.module).items()})
             score = row.get("ema_score", row["score"])
             if not self.best or score > self.best["score"]:
                 self.best = {"score": score, "epoch": epoch, "step": self.step}

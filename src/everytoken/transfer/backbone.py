@@ -19,12 +19,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from timm.data import resolve_data_config
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
@@ -206,6 +207,16 @@ def _dense_description(path: Any) -> Description | None:
             if "backbone" in content:
                 return description_from(content["backbone"])
     return None
+
+
+def read_note(path: Path, key: str) -> dict[str, Any] | None:
+    """What a weights file says under `key`; None where it says nothing or is no safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(key)
+    except SafetensorError:
+        return None
+    return None if text is None else json.loads(text)
 
 
 def description_from(values: Mapping[str, Any]) -> Description:

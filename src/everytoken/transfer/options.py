@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import tyro
 
@@ -65,3 +66,24 @@ def in_epochs(optim: IterOptim, run: IterRun) -> tuple[IterOptim, int]:
             f"--iters {optim.iters} is not a multiple of --val-iters {run.val_iters}; choose one that divides it"
         )
     return replace(optim, epochs=optim.iters // every, warmup_epochs=optim.warmup_iters / every), every
+
+
+class _Named(Protocol):
+    """What the name of a run folder is made of."""
+
+    @property
+    def data(self) -> str: ...
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def model(self) -> BackboneOptions: ...
+    @property
+    def run(self) -> RunOptions: ...
+
+
+def default_output(options: _Named, task: str) -> str:
+    """runs/<recipe or task>-<model>-<data>-seed<seed>."""
+    recipe = Path(options.recipe).stem if options.recipe else task
+    model = options.model.model or Path(options.model.initial_checkpoint).name
+    data = Path(options.data).name.removesuffix(".json")
+    return str(Path("runs") / f"{recipe}-{model}-{data}-seed{options.run.seed}")

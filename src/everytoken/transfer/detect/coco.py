@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from everytoken.data.places import DEFAULT_VAL_SPLIT
 from everytoken.data.sources import DataError, DataSet, Strings, split_off
 from everytoken.transfer.detect.data import Annotations, InstanceSet
 from everytoken.transfer.detect.masks import check
@@ -44,7 +45,9 @@ def open_instances(data: str, split: str, options: CocoOptions | None = None) ->
     options = options or CocoOptions()
     if split in ("train", "val") and not divided(data, options):
         whole = _read(data, "all", options)
-        kept, aside = split_off(whole, options.val_split or 0.1, seed=0)  # by name alone: the same for every --seed
+        kept, aside = split_off(
+            whole, options.val_split or DEFAULT_VAL_SPLIT, seed=0
+        )  # by name alone: the same for every --seed
         return whole.subset(kept if split == "train" else aside)
     return _read(data, split, options)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
@@ -27,7 +26,7 @@ from torchvision.ops import FeaturePyramidNetwork
 from everytoken.errors import EverytokenError
 from everytoken.models.load import Description, find_weights
 from everytoken.models.weights import load_weights
-from everytoken.transfer.backbone import Features, build_features, description_from, rebuild_features
+from everytoken.transfer.backbone import Features, build_features, description_from, read_note, rebuild_features
 from everytoken.transfer.detect.data import Objects
 from everytoken.transfer.detect.heads import LEVELS, CascadeHeads, Size
 from everytoken.transfer.detect.options import DetectorOptions, FindOptions
@@ -62,14 +61,9 @@ class DetectorDescription:
     @staticmethod
     def from_file(path: Path) -> DetectorDescription | None:
         """Of a weights file; None if it is not a detector's."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                text = (file.metadata() or {}).get(METADATA)
-        except SafetensorError:
+        values = read_note(path, METADATA)
+        if values is None:
             return None
-        if text is None:
-            return None
-        values = json.loads(text)
         return DetectorDescription(
             description_from(values["backbone"]), values["detector"], tuple(values["class_names"]),
             tuple(values["taps"]), values["find"],

@@ -10,7 +10,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.loader import BadImages, Loader
+from everytoken.data.places import DEFAULT_VAL_SPLIT
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.train.distributed import World, join_world
@@ -35,6 +35,7 @@ from everytoken.transfer.detect.masks import tool
 from everytoken.transfer.detect.metrics import Precision, precision
 from everytoken.transfer.detect.model import Detector, DetectorDescription, build_detector
 from everytoken.transfer.detect.options import DetectOptions
+from everytoken.transfer.options import default_output
 from everytoken.transfer.segment.draw import sheet
 
 _PREFIX = "detector."
@@ -123,9 +124,6 @@ class Detection:
         """Objects of every validation image exactly once, over all processes, by number of the image."""
         was = module.training
         module.eval()
-        if self.world.size > 1:  # running means of batch norm differ between processes; take those of the weights file
-            for buffer in module.buffers():
-                torch.distributed.broadcast(buffer, 0)
         ask, mine = self.inference(module), {}
         optim = self.options.optim
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[optim.amp_dtype]
@@ -161,13 +159,6 @@ class Detection:
         self.val_loader.close()
 
 
-def default_output(options: DetectOptions) -> str:
-    """runs/<recipe>-<model>-<data>-seed<seed>."""
-    recipe = Path(options.recipe).stem if options.recipe else "detect"
-    model = options.model.model or Path(options.model.initial_checkpoint).name
-    return str(Path("runs") / f"{recipe}-{model}-{Path(options.data).stem}-seed{options.run.seed}")
-
-
 def _with_objects(data: DataSet) -> DataSet:
     """Without the images that have nothing to learn from."""
     keep = []
@@ -194,7 +185,7 @@ def train(options: DetectOptions) -> int:
         names = tuple(sets[0].class_names)
         detector, about = build_detector(options.model, options.detector, side, names)
         about = replace(about, find=asdict(options.find))
-        folder = RunFolder(options.run.output or default_output(options), writable=world.is_main)
+        folder = RunFolder(options.run.output or default_output(options, "detect"), writable=world.is_main)
         world.barrier()
         task = Detection(detector, about, sets, options, world, folder)
         updates = max(task.batches_per_epoch // options.optim.grad_accum_steps, 1)
@@ -212,7 +203,7 @@ def _open(options: DetectOptions, tell: Callable[[str], None]) -> tuple[DataSet,
         open_instances(options.data, "train", options.dataset), open_instances(options.data, "val", options.dataset)
     )  # fmt: skip
     if not divided(options.data, options.dataset):
-        share = options.dataset.val_split or 0.1
+        share = options.dataset.val_split or DEFAULT_VAL_SPLIT
         tell(f"note: {options.data} has no validation part: {share:.0%} are held out (--val-split)")
     notes = [note for data in sets if len(data) for note in base_of(data, 0)[0].notes]
     for note in dict.fromkeys(notes):

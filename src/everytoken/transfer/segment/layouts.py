@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from everytoken.data.places import DEFAULT_VAL_SPLIT
 from everytoken.data.sources import DataError, DataSet, is_image, split_off
 from everytoken.errors import did_you_mean
 from everytoken.transfer.segment.data import MaskSet
@@ -48,7 +49,9 @@ def open_masks(data: str, split: str, options: MaskOptions | None = None) -> Dat
     if split in ("train", "val") and not divided(data, options):
         whole = reader(root, "all", options)
         if whole is not None:
-            kept, aside = split_off(whole, options.val_split or 0.1, seed=0)  # by name alone: the same for every --seed
+            kept, aside = split_off(
+                whole, options.val_split or DEFAULT_VAL_SPLIT, seed=0
+            )  # by name alone: the same for every --seed
             return whole.subset(kept if split == "train" else aside)
     made = reader(root, split, options)
     if made is None:

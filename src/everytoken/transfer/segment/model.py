@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
 from everytoken.models.load import Description, find_weights
 from everytoken.models.weights import load_weights
-from everytoken.transfer.backbone import Features, build_features, description_from, rebuild_features
+from everytoken.transfer.backbone import Features, build_features, description_from, read_note, rebuild_features
 from everytoken.transfer.options import BackboneOptions
 from everytoken.transfer.pyramid import SideLayers
 from everytoken.transfer.segment.heads import FcnHead, UperHead, resize
@@ -51,14 +50,9 @@ class SegmenterDescription:
     @staticmethod
     def from_file(path: Path) -> SegmenterDescription | None:
         """Of a weights file; None if it is not a segmenter's."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                text = (file.metadata() or {}).get(METADATA)
-        except SafetensorError:
+        values = read_note(path, METADATA)
+        if values is None:
             return None
-        if text is None:
-            return None
-        values = json.loads(text)
         return SegmenterDescription(
             description_from(values["backbone"]), values["decoder"], tuple(values["class_names"]),
             tuple(values["taps"]), values["evaluation"],

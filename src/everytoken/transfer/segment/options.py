@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from everytoken._machine import default_workers
 from everytoken.transfer.options import BackboneOptions, IterOptim, IterRun
 
 Layout = Literal["auto", "ade20k", "folders", "coco", "voc"]
@@ -58,7 +59,7 @@ class SegmentData(MaskOptions):
 
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
     """Images per step and process."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 4
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""

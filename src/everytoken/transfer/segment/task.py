@@ -11,7 +11,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.loader import BadImages, Loader
+from everytoken.data.places import DEFAULT_VAL_SPLIT
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.train.distributed import World, join_world
@@ -27,7 +27,7 @@ from everytoken.train.drive import drive, say
 from everytoken.train.loop import Loop
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import Moment
-from everytoken.transfer.options import in_epochs
+from everytoken.transfer.options import default_output, in_epochs
 from everytoken.transfer.segment.augment import SegmentTransform
 from everytoken.transfer.segment.data import EvalSamples, TrainSamples
 from everytoken.transfer.segment.draw import panel, sheet
@@ -140,9 +140,6 @@ class Segmentation:
         """Of every validation image exactly once, over all processes."""
         was = module.training
         module.eval()
-        if self.world.size > 1:  # running means of batch norm differ between processes; take those of the weights
-            for buffer in module.buffers():
-                torch.distributed.broadcast(buffer, 0)
         ask = self.inference(module)
         counts = Confusion(len(self.about.class_names))
         for batch in self.val_loader.epoch(0):
@@ -186,13 +183,6 @@ def _dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def default_output(options: SegmentOptions) -> str:
-    """runs/<recipe>-<model>-<data>-seed<seed>."""
-    recipe = Path(options.recipe).stem if options.recipe else "segment"
-    model = options.model.model or Path(options.model.initial_checkpoint).name
-    return str(Path("runs") / f"{recipe}-{model}-{Path(options.data).name}-seed{options.run.seed}")
-
-
 def train(options: SegmentOptions) -> int:
     """Train. Returns the exit code: 0, or 130 and 143 after a signal."""
     if not options.data:
@@ -210,12 +200,12 @@ def train(options: SegmentOptions) -> int:
         torch.manual_seed(options.run.seed)  # of fresh weights
         sets = (open_masks(options.data, "train", options.dataset), open_masks(options.data, "val", options.dataset))
         if not divided(options.data, options.dataset):
-            share = options.dataset.val_split or 0.1
+            share = options.dataset.val_split or DEFAULT_VAL_SPLIT
             tell(f"note: {options.data} has no validation part: {share:.0%} are held out (--val-split)")
         names = tuple(sets[0].class_names)
         segmenter, about = build_segmenter(options.model, options.decoder, options.augment.crop_size, names)
         about = replace(about, evaluation={**asdict(options.evaluation), "resize": options.augment.resize})
-        folder = RunFolder(options.run.output or default_output(options), writable=world.is_main)
+        folder = RunFolder(options.run.output or default_output(options, "segment"), writable=world.is_main)
         world.barrier()
         task = Segmentation(segmenter, about, sets, options, updates, world, folder)
         with contextlib.closing(task):
