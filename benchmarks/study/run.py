@@ -64,22 +64,45 @@ def prepare(work: Path, imagenette: str, runs: list[study.Run]) -> None:
 
     needed = {r.data for r in runs} | {f"{r.data}-{r.maps}" for r in runs}
     needed |= {f"{r.data}-maps-fit" for r in runs if "--teacher" in r.words}
-    fit = ["--annotator", "fit", "--workers", "0", "--device", "cpu"]
+    common = ["--workers", "0", "--device", "cpu"]
+    fit = ["--annotator", "fit", *common]
     for name, count in ((study.CIFAR, 3000), ("cifar-10000", 10_000)):
         done = work / name / "done"
         if name in needed and not done.exists():
             shutil.rmtree(work / name, ignore_errors=True)
             write_tree(find_images(print), work / name, count, 5000)
             done.touch()
-        for maps, words in (("maps-fit", []), ("maps-fit5", ["--folds", "5"])):
+        for maps, words in (("maps-fit", []), ("maps-cross", ["--folds", "3"])):
             if f"{name}-{maps}" in needed:
                 annotate(work / name, work / f"{name}-{maps}", [*fit, *words])
+    if f"{study.CIFAR}-maps-self" in needed:
+        own = next(r for r in study.plan() if r.part == "tune" and r.name == study.SELF)
+        run = run_folder(own, work)
+        annotate(work / study.CIFAR, work / f"{study.CIFAR}-maps-self", ["--annotator", f"self:{run}", *common])
+    originals = work / f"{study.NETTE}-originals"
     if study.NETTE in needed:
-        shrink(Path(imagenette), work / study.NETTE)
-    lite = ["--annotator", "registry:efficientnet_lite0", "--workers", "0", "--img-size", "256", "--device", "cpu"]
+        some(Path(imagenette), originals, 300)
+        shrink(originals, work / study.NETTE)
+    lite = ["--annotator", "registry:efficientnet_lite0", "--img-size", "256", *common]
     for maps, words in (("maps-own", []), ("maps-foreign", ["--foreign-classes"])):
         if f"{study.NETTE}-{maps}" in needed:
-            annotate(Path(imagenette), work / f"{study.NETTE}-{maps}", [*lite, *words])
+            annotate(originals, work / f"{study.NETTE}-{maps}", [*lite, *words])
+
+
+def some(source: Path, target: Path, per_class: int) -> None:
+    """The first images of each class for training, all of val."""
+    if (target / "done").exists():
+        return
+    for folder in sorted(source.glob("*/*")):
+        for path in sorted(folder.iterdir())[: per_class if folder.parent.name == "train" else None]:
+            out = target / path.relative_to(source)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, out)
+    (target / "done").touch()
+
+
+def run_folder(run: study.Run, work: Path) -> Path:
+    return work / "runs" / run.key.replace(" ", "-").replace(",", "")
 
 
 def annotate(images: Path, out: Path, words: list[str]) -> None:
@@ -107,7 +130,7 @@ def shrink(source: Path, target: Path) -> None:
 
 def train(run: study.Run, work: Path) -> None:
     """One run, and its line in the results."""
-    folder = work / "runs" / run.key.replace(" ", "-").replace(",", "")
+    folder = run_folder(run, work)
     teacher = str(work / f"{run.data}-maps-fit")
     words = ["train", str(work / run.data), *study.COMMON, *(w.replace("MAPS-FIT", teacher) for w in run.words)]
     words += ["--epochs", str(run.epochs), "--warmup-epochs", "2", "--lr", str(run.lr), "--seed", str(run.seed)]

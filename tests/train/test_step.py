@@ -88,6 +88,13 @@ def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the
     with torch.no_grad():
         wanted = other.backbone((pixels - own_mean) / own_std)
     assert torch.allclose(teacher((pixels - mean) / std, False).logits, wanted, atol=1e-5)
+    passes = []
+    seen = other.backbone.patch_embed.register_forward_hook(lambda *_: passes.append(1))
+    both = teacher((pixels - mean) / std, True)
+    assert len(passes) == 1
+    seen.remove()
+    assert torch.allclose(both.logits, wanted, atol=1e-5)
+    assert torch.allclose(both.token_logits, other.cell_logits((pixels - own_mean) / own_std), atol=1e-5)
     student = model(4)
     step = TokenStep(student, build_objectives({"online-token": {}}, student), None, teacher).train()
     assert not any("teacher" in name for name in step.state_dict())

@@ -152,8 +152,14 @@ class TokenModel(nn.Module):
         mean over the cells equals the model's logits. For models with a class token, the class head reads the patch
         tokens.
         """
+        return self._cells(self.backbone.forward_features(images), (images.shape[-2], images.shape[-1]))  # type: ignore[operator]
+
+    def class_and_cell_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Class logits [B, K] and `cell_logits`, from one pass through the backbone."""
         features = self.backbone.forward_features(images)  # type: ignore[operator]
-        size = (images.shape[-2], images.shape[-1])
+        return self._class_logits(features)[0], self._cells(features, (images.shape[-2], images.shape[-1]))
+
+    def _cells(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         if self.family.layout == "tokens":
             count = self._prefix_count()
             tokens = features[:, count:]

@@ -76,8 +76,9 @@ class FrozenTeacher(nn.Module):
         """Images as the student gets them -> class logits and, if asked for, logits at every cell."""
         self.model.eval()
         images = self.as_wanted(images)
-        logits = self.model(images).logits
-        return TeacherView(logits, self.model.cell_logits(images) if cells else None)
+        if cells:
+            return TeacherView(*self.model.class_and_cell_logits(images))
+        return TeacherView(self.model(images).logits, None)
 
     def as_wanted(self, images: Tensor) -> Tensor:
         """The student's images, normalised as the teacher wants them."""
