@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from everytoken.cli._parse import parse
-from everytoken.errors import EverytokenError
+from everytoken.errors import EverytokenError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ def main(argv: list[str], prog: str) -> None:
         if family is not None:
             names[family.title].append(name)
     if not names:
+        beginnings = {name.split("_")[0] for name in timm.list_models() if family_of_name(name) is not None}
         raise EverytokenError(
-            f"no supported model matches {options.pattern!r}. `everytoken models` lists the families; other timm "
-            "models have no token view yet."
+            f"no supported model matches {options.pattern!r}.{did_you_mean(options.pattern, beginnings)} `everytoken "
+            "models` lists the families; other timm models have no token view yet."
         )
     if options.json:
         print(json.dumps(names, indent=1))

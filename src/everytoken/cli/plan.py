@@ -70,7 +70,7 @@ def main(argv: list[str], prog: str) -> None:
     if options.images:
         text = options.images.replace(",", "").replace("_", "")
         if not text.isdigit() and options.images not in DATA_SETS:
-            near = did_you_mean(options.images, DATA_SETS)
+            near = did_you_mean(options.images, DATA_SETS) or f" Known: {', '.join(DATA_SETS)}."
             raise EverytokenError(f"{options.images!r} is neither a number of images nor a known data set.{near}")
         sizes = {options.images: int(text) if text.isdigit() else DATA_SETS[options.images]}
     for name in ("epochs", "devices", "train_rate", "annotator_rate", "loader_rate"):

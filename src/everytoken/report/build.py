@@ -95,7 +95,7 @@ def collect(
     """
     runs = find_runs(paths)
     if all(run.state in ("damaged", "not begun") for run in runs):
-        told = "\n".join(f"  {run.path}: {run.state}; {'; '.join(run.troubles) or 'no epoch is done'}" for run in runs)
+        told = "\n".join(f"  {run.path}: {'; '.join(run.troubles) or f'{run.state}, no epoch is done'}" for run in runs)
         raise EverytokenError(
             f"there is nothing to report on:\n{told}\nGive the folder that `everytoken train` wrote (its --output)."
         )
