@@ -123,7 +123,7 @@ def test_a_class_keeps_its_colour_whatever_its_number():
 
 
 def test_wordnet_ids_are_told_in_words():
-    from everytoken.explain.subject import shown_name
+    from everytoken.annotate.classes import shown_name
 
     assert shown_name("n01440764") == "tench"
     assert shown_name("n99999999") == "n99999999"

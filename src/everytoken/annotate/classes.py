@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,17 @@ def imagenet_classes(subset: str = "imagenet-1k") -> ClassList:
     ]
     synonyms = tuple((wnid, text, *group) for wnid, text, group in zip(ids, full, words, strict=True))
     return ClassList(len(ids), tuple(names), synonyms)
+
+
+def shown_name(name: str) -> str:
+    """A class's name for people: ImageNet's WordNet ids are told in words."""
+    number = _words().find(name) if re.fullmatch(r"n\d{8}", name) else None
+    return name if number is None or number < 0 else _words().names[number]
+
+
+@lru_cache(maxsize=1)
+def _words() -> ClassList:
+    return imagenet_classes("imagenet-1k")
 
 
 @dataclass(frozen=True)

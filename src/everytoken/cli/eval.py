@@ -114,7 +114,9 @@ def main(argv: list[str], prog: str) -> None:
         classes = Table(title=f"Classes, worst first ({len(worst)} of {len(rows)})")
         for column in ("class", "images", "recall", "precision", "taken for"):
             classes.add_column(column, justify="left" if column in ("class", "taken for") else "right")
+        from everytoken.annotate.classes import shown_name
+
         for row in worst:
             values = [f"{row[c]:.1f}" if not math.isnan(row[c]) else "-" for c in ("recall", "precision")]
-            classes.add_row(row["class"], str(row["images"]), *values, row["taken for"])
+            classes.add_row(shown_name(row["class"]), str(row["images"]), *values, shown_name(row["taken for"]))
         console.print(classes)

@@ -193,4 +193,8 @@ def _namer(store: Store, path: Path | None) -> Callable[[int], str]:
     names = read_names(path)
     if path is not None and len(names) != store.manifest.num_classes:
         raise EverytokenError(f"{path} has {len(names)} lines; {store.path} has {store.manifest.num_classes} classes.")
-    return names.__getitem__ if names else store.manifest.class_name
+    if names:
+        return names.__getitem__
+    from everytoken.annotate.classes import shown_name
+
+    return lambda number: shown_name(store.manifest.class_name(number))

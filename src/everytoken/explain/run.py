@@ -19,12 +19,13 @@ import torch
 from PIL import Image
 
 from everytoken._version import version
+from everytoken.annotate.classes import shown_name
 from everytoken.errors import EverytokenError
 from everytoken.explain import picture as pic
 from everytoken.explain.attention import evaluating
 from everytoken.explain.mixed import draw_box, follow_mix
 from everytoken.explain.relevance import Method, choose_method, relevance
-from everytoken.explain.subject import Look, Subject, name_of, shown_name
+from everytoken.explain.subject import Look, Subject, name_of
 from everytoken.explain.tokens import MapBeside, find_key, put_beside, summarize_cells, token_probabilities, translation
 from everytoken.labels import Store
 from everytoken.labels.drawing import OTHER, PALETTE, cells_of, choose_colours, class_panel, confidence_panel

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +94,6 @@ class Subject:
 def name_of(classes: ClassList, number: int) -> str:
     """A class's name for people."""
     return classes.names[number] if number < len(classes.names) else f"class {number}"
-
-
-def shown_name(name: str) -> str:
-    """A name for pictures: WordNet ids are told in words."""
-    number = _words().find(name) if re.fullmatch(r"n\d{8}", name) else None
-    return name if number is None or number < 0 else _words().names[number]
-
-
-@lru_cache(maxsize=1)
-def _words() -> ClassList:
-    return imagenet_classes("imagenet-1k")
 
 
 def load_subject(

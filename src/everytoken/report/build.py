@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from everytoken.annotate.classes import shown_name
 from everytoken.errors import EverytokenError
 from everytoken.report.groups import Difference, Group, config_differences, difference, group_runs
 from everytoken.report.runs import Run, find_runs
@@ -148,7 +149,7 @@ def _add_predictions(report: Report, data: str, count: int, device: str, workers
                 matrices.append(confusion(predicted))
         if matrices:
             added = np.sum(matrices, axis=0)
-            report.classes.append(Classes(group, names, added, len(matrices), interval))
+            report.classes.append(Classes(group, [shown_name(name) for name in names], added, len(matrices), interval))
     # pictures are of the same images for all groups
     same = [s for s in shown if s[2].keys == shown[0][2].keys and s[2].class_names == shown[0][2].class_names]
     same = [s for s in same if np.array_equal(s[2].predictions.index, shown[0][2].predictions.index)]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from everytoken.annotate.classes import shown_name
 from everytoken.data.batch import normalise
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.sources import DataSet
@@ -141,7 +142,7 @@ def _ask_tokens(loaded: object, images: torch.Tensor, names: list[str]) -> Token
     if logits.shape[-1] != len(names):
         names = [f"class {i}" for i in range(logits.shape[-1])]
     sure, top = logits[0].float().softmax(-1).max(-1)
-    return TokenMap(top.numpy(), sure.numpy(), names, source)
+    return TokenMap(top.numpy(), sure.numpy(), [shown_name(name) for name in names], source)
 
 
 def samples(groups: Sequence[tuple[str, Run, Predicted]], count: int = 12) -> list[Sample]:
@@ -155,8 +156,9 @@ def samples(groups: Sequence[tuple[str, Run, Predicted]], count: int = 12) -> li
         said = []
         for (name, _, predicted), (_, maps) in zip(groups, asked, strict=True):
             p, names = predicted.predictions, predicted.class_names
-            said.append(Said(name, names[int(p.top[i, 0])], float(p.confidence[i]), bool(p.correct[i]), maps[place]))
-        label = base.class_names[int(base.predictions.label[i])]
+            top = shown_name(names[int(p.top[i, 0])])
+            said.append(Said(name, top, float(p.confidence[i]), bool(p.correct[i]), maps[place]))
+        label = shown_name(base.class_names[int(base.predictions.label[i])])
         words = why.replace("the last group", groups[-1][0]).replace("the first group", groups[0][0])
         out.append(Sample(base.keys[indices[place]], words, data_address(asked[-1][0][place]), label, tuple(said)))
     return out
@@ -212,7 +214,7 @@ def annotator_agreement(store: Store, images: DataSet | None, limit: int = 2000,
         float(np.mean(every)) if every else None,
         float(np.mean(sure)) if sure else 0.0,
         float(np.mean(words)) if words else 0.0,
-        [(manifest.class_names[c], len(hits), float(np.mean(hits))) for c, hits in sorted(right.items())],
+        [(shown_name(manifest.class_names[c]), len(hits), float(np.mean(hits))) for c, hits in sorted(right.items())],
         store.skipped,
         _shown(store, images, show) if images is not None else [],
     )
@@ -230,7 +232,7 @@ def _annotator_name(settings: Mapping[str, Any]) -> str:
 
 def _shown(store: Store, images: DataSet, count: int) -> list[tuple[str, str, str, TokenMap]]:
     """(key, picture, label, map) of a few images spread over the data set."""
-    names = [store.manifest.class_name(i) for i in range(store.manifest.num_classes)]
+    names = [shown_name(store.manifest.class_name(i)) for i in range(store.manifest.num_classes)]
     out = []
     for i in sample_positions(len(images), count):
         key = images.key(i)
@@ -244,6 +246,6 @@ def _shown(store: Store, images: DataSet, count: int) -> list[tuple[str, str, st
         x0, y0, x1, y1 = store[key].area  # what the map covers; beyond the image (letterbox) is black
         w, h = picture.size
         picture = picture.crop((round(x0 * w), round(y0 * h), round(x1 * w), round(y1 * h)))
-        label = images.class_names[images.label(i)] if images.label(i) >= 0 else "no label"
+        label = shown_name(images.class_names[images.label(i)]) if images.label(i) >= 0 else "no label"
         out.append((key, data_address(picture), label, TokenMap(one.top, one.confidence, names, "annotator")))
     return out
