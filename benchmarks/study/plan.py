@@ -163,17 +163,20 @@ def plan() -> list[Run]:
     pair = {name: MAIN[name] for name in ("plain", "token, cross-fitted")}
     drloc = {name: MAIN[name] for name in ("plain", "drloc")}
     token = {name: MAIN[name] for name in ("token, cross-fitted",)}
-    once = MORE | ABLATIONS
+    key = {name: MAIN[name] for name in MAIN if name not in ("token, fitted", "ReLabel, cross-fitted")}
+    rest = {name: row for name, row in (MAIN | MORE | ABLATIONS).items() if name not in key}
+    mixed = {name: (MAIN | MORE)[name] for name in ("plain, CutMix", "token, MixToken, cross-fitted")}
     return [
         *tune(),
-        *table("main", MAIN, "lvvit", range(3)),
+        *table("main", MAIN | MORE, "lvvit", range(1)),
         *table("imagenette", dict(list(FOREIGN.items())[:3]), "lvvit64", range(3)),
-        *table("main", MORE, "lvvit", range(1)),
+        *table("main", key, "lvvit", range(1, 3)),
         *table("swin", drloc | token, "swin", range(3)),
+        *table("longer", pair | mixed, "lvvit", range(1), epochs=3 * EPOCHS),
         *table("main", ABLATIONS, "lvvit", range(1)),
-        *table("longer", pair, "lvvit", range(3), epochs=4 * EPOCHS),
         *table("vit", drloc | token, "vit", range(3)),
-        *table("main", once, "lvvit", range(1, 3)),
+        *table("longer", pair | mixed, "lvvit", range(1, 3), epochs=3 * EPOCHS),
+        *table("main", rest, "lvvit", range(1, 3)),
         *table("imagenette", dict(list(FOREIGN.items())[3:]), "lvvit64", range(3)),
         *table("main", pair, "lvvit", range(3, 5)),
         *table("more", pair, "lvvit", range(3), data="cifar-10000"),

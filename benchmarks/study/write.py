@@ -24,7 +24,7 @@ PARTS = {
     "imagenette": "Imagenette, 3,000 training images, LV-ViT at 64 pixels, annotated by an ImageNet network",
     "swin": "CIFAR-10, 3,000 training images, a small Swin",
     "vit": "CIFAR-10, 3,000 training images, a small ViT",
-    "longer": "CIFAR-10, 3,000 training images, LV-ViT, four times as many epochs",
+    "longer": "CIFAR-10, 3,000 training images, LV-ViT, three times as many epochs",
     "more": "CIFAR-10, 10,000 training images, LV-ViT",
 }
 
