@@ -98,6 +98,8 @@ ABLATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "drloc, CutMix": (sets(hard="{}", drloc="{}", cutmix=HALF), ""),
     "drloc, CutMix, crossing pairs left out": (sets(hard="{}", drloc="{skip_crossing: true}", cutmix=HALF), ""),
 }  # fmt: skip
+# the token loss without what an annotator knows: every token learns the image's label
+CONTROL = {"token, the image's label everywhere": (sets(token=TOKEN), "maps-image")}
 FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "plain": (PLAIN, ""),
     "token, ImageNet's 1000 classes": (sets(token="{beta: 1.0}"), "maps-foreign"),
@@ -105,6 +107,11 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "ReLabel, its 10 classes": (sets(relabel=RELABEL), "maps-own"),
     "drloc": (sets(hard="{}", drloc="{}"), ""),
 }
+WEAKER: dict[str, tuple[tuple[str, ...], str]] = {
+    "token, beta 0.2, ImageNet's 1000 classes": (sets(token="{beta: 0.2}"), "maps-foreign"),
+    "token, beta 0.5, class token on the truth, its 10 classes": (
+        sets(token="{beta: 0.5, class_target: truth}"), "maps-own"),
+}  # fmt: skip
 SELF = "lvvit, token, beta 1, class token on both"  # the run whose tokens annotate for "token, self"
 EPOCHS = 15
 TUNED = {"lvvit": (1e-3, LIGHT), "vit": (1e-3, LIGHT), "swin": (1e-3, LIGHT), "lvvit64": (1e-3, LIGHT)}
@@ -170,6 +177,8 @@ def plan() -> list[Run]:
         *tune(),
         *table("main", MAIN | MORE, "lvvit", range(1)),
         *table("imagenette", dict(list(FOREIGN.items())[:3]), "lvvit64", range(3)),
+        *table("main", CONTROL, "lvvit", range(1)),
+        *table("imagenette", CONTROL | WEAKER, "lvvit64", range(1)),
         *table("main", key, "lvvit", range(1, 3)),
         *table("longer", pair, "lvvit", range(1), epochs=3 * EPOCHS),
         *table("swin", drloc | token, "swin", range(3)),

@@ -83,10 +83,36 @@ def prepare(work: Path, imagenette: str, runs: list[study.Run]) -> None:
     if study.NETTE in needed:
         some(Path(imagenette), originals, 300)
         shrink(originals, work / study.NETTE)
+    for name in (study.CIFAR, study.NETTE):
+        if f"{name}-maps-image" in needed:
+            image_label_everywhere(work / name, work / f"{name}-maps-image")
     lite = ["--annotator", "registry:efficientnet_lite0", "--img-size", "256", *common]
     for maps, words in (("maps-own", []), ("maps-foreign", ["--foreign-classes"])):
         if f"{study.NETTE}-{maps}" in needed:
             annotate(originals, work / f"{study.NETTE}-{maps}", [*lite, *words])
+
+
+def image_label_everywhere(images: Path, out: Path) -> None:
+    """Maps that know nothing about places: the folder's class in every cell."""
+    import numpy as np
+
+    from everytoken.data import open_dataset
+    from everytoken.labels import StoreMeta, StoreWriter
+
+    if (out / "done").exists():
+        return
+    data = open_dataset(images, "train")
+    names = data.class_names
+    labels = {data.key(i): data.label(i) for i in range(len(data))}
+    meta = StoreMeta(grid=(8, 8), top_k=5, class_names=names, annotator={"name": "the image's label everywhere"})
+    with StoreWriter.create_or_resume(out, labels, meta) as writer:
+        for at in range(len(labels)):
+            classes = (labels[writer.key(at)] + np.arange(5)) % len(names)
+            shape = (1, 8, 8, 5)
+            scores = np.broadcast_to([10.0, 0, 0, 0, 0], shape)
+            writer.put([at], scores, np.broadcast_to(classes, shape), [[0, 0]], [[0.0, 0.0, 1.0, 1.0]])
+        writer.finalize()
+    (out / "done").touch()
 
 
 def some(source: Path, target: Path, per_class: int) -> None:
@@ -138,7 +164,10 @@ def train(run: study.Run, work: Path) -> None:
     if run.maps:
         words += ["--labels", str(work / f"{run.data}-{run.maps}")]
     begun = time.time()
-    cpu = call(words, folder.with_suffix(".log"))
+    log = folder.with_suffix(".log")
+    cpu: float | None = call(words, log)
+    if "going on from" in log.read_text(errors="replace"):
+        cpu = None  # what the part before the interruption took is not known
     summary = json.loads((folder / "summary.json").read_text())
     from probe import halves
 
@@ -158,7 +187,7 @@ def train(run: study.Run, work: Path) -> None:
         "updates": summary["updates"],
         "lr": run.lr,
         "train_seconds": round(summary["seconds"], 1),
-        "cpu_seconds": round(cpu, 1),
+        "cpu_seconds": cpu and round(cpu, 1),
         "words": " ".join(run.words),
     }
     with _write, RESULTS.open("a") as file:

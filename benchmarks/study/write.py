@@ -61,15 +61,16 @@ def table(rows: list[dict]) -> list[str]:
     for name in order:
         runs = found[name]
         mean = {key: statistics.mean(r[key] for r in runs.values()) for key in ("top1", "halves", "loss", "ece")}
-        made = interval(difference(runs, base, "top1")) if name != "plain" else None
-        gain = f"{made[0]:+.2f} ± {made[1]:.2f}" if made else "" if name == "plain" else "one seed"
+        paired = difference(runs, base, "top1") if name != "plain" else []
+        made = interval(paired)
+        gain = f"{made[0]:+.2f} ± {made[1]:.2f}" if made else f"{paired[0]:+.2f}" if paired else ""
         if made and abs(made[0]) > made[1]:
             gain = f"**{gain}**"
-        shared = runs.keys() & base.keys()
-        time = statistics.mean(runs[s]["cpu_seconds"] / base[s]["cpu_seconds"] for s in shared) if shared else 1.0
+        shared = [s for s in runs.keys() & base.keys() if runs[s]["cpu_seconds"] and base[s]["cpu_seconds"]]
+        time = [runs[s]["cpu_seconds"] / base[s]["cpu_seconds"] for s in shared]
         lines.append(
             f"| {name} | {mean['top1']:.2f} | {gain} | {len(runs)} | {mean['halves']:.1f} | {mean['loss']:.3f} | "
-            f"{mean['ece']:.1f} | {time:.2f}x |"
+            f"{mean['ece']:.1f} | {f'{statistics.mean(time):.2f}x' if time else ''} |"
         )
     return lines
 
