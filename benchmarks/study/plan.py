@@ -107,6 +107,7 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "ReLabel, its 10 classes": (sets(relabel=RELABEL), "maps-own"),
     "drloc": (sets(hard="{}", drloc="{}"), ""),
 }
+FITTED = {"token, fitted": (sets(token=TOKEN), "maps-fit")}  # by a small CNN, from the same images
 WEAKER: dict[str, tuple[tuple[str, ...], str]] = {
     "token, beta 0.2, ImageNet's 1000 classes": (sets(token="{beta: 0.2}"), "maps-foreign"),
     "token, beta 0.5, class token on the truth, its 10 classes": (
@@ -180,6 +181,7 @@ def plan() -> list[Run]:
         *table("main", CONTROL, "lvvit", range(1)),
         *table("imagenette", CONTROL | WEAKER, "lvvit64", range(1)),
         *table("main", key, "lvvit", range(1, 3)),
+        *table("imagenette", FITTED, "lvvit64", range(3)),
         *table("longer", pair, "lvvit", range(1), epochs=3 * EPOCHS),
         *table("swin", drloc | token, "swin", range(3)),
         *table("longer", mixed, "lvvit", range(1), epochs=3 * EPOCHS),

@@ -86,6 +86,9 @@ def prepare(work: Path, imagenette: str, runs: list[study.Run]) -> None:
     for name in (study.CIFAR, study.NETTE):
         if f"{name}-maps-image" in needed:
             image_label_everywhere(work / name, work / f"{name}-maps-image")
+    if f"{study.NETTE}-maps-fit" in needed:
+        words = [*fit, "--fit-size", "64", "--fit-epochs", "20"]
+        annotate(work / study.NETTE, work / f"{study.NETTE}-maps-fit", words)
     lite = ["--annotator", "registry:efficientnet_lite0", "--img-size", "256", *common]
     for maps, words in (("maps-own", []), ("maps-foreign", ["--foreign-classes"])):
         if f"{study.NETTE}-{maps}" in needed:
