@@ -53,7 +53,7 @@ def run(name: str, words: list[str]) -> tuple[str, int, float, float]:
     )
     minutes = (time.perf_counter() - begun) / 60
     said = done.stdout if done.returncode in (0, 1) else done.stdout + done.stderr[-2000:]
-    said = "\n".join(line for line in said.splitlines() if not re.match(r"(USDT|ERROR):\d", line))
+    said = "\n".join(line for line in said.splitlines() if not re.match(r"(USDT|ERROR):\d|epoch \d+/", line))
     return said.strip(), done.returncode, minutes, max(before, busy())
 
 
@@ -68,31 +68,41 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
 
 
+def kept() -> dict[str, str]:
+    """The sections of the page as it is, by script."""
+    text = PAGE.read_text() if PAGE.exists() else ""
+    sections = [f"## {part}".rstrip() + "\n" for part in text.split("\n## ")[1:]]
+    return {name: part for part in sections for name, title in SCRIPTS.items() if part.startswith(f"## {title}\n")}
+
+
+def write(parts: dict[str, str]) -> None:
+    about = (
+        "Ratios measured in one run each, with interleaved repeats; made by `make bench`. What each number means is in "
+        "the head of its script."
+    )
+    body = "\n".join(parts[name] for name in SCRIPTS if name in parts)
+    PAGE.write_text(f"# Benchmarks\n\n{about}\n\n{machine()}. One thread.\n\n{body}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", default="", help="folder of photos, for the loader")
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, help="print these and leave the page alone")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, help="these; the page keeps what it says about others")
     given = parser.parse_args()
-    parts, code = [], 0
+    parts, code = kept() if given.only else {}, 0
     for name in given.only or SCRIPTS:
         if name in NEEDS_PHOTOS and not given.photos:
             print(f"{name}: left out, it needs --photos FOLDER")
             continue
         print(f"== {SCRIPTS[name]} (benchmarks/{name}.py)", flush=True)
         said, failed, minutes, load = run(name, [given.photos] if name in NEEDS_PHOTOS else [])
-        note = f"{minutes:.1f} min; the machine was {'quiet' if load < BUSY else f'BUSY (x{load:.2f}): do not trust'}"
+        trust = "quiet" if load < BUSY else f"BUSY (x{load:.2f}): do not trust"
+        note = f"{datetime.date.today():%d %B %Y}, {minutes:.1f} min; the machine was {trust}"
         print(f"{said}\n{note}\n", flush=True)
         code = max(code, failed)
         limits = {0: "", 1: " A limit was broken."}.get(failed, f" It failed with exit code {failed}.")
-        parts.append(f"## {SCRIPTS[name]}\n\n`python benchmarks/{name}.py`; {note}.{limits}\n\n```\n{said}\n```\n")
-    if not given.only:
-        about = (
-            "Ratios measured in one run each, with interleaved repeats; made by `make bench`. What each number "
-            "means is in the head of its script."
-        )
-        head = f"# Benchmarks\n\n{about}\n\n{datetime.date.today():%d %B %Y}. {machine()}. One thread.\n\n"
-        PAGE.write_text(head + "\n".join(parts))
-        print(f"written: {PAGE}")
+        parts[name] = f"## {SCRIPTS[name]}\n\n`python benchmarks/{name}.py`; {note}.{limits}\n\n```\n{said}\n```\n"
+        write(parts)
     return code
 
 

@@ -36,6 +36,7 @@ from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
 
 WORLD = World(0, 1, torch.device("cpu"))
+LIMIT = 1.02
 NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -95,21 +96,24 @@ def every_objective(batch_size: int, repeats: int) -> bool:
         steps[name] = TokenStep(model, build_objectives(wanted, model), build_mixer(mixing), taught).train()
         steps[name].grid = (14, 14)
     batch = fake_batch(batch_size)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(repeats + 1):
-        for name in list(steps)[:: 1 if number % 2 else -1]:
-            spent = seconds(steps[name], batch, number)
-            if number:
-                times[name].append(spent)
+    ratios: dict[str, list[float]] = {name: [] for name in steps if name != "plain"}
+    for step in steps.values():
+        seconds(step, batch, 0)
+    for number in range(1, repeats + 1):  # plain before and after, so that a drifting machine cancels out
+        for name, found in ratios.items():
+            order = ["plain", name, name, "plain"] if number % 2 else [name, "plain", "plain", name]
+            times = [(one, seconds(steps[one], batch, number)) for one in order]
+            ours, plain = (sum(t for one, t in times if (one == name) == mine) for mine in (True, False))
+            found.append(ours / plain)
     good = True
     print(f"lvvit_s, forward and backward, batch {batch_size}, {repeats} repeats; median and 80 % of the ratios\n")
     print(f"{'step':28s} {'/ plain':>8s} {'80 %':>16s} {'floor':>7s}")
-    for name, (_, _, more) in objectives().items():
-        ratios = sorted(b / a for a, b in zip(times["plain"], times[name], strict=True))
-        low, high, middle = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10], statistics.median(ratios)
-        print(f"{name:28s} {middle:8.3f} {low:8.3f}-{high:.3f} {1 + more / (3 * 6.476e9):9.3f}")
-        good &= name != "token, MixToken" or middle <= 1.02
-    print(f"limit of token labeling: 1.02: {'held' if good else 'BROKEN'}\n")
+    for name, found in ratios.items():
+        found.sort()
+        low, high, middle = found[len(found) // 10], found[-1 - len(found) // 10], statistics.median(found)
+        print(f"{name:28s} {middle:8.3f} {low:8.3f}-{high:.3f} {1 + objectives()[name][2] / (3 * 6.476e9):9.3f}")
+        good &= name != "token, MixToken" or middle <= LIMIT
+    print(f"limit of token labeling: {LIMIT}: {'held' if good else 'BROKEN'}\n")
     return good
 
 
