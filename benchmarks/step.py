@@ -1,6 +1,6 @@
 """What a training step costs beyond the network, for every objective.
 
-    python benchmarks/step.py [--batch 4] [--repeats 9]
+    python benchmarks/step.py [--batch 4] [--repeats 5]
 
 Two questions, each answered by ratios from one process with interleaved repeats, in processor time:
 1. Forward and backward of lvvit_s at 224 with each objective and the mixing it is usually trained with, against the
@@ -188,7 +188,7 @@ def loop_overhead(batch_size: int) -> bool:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     held = [every_objective(arguments.batch, arguments.repeats), loop_overhead(arguments.batch)]
