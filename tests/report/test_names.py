@@ -1,0 +1,32 @@
+"""WordNet ids are told in words wherever people read them."""
+
+import numpy as np
+from PIL import Image
+
+from everytoken.cli.labels_show import _namer
+from everytoken.data import open_dataset
+from everytoken.labels import Store, StoreMeta, StoreWriter
+from everytoken.report.samples import annotator_agreement
+
+IDS = ["n01440764", "n02102040"]
+
+
+def test_maps_of_wordnet_folders_are_told_in_words(tmp_path):
+    keys = [f"{wnid}/{i}.png" for wnid in IDS for i in range(2)]
+    for key in keys:
+        path = tmp_path / "photos" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (90, 120, 30)).save(path)
+    meta = StoreMeta(grid=(2, 2), top_k=2, class_names=IDS, annotator={"name": "test"})
+    with StoreWriter.create_or_resume(tmp_path / "maps", keys, meta) as writer:
+        shape = (4, 2, 2, 2)
+        classes = np.array([[0, 1], [0, 1], [1, 0], [1, 0]])[:, None, None]
+        areas = [[0.0, 0.0, 1.0, 1.0]] * 4
+        scores = np.broadcast_to([3.0, 1.0], shape)
+        writer.put(range(4), scores, np.broadcast_to(classes, shape), [[8, 8]] * 4, areas)
+        writer.finalize()
+    store = Store(tmp_path / "maps")
+    assert _namer(store, None)(1) == "English springer"
+    found = annotator_agreement(store, open_dataset(tmp_path / "photos", "all"))
+    assert [name for name, _, _ in found.per_class] == ["tench", "English springer"]
+    assert {label for _, _, label, _ in found.shown} == {"tench", "English springer"}
