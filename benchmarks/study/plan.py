@@ -20,9 +20,9 @@ LIGHT = ("--scale", "0.5", "1", "--aa", "", "--reprob", "0")
 MEDIUM = ("--scale", "0.5", "1", "--aa", "rand-m7-mstd0.5-inc1", "--reprob", "0.1")
 COMMON = (
     *("--batch-size", "32", "--opt", "adamw", "--weight-decay", "0.05", "--warmup-lr", "1e-6", "--min-lr", "1e-5"),
-    *("--clip-grad", "1", "--smoothing", "0.1", "--drop-path", "0", "--workers", "0", "--threads", "1"),
-    *("--device", "cpu", "--checkpoint-minutes", "2", "--log-interval", "50"),
+    *("--clip-grad", "1", "--smoothing", "0.1", "--drop-path", "0"),
 )
+MACHINE = ("--workers", "0", "--threads", "1", "--device", "cpu", "--checkpoint-minutes", "2", "--log-interval", "50")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Run:
         data: folder of images in the work folder; maps: folder of score maps there, or "".
         words: what is different about it, as the command line wants it.
         seed, epochs, lr: as everywhere.
+        recipe: a shipped recipe, of which only the number of epochs is changed; lr is then 0.
     """
 
     part: str
@@ -44,6 +45,7 @@ class Run:
     epochs: int
     lr: float
     maps: str = ""
+    recipe: str = ""
 
     @property
     def key(self) -> str:
@@ -166,6 +168,14 @@ def table(part: str, rows: dict[str, tuple[tuple[str, ...], str]], model: str, s
     ]
 
 
+def recipes(seeds: range) -> list[Run]:
+    """The shipped pair for 32 pixels, as it is, but for EPOCHS epochs."""
+    pair = (("plain", "small_32", ""), ("token, fitted", "small_32_token", "maps-fit"))
+    return [
+        Run("recipe", name, CIFAR, (), seed, EPOCHS, 0, maps, recipe) for seed in seeds for name, recipe, maps in pair
+    ]
+
+
 def plan() -> list[Run]:
     """Every run, the most telling first."""
     pair = {name: MAIN[name] for name in ("plain", "token, cross-fitted")}
@@ -182,6 +192,7 @@ def plan() -> list[Run]:
         *table("imagenette", CONTROL | WEAKER, "lvvit64", range(1)),
         *table("main", key, "lvvit", range(1, 3)),
         *table("imagenette", FITTED, "lvvit64", range(3)),
+        *recipes(range(3)),
         *table("longer", pair, "lvvit", range(1), epochs=3 * EPOCHS),
         *table("swin", drloc | token, "swin", range(3)),
         *table("longer", mixed, "lvvit", range(1), epochs=3 * EPOCHS),

@@ -161,8 +161,9 @@ def train(run: study.Run, work: Path) -> None:
     """One run, and its line in the results."""
     folder = run_folder(run, work)
     teacher = str(work / f"{run.data}-maps-fit")
-    words = ["train", str(work / run.data), *study.COMMON, *(w.replace("MAPS-FIT", teacher) for w in run.words)]
-    words += ["--epochs", str(run.epochs), "--warmup-epochs", "2", "--lr", str(run.lr), "--seed", str(run.seed)]
+    words = ["train", str(work / run.data), *study.MACHINE, *(w.replace("MAPS-FIT", teacher) for w in run.words)]
+    words += ["--recipe", run.recipe] if run.recipe else [*study.COMMON, "--lr", str(run.lr)]
+    words += ["--epochs", str(run.epochs), "--warmup-epochs", "2", "--seed", str(run.seed)]
     words += ["--val-interval", str(run.epochs), "--output", str(folder)]
     if run.maps:
         words += ["--labels", str(work / f"{run.data}-{run.maps}")]
