@@ -76,3 +76,20 @@ def test_legacy_swap_refuses_rotations(make):
     maps = make.maps(np.random.default_rng(0), n=1)
     with pytest.raises(EverytokenError, match="crops and flips only"):
         sample_maps(maps, make.batch([make.about_centre(make.rotation(20))]), (2, 2), legacy_swap=True)
+
+
+def test_legacy_swap_refuses_maps_that_were_cut_to_the_crop(make):
+    rng = np.random.default_rng(0)
+    records, placement = [make.record(rng, h=6, w=6)], make.batch([make.crop(0, 0.5, 0.4, 0.9)])
+    maps = collate_maps(records, 20, placement.numpy())
+    with pytest.raises(EverytokenError, match="without placements"):
+        sample_maps(maps, placement, (2, 2), legacy_swap=True)
+    with pytest.raises(EverytokenError, match="without placements"):  # a copy knows it, too
+        sample_maps(maps.apply(torch.clone), placement, (2, 2), legacy_swap=True)
+
+
+def test_an_image_without_a_map_has_no_weight_in_legacy_mode_either(make):
+    maps = collate_maps([make.record(np.random.default_rng(0), h=6, w=6), None], 20)
+    got = sample_maps(maps, make.batch([make.crop(0, 0, 1, 1)] * 2), (2, 2), legacy_swap=True)
+    assert got.weight.tolist() == [[[1, 1], [1, 1]], [[0, 0], [0, 0]]]
+    assert got.image_weight.tolist() == [1, 0]

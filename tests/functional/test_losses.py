@@ -256,3 +256,26 @@ def test_wrong_shapes_are_named():
         distillation_loss(torch.randn(2, 3), torch.randn(2, 3), "medium")
     with pytest.raises(EverytokenError, match="reduction"):
         compact_cross_entropy(torch.randn(2, 3, 2, 11), target, reduction="median")
+
+
+def test_a_weight_per_image_counts_for_all_of_its_tokens():
+    target = target_of(3)
+    logits = torch.randn(2, 3, 2, 11, generator=torch.Generator().manual_seed(1))
+    whole = torch.tensor([0.2, 0.7])[:, None, None].expand(2, 3, 2)
+    for weight in (torch.tensor([0.2, 0.7]), torch.tensor([0.2, 0.7])[:, None, None], whole):
+        got = compact_cross_entropy(logits, target, weight=weight)
+        torch.testing.assert_close(got.double(), densely(logits, target, weight=whole))
+        got = dense_soft_cross_entropy(logits, logits.flip(0), weight=weight)
+        torch.testing.assert_close(got, dense_soft_cross_entropy(logits, logits.flip(0), weight=whole))
+    with pytest.raises(EverytokenError, match=r"\[2, 2, 3\] does not fit losses of shape \[2, 3, 2\]"):
+        compact_cross_entropy(logits, target, weight=torch.ones(2, 2, 3))
+
+
+def test_a_masked_class_costs_nothing_where_the_target_is_zero():
+    logits = torch.tensor([[1.0, -torch.inf, 0.5], [0.2, -torch.inf, -1.0]], requires_grad=True)
+    labels = torch.tensor([0, 2])
+    got = compact_cross_entropy(logits, from_labels(labels, 3))
+    torch.testing.assert_close(got, F.cross_entropy(logits, labels))
+    got.backward()
+    assert torch.isfinite(logits.grad).all()
+    assert not torch.isfinite(compact_cross_entropy(logits, from_labels(labels, 3, smoothing=0.1)))

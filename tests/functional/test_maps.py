@@ -29,6 +29,8 @@ def test_classes_above_2048_are_exact():
 def test_a_class_beyond_the_annotators_is_refused_by_number():
     with pytest.raises(EverytokenError, match=r"names class 1000, but there are only 1000 classes"):
         vocabulary(np.array([[[1000]]]), 1000)
+    with pytest.raises(EverytokenError, match=r"names class -1, but"):
+        vocabulary(np.array([[[0, -1]]]), 1000)
 
 
 def test_collating_fills_short_vocabularies_and_keeps_every_score(make):

@@ -219,3 +219,21 @@ def test_wrong_arguments_are_named():
         from_labels(torch.tensor([0]), K, smoothing=1.5)
     with pytest.raises(EverytokenError, match="top_k"):
         from_scores(logits, classes, K, top_k=0)
+
+
+def test_an_image_with_a_true_label_counts_fully_whatever_the_machine_labelled():
+    logits, classes = scores(2, middle=())
+    machine = from_scores(logits, classes, K, weight=torch.tensor([0.0, 0.4, 1.0]))
+    labels = torch.tensor([7, 1, -1])
+    mixed = mix_with_truth(machine, labels, rho=0.5)
+    assert mixed.weight.tolist() == [1, 1, 1]
+    alone = torch.nn.functional.one_hot(torch.tensor(7), K)
+    torch.testing.assert_close(mixed.dense()[0], alone.float())  # no map: the truth
+    torch.testing.assert_close(mixed.dense()[2], machine.dense()[2])  # no truth: the map
+
+
+def test_a_place_whose_classes_were_all_dropped_has_no_label():
+    logits, classes = scores(2)
+    classes[1] = -1
+    target = from_scores(logits, classes, K, top_k=2)
+    assert target.weight[1].eq(0).all() and target.weight[[0, 2]].eq(1).all()

@@ -47,7 +47,10 @@ def compact_rows(logits: Tensor, classes: Tensor, mass: Tensor, background: Tens
         logp = torch.log_softmax(logits[at], -1, dtype=kind)
         part = mass[at].to(kind)
         named = logp.gather(-1, classes[at[0], None].expand(part.shape))
-        rows[at] = (named.mul_(part).sum(-1) + background[at] * logp.sum(-1)).neg_()
+        named.masked_fill_(part == 0, 0)  # a masked logit (-inf) costs nothing where the target is 0
+        floor = background[at].to(kind)
+        rest = torch.where(floor == 0, 0, floor * logp.sum(-1))
+        rows[at] = (named.mul_(part).sum(-1) + rest).neg_()
     return rows
 
 

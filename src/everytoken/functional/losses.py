@@ -37,7 +37,7 @@ def compact_cross_entropy(
         logits: [B, ..., K], any float type; reduced in float32 (float64 stays). The middle dimensions are the target's.
         target: shape [B, ...]; gets no gradient.
         reduction: "mean" is Σ w·H / Σ w, "sum" is Σ w·H, "none" is the unweighted rows [B, ...].
-        weight: [B, ...] instead of the target's own.
+        weight: [B, ...], or [B] for whole images, instead of the target's own.
     """
     if logits.shape[:-1] != target.shape or logits.shape[-1] != target.num_classes:
         raise EverytokenError(
@@ -64,7 +64,7 @@ def dense_soft_cross_entropy(
         logits, teacher_logits: [B, ..., K], any float types; the teacher gets no gradient.
         temperature: t, for both.
         reduction: as in `compact_cross_entropy`.
-        weight: [B, ...]; None = 1.
+        weight: [B, ...] or [B]; None = 1.
     """
     _same_shape(logits, teacher_logits)
     if temperature <= 0:
@@ -136,7 +136,7 @@ def distillation_loss(
         kind: "soft" is t² · KL(teacher ‖ student) at temperature t; "hard" is the cross entropy with the teacher's
             best class (DeiT).
         temperature: t of "soft"; DeiT's soft distillation has 3.0.
-        weight: [B, ...]; None = 1.
+        weight: [B, ...] or [B]; None = 1.
         reduction: as in `compact_cross_entropy`.
     """
     if kind == "soft":
@@ -163,7 +163,16 @@ def _same_shape(logits: Tensor, teacher_logits: Tensor) -> None:
 def _reduce(rows: Tensor, weight: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "none":
         return rows
-    # A row without a label must not count even when its loss is not finite.
+    if weight.shape != rows.shape:
+        if weight.dim() == 1:  # per image, whatever the number of tokens
+            weight = weight.view(-1, *(1,) * (rows.dim() - 1))
+        try:
+            weight = weight.expand(rows.shape)
+        except RuntimeError:
+            raise EverytokenError(
+                f"a weight of shape {list(weight.shape)} does not fit losses of shape {list(rows.shape)}."
+            ) from None
+    # The loss of a row without a label must not count even when it is not finite.
     total = torch.where(weight > 0, rows * weight, 0).sum()
     if reduction == "sum":
         return total

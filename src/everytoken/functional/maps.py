@@ -49,6 +49,7 @@ class MapBatch:
         classes: [B, U] int64, the vocabulary; -1 fills up short rows.
         area: [B, 4] float32, (x0, y0, x1, y1): what the grid covers, in fractions of the image.
         num_classes: K, the number of classes the annotator knows.
+        cut: vocabularies hold only what given placements show; cells beyond them mean nothing.
     """
 
     scores: Tensor
@@ -56,6 +57,7 @@ class MapBatch:
     classes: Tensor
     area: Tensor
     num_classes: int
+    cut: bool = False
 
     def __len__(self) -> int:
         return self.scores.shape[0]
@@ -67,9 +69,8 @@ class MapBatch:
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> MapBatch:
         """The same maps with every tensor changed in one way."""
-        return MapBatch(
-            change(self.scores), change(self.local), change(self.classes), change(self.area), self.num_classes
-        )
+        tensors = (change(t) for t in (self.scores, self.local, self.classes, self.area))
+        return MapBatch(*tensors, self.num_classes, self.cut)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MapBatch:
         """The same maps on another device."""
@@ -96,14 +97,14 @@ def vocabulary(classes: np.ndarray, num_classes: int | None = None) -> tuple[np.
         num_classes = int(flat.max(initial=0)) + 1
     # A table of K marks is several times faster than sorting (np.unique).
     seen = np.zeros(num_classes, dtype=bool)
-    try:
-        seen[flat] = True
-    except IndexError as error:
+    lowest, highest = int(flat.min(initial=0)), int(flat.max(initial=0))
+    if lowest < 0 or highest >= num_classes:
         raise EverytokenError(
-            f"a score map names class {int(flat.max())}, but there are only {num_classes} classes "
+            f"a score map names class {lowest if lowest < 0 else highest}, but there are only {num_classes} classes "
             f"(0 to {num_classes - 1}). The map is of another annotator or damaged: "
             "run `everytoken labels verify` on its store."
-        ) from error
+        )
+    seen[flat] = True
     words = np.flatnonzero(seen)
     table = np.zeros(num_classes, dtype=np.uint8 if len(words) <= 256 else np.int16)
     table[words] = np.arange(len(words))
@@ -123,7 +124,8 @@ def collate_maps(
             batch have one shape.
         num_classes: K of the annotator.
         placements: [B, 2, 3], if the maps will be sampled through just these: vocabularies then hold only classes
-            that the network's input shows, which makes targets smaller. Results are the same.
+            that the network's input shows, which makes targets smaller. Results are the same, but not with
+            `legacy`, which looks elsewhere and refuses such maps.
         multiple: U is rounded up to a multiple of this, so that compiled code sees few different shapes.
     """
     shapes = {m.scores.shape for m in maps if m is not None}
@@ -157,7 +159,7 @@ def collate_maps(
             local[i] = words[1]
     arrays = (torch.from_numpy(a) for a in (scores, local, classes, area))
     scores_, local_, classes_, area_ = arrays
-    return MapBatch(scores_, local_, classes_, area_, num_classes)
+    return MapBatch(scores_, local_, classes_, area_, num_classes, placements is not None)
 
 
 def _shown(classes: np.ndarray, num_classes: int, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -116,7 +116,7 @@ def sample_maps(
         plan: from `plan_sampling`. None, or one for another grid: made here, which on a GPU waits for the placements
             (with `legacy_swap` always).
         legacy_swap: as the released code: x runs over (top, top + height) and y over (left, left + width), crops are
-            at least one cell wide, the map is taken to cover the whole image, and weights are 1.
+            at least one cell wide, the map is taken to cover the whole image, and weights are 1 (0 without a map).
 
     Returns:
         `SampledMaps`, float32.
@@ -156,13 +156,20 @@ def sample_bags(
         )
     if legacy_swap:
         plan = None
+        if maps.cut:
+            raise EverytokenError(
+                "legacy_swap=True looks at other cells than the crop's, but these maps were cut to their placements. "
+                "Call collate_maps without placements."
+            )
     if plan is not None and plan.grid != grid and grid == (1, 1):
         plan = plan._replace(grid=grid, tokens=plan.image)  # one token is the whole image
     if plan is None or plan.grid != grid:
         plan = plan_sampling(placement, maps.area, maps.size, grid, legacy_swap)
     how = (maps.size, grid, plan.tokens, plan.image)
     if legacy_swap:
-        yield None, points.legacy(placement, *how)
+        bags = points.legacy(placement, *how)
+        known = (maps.classes >= 0).any(1).to(bags.weight.dtype)
+        yield None, bags._replace(weight=bags.weight * known[:, None, None], image_weight=bags.image_weight * known)
     elif not plan.bent:
         yield None, points.straight(placement, maps.area, *how)
     elif not plan.straight:

@@ -131,6 +131,9 @@ def from_scores(
     background = softmax_(mass, classes, num_classes, temperature, top_k, smoothing, legacy)
     if weight is None:
         weight = torch.ones_like(background)
+    if top_k is not None:  # where no class is left, there is nothing to share the mass
+        named = (classes >= 0).any(-1)
+        weight = weight * named.view(-1, *(1,) * (weight.dim() - 1))
     return CompactTarget(classes.clamp(min=0), mass, background, weight.float(), num_classes)
 
 
@@ -233,12 +236,16 @@ def mix_with_truth(
         rho: a constant, or None for the released `--ground-truth` option: 0.5 where the machine's best class is the
             true one, 0.9 where it is not (its own comment says the opposite).
         smoothing: of the true label; the machine's is smoothed, or not, before.
+
+    An image with a true label counts fully, however little of it the machine labelled; with no map at all the truth
+    stands alone.
     """
     if target.background.dim() != 1:
         raise EverytokenError(f"the truth is known per image, but this target has shape {list(target.shape)}.")
     ratio: Tensor | float = rho if rho is not None else torch.where(target.top_class() == labels, 0.5, 0.9)
     truth = from_labels(labels, target.num_classes, smoothing)
-    return blend(target, ratio, truth, 1 - ratio)
+    mixed = blend(target, ratio, truth, 1 - ratio)
+    return replace(mixed, weight=torch.where(labels >= 0, 1.0, target.weight))
 
 
 def map_classes(logits: Tensor, classes: Tensor, mapping: Tensor) -> tuple[Tensor, Tensor]:
