@@ -95,6 +95,35 @@ def test_mistakes_are_explained_in_one_message(here, capsys, words, said):
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("out", ["photos", "photos/maps", "full"])
+def test_a_folder_that_cannot_be_a_store_is_refused_before_anything_is_trained_or_written(here, capsys, out):
+    (here / "full").mkdir()
+    (here / "full" / "notes.txt").touch()
+    before = sorted(here.rglob("*"))
+    assert run("photos", "--out", out, "--annotator", "fit", "-j", "0", "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    assert out in said
+    assert "training" not in said or "taken for a class in training" in said
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_store_of_another_annotator_is_refused_before_anything_is_trained(here, capsys):
+    words = ("photos", "--out", "maps", "-j", "0", "--device", "cpu")
+    assert run(*words, "--annotator", "python:my_labels:score") == 0
+    assert run(*words, "--annotator", "fit") == 2
+    assert "annotator: python:my_labels:score in the store, fit now" in capsys.readouterr().err
+    assert not (here / "maps" / "annotator").exists()
+
+
+def test_the_commands_to_run_next_can_be_pasted(here, capsys):
+    (here / "photos").rename(here / "my photos")
+    words = ("my photos", "--out", "my maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu")
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    assert "labels sheet 'my maps' --images 'my photos' --out" in said
+    assert "train 'my photos' --labels 'my maps' --recipe" in said
+
+
 def test_photos_without_class_folders_need_a_word(here, capsys):
     words = ["photos/red", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu"]
     assert run(*words) == 2

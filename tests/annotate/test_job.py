@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from everytoken.annotate import AnnotatorError, ClassList, JobOptions, Preprocessing, Team, annotate, build_annotator
+from everytoken.annotate.annotator import weights_hash
 from everytoken.annotate.own_function import FunctionAnnotator
 from everytoken.annotate.reading import BatchReader, eval_view, store_order
 from everytoken.annotate.summary import summarise
@@ -255,8 +256,14 @@ def test_a_store_is_not_continued_by_other_weights(data, weights, tmp_path):
     first = build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
     _interrupt(data, first, tmp_path / "maps", after=6)
     other = build_annotator("timm:test_efficientnet", (64, 64), str(weights("test_efficientnet")))
-    with pytest.raises(EverytokenError, match="weights_sha256"):
+    with pytest.raises(EverytokenError, match="annotator: timm:test_resnet in the store, timm:test_efficientnet now"):
         annotate(data, tmp_path / "maps", other, QUICK)
+    retrained = build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
+    with torch.no_grad():
+        next(iter(retrained.module.parameters())).add_(0.1)
+    retrained.settings["weights_sha256"] = weights_hash(retrained.module)
+    with pytest.raises(EverytokenError, match="weights: not the same"):
+        annotate(data, tmp_path / "maps", retrained, QUICK)
 
 
 def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path):

@@ -30,16 +30,30 @@ def test_other_settings_or_images_are_refused_and_the_difference_is_told(filling
     with pytest.raises(StoreMismatchError) as error:
         StoreWriter.create_or_resume(folder, keys, other, 16)
     for words in (
-        "resize_mode: 'squash' in the store, 'center' now",
-        "annotator.size: [96, 128] in the store, [96, 96] now",
-        "annotator.amp: None in the store, True now",
-        "shard size: 8 in the store, 16 now",
+        "how images are resized: squash in the store, center now",
+        "mixed precision: none in the store, True now",
+        "size: 96 x 128 in the store, 96 x 96 now",
+        "and 1 more difference",
     ):
         assert words in str(error.value)
+    with pytest.raises(StoreMismatchError, match="shard size: 8 in the store, 16 now"):
+        StoreWriter.create_or_resume(folder, keys, filling.META, 16)
     with pytest.raises(StoreMismatchError, match=r"20 in the store, 21 now; 1 are gone .*0.* 2 are new .*'new/a"):
         StoreWriter.create_or_resume(folder, [*keys[1:], "new/a.jpg", "new/b.jpg"], filling.META)
     assert not list(folder.glob(".lock*"))
     StoreWriter.create_or_resume(folder, keys[::-1], filling.META).close()  # the order does not matter
+
+
+def test_another_annotator_is_one_difference_and_no_list_of_hashes(filling, tmp_path):
+    folder, keys = tmp_path / "s", filling.keys(20)
+    made = {"name": "timm:a", "weights_sha256": "0" * 64, "input": {"size": [64, 64], "mean": [0.5, 0.5, 0.5]}}
+    mine = replace(filling.META, annotator=made)
+    StoreWriter.create_or_resume(folder, keys, mine, 8).close()
+    with pytest.raises(StoreMismatchError) as error:
+        StoreWriter.create_or_resume(folder, keys, replace(mine, annotator={"name": "fit", "fit": {"folds": 2}}))
+    assert str(error.value).splitlines()[1:-1] == ["  annotator: timm:a in the store, fit now"]
+    with pytest.raises(StoreMismatchError, match="\n  weights: not the same\n"):
+        StoreWriter.create_or_resume(folder, keys, replace(mine, annotator={**made, "weights_sha256": "1" * 64}))
 
 
 def test_a_folder_with_other_things_in_it_is_left_alone(filling, tmp_path):

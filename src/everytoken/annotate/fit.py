@@ -26,7 +26,7 @@ from everytoken.annotate.annotator import Annotator, AnnotatorError, Preprocessi
 from everytoken.annotate.classes import ClassList
 from everytoken.annotate.fit_model import FOLDER, build_model, load_fold, save_fold
 from everytoken.annotate.folds import make_folds
-from everytoken.annotate.job import Team
+from everytoken.annotate.job import Team, check_out
 from everytoken.annotate.networks import CellScores
 from everytoken.annotate.training import Trainer
 from everytoken.data.sources import DataSet
@@ -114,6 +114,7 @@ def fit_annotator(
             f"`fit` learns to tell classes apart, and {data.name} has {len(data.class_names)}. Put the images of each "
             "class into a folder of its own, or use an annotator that exists (--annotator timm:NAME)."
         )
+    check_out(data, out, "fit")
     folds, part = make_folds(data, options.folds, options.seed)
     side = options.size or _usual_size(data)
     plan = _plan(data, options, side)

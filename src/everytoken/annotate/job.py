@@ -31,9 +31,11 @@ from everytoken._machine import default_workers
 from everytoken.annotate.annotator import Annotator, AnnotatorError
 from everytoken.annotate.classes import ClassPlan, plan_classes
 from everytoken.annotate.reading import BatchReader, ImageBatch, batches, store_order
-from everytoken.data.sources import DataSet
+from everytoken.data.sources import DataSet, hidden
 from everytoken.errors import EverytokenError
-from everytoken.labels import StoreMeta, StoreWriter
+from everytoken.labels import Manifest, StoreMeta, StoreWriter
+from everytoken.labels.lifecycle import check_folder, mismatch
+from everytoken.labels.manifest import MANIFEST
 
 _AHEAD = 3  # batches of maps that may wait for the writing thread
 
@@ -104,6 +106,27 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
+def check_out(data: DataSet, out: Path, annotator: str) -> None:
+    """Refuse a folder that cannot become the store of `data` before any work is done; nothing is written.
+
+    Args:
+        out: where the store shall be.
+        annotator: its name; a store that another kind of annotator began is refused.
+    """
+    check_folder(out)
+    images, place = Path(data.name).resolve(), out.resolve()
+    inside = data.class_names and images.is_dir() and place.is_relative_to(images)
+    if inside and not hidden(place.relative_to(images).as_posix()):
+        raise EverytokenError(
+            f"--out {out} lies among the class folders of {data.name} and would be taken for a class in training. "
+            "Give a folder outside it."
+        )
+    if (out / MANIFEST).is_file():
+        begun = str(Manifest.read(out).annotator.get("name", "not known"))
+        if begun.split(":")[0] != annotator.split(":")[0]:
+            raise mismatch(out, [f"annotator: {begun} in the store, {annotator} now"])
+
+
 def annotate(
     data: DataSet,
     out: Path,
@@ -120,6 +143,7 @@ def annotate(
     team = team or Team()
     if not len(data):
         raise EverytokenError(f"{data.name} holds no images to annotate.")
+    check_out(data, out, annotator.name)
     plan = plan_classes(
         annotator.name, annotator.classes, data.name, data.class_names, options.class_map, options.foreign_classes
     )

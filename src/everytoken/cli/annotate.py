@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -96,9 +97,11 @@ def main(argv: list[str], prog: str) -> int:
     """Parse, annotate, print."""
     options = parse(Annotate, prog, argv)
     from everytoken.annotate import Team, annotate
+    from everytoken.annotate.job import check_out
     from everytoken.train.distributed import join_world
 
     data = _open(options)
+    check_out(data, options.out, options.annotator)
     # ranks wait for each other at the beginning and at the end only, and the end can be far
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
         team = Team(world.rank, world.size, world.device, world.barrier)
@@ -224,11 +227,12 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
         print("none of the images could be read, so there are no maps.", file=sys.stderr)
         return 1
     print("next:")
-    images = f" --images {data.name}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
-    print(f"  everytoken labels sheet {options.out}{images} --out sheet.png    # look at them")
+    maps = quote(str(options.out))
+    images = f" --images {quote(data.name)}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
+    print(f"  everytoken labels sheet {maps}{images} --out sheet.png    # look at them")
     if data.class_names:
         held = f" --val-split {options.val_split:g}" if options.val_split else ""
-        words = f"train {options.data} --labels {options.out} --recipe small_96_token{held}"
+        words = f"train {quote(options.data)} --labels {maps} --recipe small_96_token{held}"
         print(f"  everytoken {words}    # or small_32_token, small_64_token, small_224_token")
     return 0
 

@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -73,14 +74,21 @@ def begin(folder: Path, encoded: list[bytes], meta: StoreMeta, shard_size: int |
         if not path.exists() or files.sha256_of(path) != manifest.checksums[name]:
             raise StoreDamagedError(f"{path} is missing or damaged. Restore it from a copy, or make the store again.")
     if any(manifest.checksums[name] != checksums[name] for name in keys_module.FILES):
-        differences += _key_differences(KeyTable(folder, manifest.total), encoded)
+        differences[:0] = _key_differences(KeyTable(folder, manifest.total), encoded)
     if differences:
-        raise StoreMismatchError(
-            f"{folder} was begun with other settings or images, so it cannot be continued:\n  "
-            + "\n  ".join(differences)
-            + "\nRun with the old settings, or give another folder for the new store."
-        )
+        raise mismatch(folder, differences)
     return manifest
+
+
+def mismatch(folder: Path, differences: Sequence[str], most: int = 3) -> StoreMismatchError:
+    """The error about a store that was begun otherwise; names the first few differences, the most telling ones."""
+    more = len(differences) - most
+    lines = [*differences[:most], *([f"and {more} more difference{'s' if more > 1 else ''}"] if more > 0 else [])]
+    return StoreMismatchError(
+        f"{folder} was begun with other settings or images, so it cannot be continued:\n  "
+        + "\n  ".join(lines)
+        + "\nRun with the old settings, or give another folder for the new store."
+    )
 
 
 def _key_differences(old: KeyTable, encoded: list[bytes]) -> list[str]:

@@ -73,8 +73,7 @@ class Lock:
                 os.close(fd)
                 raise
             warnings.warn(
-                f"the file system of {self.path.parent} has no file locks: make sure that only one run writes "
-                "to this store. (Two would do the work twice; they cannot corrupt it.)",
+                f"the file system of {self.path.parent} has no file locks: make sure that only one run writes there.",
                 stacklevel=5,
             )
         self._fd = fd

@@ -73,10 +73,18 @@ class StoreMeta:
         object.__setattr__(self, "annotator", plain)
 
     def differences(self, other: StoreMeta) -> list[str]:
-        """Sentences about what is not equal, this one's value first."""
+        """What is not equal, in words, this one's value first; the most telling difference comes first.
+
+        Settings that follow from a named difference (another annotator has other weights) are not told one by one.
+        """
         mine, theirs = (_flat({f.name: getattr(meta, f.name) for f in fields(StoreMeta)}) for meta in (self, other))
         names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-        return [f"{name}: {_short(mine.get(name))} in the store, {_short(theirs.get(name))} now" for name in names]
+        if "annotator.name" in names:
+            names = [name for name in names if name == "annotator.name" or not name.startswith("annotator.")]
+        if "class_names" in names and mine["num_classes"] != theirs["num_classes"]:
+            names.remove("class_names")
+        names.sort(key=lambda name: (list(_WORDS).index(name) if name in _WORDS else len(_WORDS), "sha256" in name))
+        return [_difference(name, mine.get(name), theirs.get(name)) for name in names]
 
 
 @dataclass(frozen=True)
@@ -203,8 +211,33 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return result
 
 
+_WORDS = {  # the most telling first
+    "annotator.name": "annotator",
+    "num_classes": "number of classes",
+    "class_names": "classes",
+    "annotator.input.size": "size of the annotator's input",
+    "grid": "cells of a map",
+    "top_k": "classes kept per cell",
+    "resize_mode": "how images are resized",
+    "annotator.fit.folds": "folds",
+    "annotator.amp": "mixed precision",
+}
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    word = _WORDS.get(name, name.removeprefix("annotator.").replace(".", " ").replace("_", " "))
+    if "sha256" in name:
+        return f"{word.replace(' sha256', '')}: not the same"
+    if name == "class_names" and old and new:
+        place = next(i for i, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
+        return f"{word}: number {place} is {_short(old[place])} in the store, {_short(new[place])} now"
+    return f"{word}: {_short(old)} in the store, {_short(new)} now"
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
-    return (
-        text if len(text) <= 60 else f"{text[:57]}... ({len(value)})" if isinstance(value, list) else f"{text[:57]}..."
-    )
+    if value is None or value in ("", [], {}):
+        return "none"
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(part, int) for part in value):
+        return f"{value[0]} x {value[1]}"
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

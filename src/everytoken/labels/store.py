@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,8 @@ class Store(Mapping[str, ScoreMap]):
         if state != MAP or (self.check and checksum(self._keys.raw(position), row.data) != crc):
             path = self.path / shard_name(index)
             raise StoreDamagedError(
-                f"the map of {self._keys.key(position)!r} in {path} is damaged. `everytoken labels verify {self.path}` "
+                f"the map of {self._keys.key(position)!r} in {path} is damaged. `everytoken labels verify "
+                f"{quote(str(self.path))}` "
                 f"lists all that are.\n{way_out(path)}"
             )
         return ScoreMap(
