@@ -164,6 +164,63 @@ def test_lambda_is_that_of_the_family():
     assert make(family="Swin", weight=0.3).weight == 0.3
 
 
+def test_a_model_tells_its_lambda_when_nobody_else_does():
+    objective = Drloc(hidden=16)
+    objective.attach(tiny_swin())
+    assert (objective.weight, objective.family) == (0.5, "Swin")
+    objective.attach(tiny_vit())  # another model, another λ
+    assert objective.weight == 0.01
+    for given in (Drloc(weight=0.3), Drloc(family="CvT")):
+        wanted = given.weight
+        given.attach(tiny_swin())
+        assert given.weight == wanted
+
+
+def test_released_mlps_start_as_torch_does_but_for_swin_and_t2t():
+    def spread(**settings):
+        torch.manual_seed(0)
+        layer = Drloc(dim=DIM, **settings).heads[0].layers[2]  # 512 to 512: torch's deviation is 1 / sqrt(3 · 512)
+        return float(layer.weight.detach().std()), float(layer.bias.detach().abs().max())
+
+    assert spread() == pytest.approx((0.02, 0.0), rel=0.02)
+    for family in ("CvT", "ViT, DeiT, DINOv2, SigLIP", "ResNet, ResNeXt, SE-ResNet"):
+        std, bias = spread(family=family, released=["init"])
+        assert std == pytest.approx((3 * 512) ** -0.5, rel=0.02)
+        assert 0 < bias <= 512**-0.5
+    for family in ("Swin", "T2T-ViT"):
+        assert spread(family=family, released="all") == pytest.approx((0.02, 0.0), rel=0.02)
+    attached = Drloc(released=["init"])
+    attached.attach(tiny_swin())
+    assert float(attached.heads[0].layers[2].bias.detach().abs().max()) == 0
+
+
+@pytest.mark.parametrize("variant", ["l1", "signed", "ce", "reg"])
+def test_a_grid_of_one_token_is_refused(variant):
+    with pytest.raises(EverytokenError, match=r"grid is 1x1.*--img-size.*levels='stages'"):
+        make(variant=variant)(view((1, 1)), batch(), Context())
+    with pytest.raises(EverytokenError, match=r"grid of 14x14 tokens to 1x1.*set pool"):
+        make(variant=variant, pool=1).loss(view().grid, torch.Generator())
+    assert make(variant=variant)(view((1, 2)), batch(), Context())[variant] > 0
+
+
+def test_a_level_of_one_token_is_left_out_beside_larger_ones():
+    torch.manual_seed(0)
+    model = TokenModel(timm.create_model("resnet18", num_classes=4)).train()
+    objective = make(levels="stages")
+    objective.attach(model)
+    images = torch.randn(2, 3, 32, 32)
+    seen = model(images)
+    grids = objective.taps.grids((32, 32))
+    assert [tuple(g.shape[1:3]) for g in grids] == [(8, 8), (4, 4), (2, 2), (1, 1)]
+    ones = [objective.loss(g, Context().generator(f"drloc/{i}", "cpu"), level=i) for i, g in enumerate(grids[:3])]
+    seen = model(images)
+    got = objective(seen, Batch(images=images), Context())["l1"]
+    assert float(got.detach()) == pytest.approx(float(sum(ones).detach()), rel=1e-4)
+    got.backward()
+    assert all(p.grad is not None for p in objective.modules().parameters())  # distributed training waits for all
+    assert float(objective.heads[3].layers[0].weight.grad.abs().sum()) == 0
+
+
 def test_steps_draw_other_pairs_and_the_same_step_the_same():
     objective, seen = make(), view()
     losses = [float(objective(seen, batch(), Context(seed=1, step=s))["l1"].detach()) for s in (3, 4, 3)]

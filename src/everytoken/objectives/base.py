@@ -108,7 +108,8 @@ class Context:
 
     Attributes:
         seed, step: key of all randomness in objectives.
-        progress: part of the training that is done, 0..1; for terms that grow or fade.
+        progress: part of the training that is done, 0..1; for terms that grow or fade. 0 is the start: a loop that
+            never sets it leaves such terms there (drloc with the released schedule at 0).
         teacher: a teacher's answer to this batch, or None.
     """
 
@@ -138,7 +139,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What must be there: of "labels", "maps", "token_logits", "distill_logits", "teacher"."""
+        """What must be there: of "labels", "maps", "token_logits", "distill_logits", "teacher", "progress"."""
         return frozenset()
 
     def modules(self) -> nn.Module | None:

@@ -59,7 +59,10 @@ RELEASED: dict[str, str] = {
     "variance": "reg weighs log σ² by α, not log σ",
     "pooling": "3x3 windows with stride 2, not 2x2 means",
     "schedule": "λ grows from 0 over `warmup`, then falls to 0 at the end",
+    "init": "the MLP starts as torch's linear layers do (but for Swin and T2T-ViT), not with a deviation of 0.02",
 }
+# Families whose released models initialise the MLP along with everything else, with a deviation of 0.02.
+INIT_BY_MODEL = frozenset({"Swin", "Swin V2", "T2T-ViT"})
 
 
 class DrlocHead(nn.Module):
@@ -71,12 +74,18 @@ class DrlocHead(nn.Module):
             classes per axis.
         hidden: width of the hidden layers; the paper finds 512 best of 256, 512, 1024.
         extra: with classes, one more linear layer before the two branches, as released.
+        std: of the weights at the start (truncated normal, biases 0); None: as torch's linear layers start.
 
     The keys are the released ones: `layers.{0,2,4}`, and with classes `unshared.{0,1}`.
     """
 
     def __init__(
-        self, dim: int, classes: tuple[int, int] | None = None, hidden: int = 512, extra: bool = False
+        self,
+        dim: int,
+        classes: tuple[int, int] | None = None,
+        hidden: int = 512,
+        extra: bool = False,
+        std: float | None = 0.02,
     ) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2 * dim, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
@@ -87,10 +96,11 @@ class DrlocHead(nn.Module):
             if extra:
                 self.layers.append(nn.Linear(hidden, hidden))
             self.unshared = nn.ModuleList([nn.Linear(hidden, count) for count in classes])
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+        if std is not None:
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.trunc_normal_(module.weight, std=std)
+                    nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, pairs: fn.Pairs | None) -> Any:
         """Tokens [B, N, d], positions [B, m] twice (None: all pairs) -> [B, m, 2] or two tensors [B, m, classes]."""
@@ -108,7 +118,7 @@ class Drloc(Objective):
     Args:
         weight: λ; None: that of the family (LAMBDA).
         dim: channels of a token; needed unless `attach` is called.
-        family: title of the backbone's family, for λ.
+        family: title of the backbone's family, for λ and the released initialisation; `attach` finds it out.
         variant: "l1", "signed", "ce", "reg" or "all".
         pairs: m per image, or "all" for every ordered pair.
         pool: average larger grids to this size, (rows, columns) or one number; None: never; "auto": 7, but not for
@@ -165,8 +175,8 @@ class Drloc(Objective):
             self._set("levels", "blocks")
         pool = (7 if self.levels in ("last", "final") else None) if self.pool == "auto" else self.pool
         self._set("pool", (pool, pool) if isinstance(pool, int) else None if pool is None else (pool[0], pool[1]))
-        if self.weight is None:
-            self._set("weight", LAMBDA.get(self.family, LAMBDA_OTHERS))
+        self._set("given", (self.weight, self.family))
+        self._know_family(self.family)
         self._set("heads", nn.ModuleList())
         self._set("taps", None)
         if self.levels == "last" and self.dim:
@@ -175,14 +185,21 @@ class Drloc(Objective):
     if TYPE_CHECKING:
         heads: ClassVar[nn.ModuleList]  # one DrlocHead per level; an attribute of each object, not a setting
         taps: ClassVar[Any]
+        given: ClassVar[tuple[float | None, str]]  # λ and family as they were asked for
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def _know_family(self, title: str) -> None:
+        self._set("family", title)
+        if self.given[0] is None:
+            self._set("weight", LAMBDA.get(title, LAMBDA_OTHERS))
+
     def attach(self, model: TokenModel) -> None:
-        """Learn the token width from a model, and tap its layers if `levels` asks for grids inside."""
+        """Learn token width and family (λ) from a model, and tap its layers if `levels` asks for grids inside."""
         from everytoken.models.taps import Taps
 
+        self._know_family(self.given[1] or model.family.title)
         if self.levels == "last":
             dims = [model.num_features]
         else:
@@ -197,6 +214,11 @@ class Drloc(Objective):
         return self.heads
 
     @property
+    def needs(self) -> frozenset[str]:
+        """The progress of the training, with the released schedule."""
+        return frozenset({"progress"} if "schedule" in self.released else ())
+
+    @property
     def signed(self) -> bool:
         """Whether targets tell directions."""
         if self.variant in ("ce", "reg"):
@@ -209,7 +231,8 @@ class Drloc(Objective):
             rows, columns = self._sides()
             released = "classes" in self.released
             classes = (fn.class_count(rows, self.signed, released), fn.class_count(columns, self.signed, released))
-        return DrlocHead(dim, classes, self.hidden, extra="head" in self.released)
+        std = None if "init" in self.released and self.family not in INIT_BY_MODEL else 0.02
+        return DrlocHead(dim, classes, self.hidden, extra="head" in self.released, std=std)
 
     def _sides(self) -> tuple[int, int]:
         if self.sides is not None:
@@ -227,12 +250,12 @@ class Drloc(Objective):
         if not self.heads.training:
             return {}
         grids, masks = self._grids(view, batch)
-        total = torch.stack(
-            [
-                self.loss(grid, ctx.generator(f"drloc/{i}", grid.device), mask, level=i)
-                for i, (grid, mask) in enumerate(zip(grids, masks, strict=True))
-            ]
-        ).sum()
+        # a level of one token has no distances; it is left out as long as there is another
+        told = [i for i, grid in enumerate(grids) if grid.shape[1] * grid.shape[2] > 1] or range(len(grids))
+        losses = [self.loss(grids[i], ctx.generator(f"drloc/{i}", grids[i].device), masks[i], level=i) for i in told]
+        # its MLP takes part with nothing, as distributed training waits for every parameter
+        losses += [p.sum() * 0 for i, head in enumerate(self.heads) if i not in told for p in head.parameters()]
+        total = torch.stack(losses).sum()
         factor = fn.ramp(ctx.progress, self.warmup) if "schedule" in self.released else 1.0
         return {self.variant: total * factor}
 
@@ -257,9 +280,12 @@ class Drloc(Objective):
             mask: [B or 1, h, w], 1 = own image: leave out pairs that cross.
             level: which MLP.
         """
+        given = (grid.shape[1], grid.shape[2])
         if isinstance(self.pool, tuple):
             grid = fn.pool_grid(grid, self.pool, "released" if "pooling" in self.released else "mean")
         b, size = grid.shape[0], (grid.shape[1], grid.shape[2])
+        if size == (1, 1):
+            raise EverytokenError(_one_token(given))
         every = self.pairs == "all"
         positions = fn.all_pairs(size, grid.device) if every else fn.random_pairs(b, int(self.pairs), size, generator)
         answer = self.heads[level](grid.flatten(1, 2), None if every else positions)
@@ -282,6 +308,17 @@ class Drloc(Objective):
             return fn.drloc_reg(answer, classes, weight, self.alpha, log)
         target = fn.offset_targets(offset, size, self.signed, "offsets" in self.released)
         return fn.drloc_l1(answer, target, weight, self.norm)
+
+
+def _one_token(given: tuple[int, int]) -> str:
+    if given != (1, 1):
+        return (
+            f"drloc: pool averages the grid of {given[0]}x{given[1]} tokens to 1x1, which has no distances; set pool."
+        )
+    return (
+        "drloc: the token grid is 1x1, so there are no distances to learn. Take larger images (--img-size), a backbone "
+        "with finer tokens, or, in a backbone with stages, levels='stages', which has the larger grids before."
+    )
 
 
 def _check(what: str, value: str, allowed: Any) -> None:

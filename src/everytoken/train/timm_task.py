@@ -5,7 +5,8 @@
     result["loss"].backward()
 
 timm's batches have images and labels and no score maps; so objectives that need maps want the `Batch` form:
-`task(batch)`. Mixing is drawn here, so leave timm's own mixup off.
+`task(batch)`. Mixing is drawn here, so leave timm's own mixup off. A task does not see the loop around it: terms that
+grow or fade with the training (drloc with the released schedule) want to know its length, `steps`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from timm.task import TrainingTask
 from torch import Tensor, nn
 
+from everytoken.errors import EverytokenError
 from everytoken.models import TokenModel
 from everytoken.objectives import Batch
 from everytoken.train.step import Moment, TokenStep, build_mixer, build_objectives
@@ -30,6 +32,8 @@ class TokenTask(TrainingTask):
         objectives: name -> settings, as in a recipe.
         mixing: name -> settings, as in a recipe.
         seed: key of all randomness.
+        steps: batches in the whole training, epochs · len(loader); only objectives that follow the progress of the
+            training ask for it. It may be set later: `task.steps = ...`.
     """
 
     def __init__(
@@ -41,12 +45,13 @@ class TokenTask(TrainingTask):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         verbose: bool = True,
+        steps: int | None = None,
     ) -> None:
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         view = model if isinstance(model, TokenModel) else TokenModel(model)
         built = build_objectives(objectives, view)
         self.trainable_module: nn.Module = TokenStep(view, built, build_mixer(mixing or {})).to(self.device)
-        self.seed, self.step = seed, 0
+        self.seed, self.step, self.steps = seed, 0, steps
 
     def prepare_distributed(self, device_ids: list[int] | None = None, **ddp_kwargs: Any) -> TokenTask:
         """Wrap what is trained in DistributedDataParallel."""
@@ -84,9 +89,24 @@ class TokenTask(TrainingTask):
         """Images [B, 3, H, W] and labels [B], or a Batch -> {"loss", "output" (class logits), terms}."""
         batch = input if isinstance(input, Batch) else Batch(images=input, labels=target)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        result: dict[str, Tensor] = self.trainable_module(batch, Moment(self.seed, self.step, rank))
-        self.step += 1
+        training = self.trainable_module.training
+        moment = Moment(self.seed, self.step, rank, epoch=self.progress if training else 0.0, epochs=1)
+        result: dict[str, Tensor] = self.trainable_module(batch, moment)
+        self.step += int(training)
         return result
+
+    @property
+    def progress(self) -> float:
+        """Part of the training that is done, 0..1; 0 where nobody asks and `steps` is not known."""
+        if self.steps is not None:
+            return min(1.0, self.step / max(1, self.steps))
+        asking = [o.name for o in self._step().objectives if "progress" in o.needs]
+        if asking:
+            raise EverytokenError(
+                f"objective {asking[0]!r} follows the progress of the training (its released schedule), which a task "
+                "cannot see: give TokenTask steps=epochs * len(loader), or leave 'schedule' out of `released`."
+            )
+        return 0.0
 
     def _step(self, module: nn.Module | None = None) -> TokenStep:
         module = self.trainable_module if module is None else module
