@@ -205,21 +205,55 @@ def test_a_subset_of_layers_counts_as_in_table_8():
         assert (r[:, None] * own + (1 - r[:, None]) * partner - target).abs().max() < 1e-6
 
 
-def test_the_last_layer_without_residual_is_the_attention_ratio_of_transmix():
-    model = make("deit")
+@pytest.mark.parametrize("name", ["deit", "deit, explicit", "distilled", "registers, oblong", "cait"])
+def test_the_last_layer_over_patches_is_the_attention_ratio_of_transmix(name):
+    model = make(name)
     images, labels, mix = batch(model)
-    last = slow(model, images, labels, mix)[3][-1].mean(1)[:, 0]  # the class token's row, [B, 1 + N]
-    patches = mix.mask.view(B, 4, 16, 4, 16).mean((2, 4)).flatten(1)
-    transmix = (last[:, 1:] * patches).sum(1) / last[:, 1:].sum(1)
-    with Aligner(model, Alignment(layers=(-1,), residual=False)).watch(images, mix) as seen:
+    last = slow(model, images, labels, mix)[3][-1].mean(1)  # [B, 1 or P + N, P + N]
+    p = model.patch_embed.patch_size[0]
+    patches = mix.mask.view(B, images.shape[2] // p, p, -1, p).mean((2, 4)).flatten(1)
+    rows = range(2) if name == "distilled" else range(1)  # the head reads the mean of two tokens, or the class token
+    ratio = []
+    for i in range(B):
+        ratio.append(0.0)
+        for row in rows:
+            attention = last[i, row, -patches.shape[1] :]
+            ratio[i] += float((attention * patches[i]).sum() / attention.sum()) / len(rows)
+    ratio = torch.tensor(ratio)
+    attention_alone = Alignment(layers=(-1,), residual=False, patches_only=True)
+    for options, wanted in (
+        (attention_alone, ratio),
+        (Alignment(layers=(-1,), patches_only=True), (ratio + mix.ratio) / 2),
+    ):
+        aligner = Aligner(model, options)
+        with aligner.watch(images, mix) as seen:
+            model(images)
+        aligner.remove()
+        torch.testing.assert_close(seen.shares.image, wanted, atol=1e-6, rtol=0)
+    assert (ratio - mix.ratio).abs().max() > 1e-3
+
+
+def test_a_head_that_averages_prefix_tokens_too_reads_their_shares_too():
+    options = {
+        "global_pool": "avg",
+        "class_token": True,
+        "reg_tokens": 2,
+        "pool_include_prefix": True,
+        "fc_norm": False,
+    }
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL, **options).train()
+    for block in model.blocks:
+        nn.init.normal_(block.attn.qkv.weight, std=0.3)
+    images, labels, mix = batch(model)
+    everywhere = slow(model, images, labels, mix)[2]
+    with Aligner(model).watch(images, mix) as seen:
         model(images)
-    # the class token also attends to itself, which TransMix leaves out
-    itself = last[:, 0]
-    got = (seen.shares.image - itself * mix.ratio) / (1 - itself)
-    torch.testing.assert_close(got, transmix, atol=1e-6, rtol=0)
-    with Aligner(model, Alignment(layers=(-1,))).watch(images, mix) as averaged:
-        model(images)
-    torch.testing.assert_close(averaged.shares.image, (seen.shares.image + mix.ratio) / 2)
+    own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
+    r = seen.shares.image[:, None]
+    assert everywhere.shape[1] == 3 + 16
+    assert (r * own + (1 - r) * partner - everywhere.mean(1)).abs().max() < 1e-6
+    assert (seen.shares.image - seen.shares.grid.mean((1, 2))).abs().max() > 1e-4
 
 
 def test_without_normalisation_the_target_adds_up_at_every_residual():

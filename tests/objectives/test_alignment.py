@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps, compact_cross_entropy, from_labels
-from everytoken.mixing import CutMix, MixToken, MixUp, apply_to_pixels, apply_to_tokens
+from everytoken.mixing import CutMix, Mix, MixToken, MixUp, PuzzleMix, apply_to_pixels, apply_to_tokens
 from everytoken.models import TokenModel
-from everytoken.objectives.alignment import AlignedLabels
+from everytoken.models.align import Shares
+from everytoken.objectives.alignment import AlignedLabels, TransMix
 from everytoken.objectives.base import Batch, Context
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.token_labeling import TokenLabeling
@@ -103,6 +104,83 @@ def test_token_labels_follow_the_tokens_too(model):
     torch.testing.assert_close(terms["token"], 0.5 * rows.mean())
     plain = TokenLabeling(beta=0.5)(view, batch, Context())
     assert (plain["token"] - terms["token"]).abs() > 1e-4, "shares moved nothing, so nothing was tested"
+
+
+def slow_transmix(backbone, images, mix):
+    """The published label ratio, image by image: mean of area and of the class token's attention to own patches."""
+    attention = backbone.blocks[-1].attn
+    inputs = []
+    hook = attention.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    backbone(images)
+    hook.remove()
+    heads, dim = attention.num_heads, attention.head_dim
+    ratios = []
+    for i in range(B):
+        x = inputs[0][i]
+        q, k, _ = F.linear(x, attention.qkv.weight, attention.qkv.bias).chunk(3, dim=-1)
+        to_patches = torch.zeros(16)
+        for head in range(heads):
+            part = slice(head * dim, (head + 1) * dim)
+            row = (q[0, part] @ k[:, part].T * dim**-0.5).softmax(0)
+            to_patches += row[1:] / heads  # without the class token itself
+        mask = mix.mask.expand(B, 64, 64)[i]
+        seen = total = 0.0
+        for place in range(16):
+            y, x0 = place // 4 * 16, place % 4 * 16
+            seen += to_patches[place] * mask[y : y + 16, x0 : x0 + 16].mean()
+            total += to_patches[place]
+        ratios.append((mask.mean() + seen / total) / 2)
+    return torch.stack(ratios)
+
+
+@pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem")])
+def test_transmix_is_the_mean_of_area_and_attention_ratio(model, mixer):
+    batch = a_batch(draw(mixer))
+    objective = TransMix(smoothing=0.0)
+    objective.attach(model)
+    view = model(batch.images, batch.mix)
+    with torch.no_grad():
+        ratio = slow_transmix(model.backbone, batch.images, batch.mix)
+    torch.testing.assert_close(view.shares.image, ratio, atol=1e-6, rtol=0)
+    assert (ratio - batch.mix.ratio).abs().max() > 1e-3
+    one_hot = F.one_hot(batch.labels, K).float()
+    target = ratio[:, None] * one_hot + (1 - ratio[:, None]) * one_hot[batch.mix.partner]
+    torch.testing.assert_close(objective(view, batch, Context())["class"], F.cross_entropy(view.logits, target))
+
+
+def test_token_labels_move_with_patches_that_a_mix_moves():
+    # token labels: in both images the class of a token is the number of its patch, in the second one more
+    classes = torch.arange(4).view(1, 2, 2) + torch.arange(2).view(2, 1, 1)
+    scores = F.one_hot(classes % 4, 4).float() * 50
+    target = AlignedLabels(smoothing=0.0).soft_target(scores, torch.arange(4).expand(2, 4), 4, torch.ones(2, 2, 2))
+    moves = torch.tensor([[[3, 2], [1, 0]], [[1, 0], [3, 2]]]).expand(2, 2, 2, 2)  # of the own image, of the partner
+    mask = torch.tensor([[1.0, 0.0], [0.25, 1.0]]).expand(2, 2, 2)
+    mix = Mix(torch.tensor([1, 0]), mask, mask.mean((1, 2)), "pixels", soft=True, moves=moves)
+    logits = torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(0))
+    shares = torch.rand(2, 2, 2, generator=torch.Generator().manual_seed(1))
+    view = SimpleNamespace(logits=torch.zeros(2, 4), token_logits=logits, shares=Shares(mix.ratio, shares))
+    batch = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), token_target=target, mix=mix)
+    got = AlignedLabels(beta=1.0, smoothing=0.0)(view, batch, Context())["token"]
+
+    dense, total = target.dense(), 0.0
+    for b in range(2):
+        for place in range(4):
+            y, x = divmod(place, 2)
+            own = dense[b].flatten(0, 1)[moves[b, 0].flatten()[place]]
+            partner = dense[1 - b].flatten(0, 1)[moves[b, 1].flatten()[place]]
+            r = shares[b, y, x]
+            total -= ((r * own + (1 - r) * partner) * logits[b, y, x].log_softmax(0)).sum() / 8
+    torch.testing.assert_close(got, total)
+
+
+def test_a_puzzle_trains_with_token_labels_that_follow(model):
+    saliency = torch.rand(B, 4, 4, generator=torch.Generator().manual_seed(0))
+    mix = PuzzleMix(blocks=(4,)).draw(B, (64, 64), GRID, np.random.default_rng(0), None, lambda kind: saliency)
+    assert (mix.moves.flatten(2) != torch.arange(16)).any(), "nothing moves, so nothing is tested"
+    objective = AlignedLabels(beta=0.5)
+    objective.attach(model)
+    batch = a_batch(mix)
+    assert float(objective(model(batch.images, mix), batch, Context())["token"].detach()) > 0
 
 
 def test_tokens_that_are_put_back_to_their_images_take_their_shares_along(model):

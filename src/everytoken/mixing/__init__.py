@@ -13,6 +13,7 @@ from everytoken.mixing.apply import (
     apply_to_tokens,
     mix_image_target,
     mix_token_target,
+    placed_token_targets,
     unmix_tokens,
 )
 from everytoken.mixing.guided import AttentiveCutMix, GuidedMixer, SaliencyMix, SMMix, TokenMix
@@ -61,5 +62,6 @@ __all__ = [
     "contrast_saliency",
     "mix_image_target",
     "mix_token_target",
+    "placed_token_targets",
     "unmix_tokens",
 ]

@@ -65,14 +65,22 @@ def mix_token_target(target: CompactTarget, mix: Mix) -> CompactTarget:
     A token that shows two images gets r · own + (1-r) · partner with r its own part of the area. Not for tokens that
     have been un-mixed (`mix.unmixes`): those keep their targets.
     """
-    grid = (target.shape[1], target.shape[2])
-    own = mix.at(grid).expand(target.shape)
-    first, second = target, target[mix.partner]
-    if mix.moves is not None:
-        mass, background, weight = (_moved(t, mix, grid, 1) for t in (target.mass, target.background, target.weight))
-        first = replace(first, mass=mass[0], background=background[0], weight=weight[0])
-        second = replace(second, mass=mass[1], background=background[1], weight=weight[1])
+    own = mix.at((target.shape[1], target.shape[2])).expand(target.shape)
+    first, second = placed_token_targets(target, mix)
     return blend(first, own, second, 1 - own)
+
+
+def placed_token_targets(target: CompactTarget, mix: Mix) -> tuple[CompactTarget, CompactTarget]:
+    """The token targets [B, h, w] of the own image and of the partner, where the mix shows their patches."""
+    first, second = target, target[mix.partner]
+    if mix.moves is None:
+        return first, second
+    grid = (target.shape[1], target.shape[2])
+    mass, background, weight = (_moved(t, mix, grid, 1) for t in (target.mass, target.background, target.weight))
+    return (
+        replace(first, mass=mass[0], background=background[0], weight=weight[0]),
+        replace(second, mass=mass[1], background=background[1], weight=weight[1]),
+    )
 
 
 def _moved(x: Tensor, mix: Mix, size: tuple[int, int], dim: int) -> tuple[Tensor, Tensor]:

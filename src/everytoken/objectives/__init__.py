@@ -3,7 +3,7 @@
 `OBJECTIVES[name](**settings)` makes one; `total_loss(objectives, view, batch, ctx)` adds them up. Supervision modes:
 `hard` (true labels), `relabel` (the annotator's label of the crop), `token` (token labeling), `online-token` (a teacher
 labels tokens while training), `distill` (a teacher's class logits). Besides: `drloc` (distances between tokens) and
-`alignment` (labels that follow the tokens of mixed images; `transmix`: in the last layer alone).
+`alignment` (labels that follow the tokens of mixed images; `transmix`: by area and the last layer's attention).
 A new one is a subclass of `Objective` in its own file and a line in OBJECTIVES.
 """
 

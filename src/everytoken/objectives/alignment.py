@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.functional import CompactTarget, compact_cross_entropy
+from everytoken.functional import compact_cross_entropy
 from everytoken.functional.shares import aligned_target
+from everytoken.mixing import placed_token_targets
 from everytoken.objectives.base import Batch, Context, View, need_maps, need_token_logits
 from everytoken.objectives.relabel import ClassTarget, FromMaps
 
@@ -37,6 +38,7 @@ class AlignedLabels(FromMaps):
         layers: mixing layers that count, from 1, -1 the last; None: all (Table 8: (12,), (2, 4, 6, 8)).
         residual: average with the residual (equation 11); False: attention alone.
         normalise: the paper's Norm; False multiplies the loss by 2 for every residual connection (Table 8).
+        patches_only: attention to class, distillation and register tokens does not count (TransMix).
         beta: weight of the tokens' own labels; 0 leaves them out (paper).
     """
 
@@ -45,6 +47,7 @@ class AlignedLabels(FromMaps):
     residual: bool = True
     normalise: bool = True
     beta: float = 0.0
+    patches_only: bool = False
 
     name: ClassVar[str] = "alignment"
 
@@ -59,7 +62,7 @@ class AlignedLabels(FromMaps):
         from everytoken.models.align import Alignment
 
         layers = None if self.layers is None else tuple(self.layers)
-        model.align(Alignment(layers, self.residual, self.normalise))
+        model.align(Alignment(layers, self.residual, self.normalise, patches_only=self.patches_only))
 
     def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         """{"class": H(cls)}, and {"token": β · mean H(token)} with `beta`."""
@@ -74,31 +77,31 @@ class AlignedLabels(FromMaps):
                 sampled = batch.sampled((logits.shape[1], logits.shape[2]), self.legacy)
                 target = self.soft_target(sampled.tokens, maps.classes, maps.num_classes, sampled.weight)
             if batch.mix is not None:
-                target = self._followed(target, batch, need_shares(view).grid)
+                target = aligned_target(*placed_token_targets(target, batch.mix), need_shares(view).grid)
             terms["token"] = compact_cross_entropy(logits, target) * self.beta
         target = self.image_target(view, plain, sampled)
         if batch.mix is None:
             terms["class"] = compact_cross_entropy(view.logits, target)
         else:
             shares = need_shares(view)
-            target = self._followed(target, batch, shares.image)
+            target = aligned_target(target, target[batch.mix.partner], shares.image)
             terms["class"] = compact_cross_entropy(view.logits, target) * shares.total
         return terms
-
-    def _followed(self, target: CompactTarget, batch: Batch, shares: Tensor) -> CompactTarget:
-        assert batch.mix is not None
-        return aligned_target(target, target[batch.mix.partner], shares)
 
 
 @dataclass(frozen=True)
 class TransMix(AlignedLabels):
-    """The label follows the class token's attention in the last layer alone (TransMix); use it with CutMix.
+    """TransMix: the share is the mean of the mix ratio and of the class token's attention in the last layer.
 
-    What the class token sees of itself counts as the mix ratio; TransMix leaves it out.
+    Paper: "TransMix: Attend to Mix for Vision Transformers" (CVPR 2022). The attention is averaged over heads and
+    normalised over patches: λ = (area + Σ_patches A·M / Σ_patches A) / 2; use it with CutMix. The area is the residual
+    half of alignment, as the class token holds the mix ratio before its last layer; `residual=False` leaves it out.
+    What we do differently: a patch that the box cuts counts by its part, where TransMix takes the nearest pixel. A head
+    that reads several tokens (distilled, pooled) gets the mean of their shares; TransMix itself is for class tokens.
     """
 
     layers: Sequence[int] | None = (-1,)
-    residual: bool = False
+    patches_only: bool = True
 
     name: ClassVar[str] = "transmix"
 

@@ -42,8 +42,10 @@ class Alignment:
     Args:
         layers: numbers of the mixing layers (attention, token MLP) that count, from 1; -1 is the last. None: all.
             The paper's Table 8 has (12,) and (2, 4, 6, 8) of DeiT-S.
-        residual: average with the residual (equation 11). False: attention alone, so that `layers=(-1,)` is TransMix's
-            attention ratio.
+        residual: average with the residual (equation 11). False: attention alone.
+        patches_only: attention counts over patches alone, normalised again; what it sees of class, distillation and
+            register tokens does not count. With `layers=(-1,)` that is TransMix: the class token's attention ratio,
+            averaged with its share before, the mix ratio; with `residual=False` the attention ratio alone.
         normalise: the paper's Norm. False: labels add up at every residual, so that the target's total, and with it
             the loss, is Shares.total = 2 to the number of residuals; the shares are the same.
         history: keep the shares after every mixing layer (pictures).
@@ -53,6 +55,7 @@ class Alignment:
     residual: bool = True
     normalise: bool = True
     history: bool = False
+    patches_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Shares:
     """Which part belongs to the own image, after the last layer; float32, no gradient.
 
     Attributes:
-        image: [B], of what the class head reads: class token, mean of tokens, or mean of class and distillation token.
+        image: [B], of what the class head reads: class token, mean of tokens (with prefix tokens, if the head averages
+            them too), or mean of class and distillation token.
         grid: [B, h, w], of the patch tokens, or of the cells of the last map.
         prefix: [B, P], of class, distillation and register tokens; None without any.
         total: what the target sums to; 1 unless `normalise=False`.
@@ -120,7 +124,7 @@ class Aligner:
                 "leave `layers` out for convolutional backbones."
             )
         chosen = None if layers is None else _numbers(layers, site.count)
-        self.tape = Tape(self.options.residual, self.options.history)
+        self.tape = Tape(self.options.residual, self.options.history, patches_only=self.options.patches_only)
         site = self._attach(self.tape, chosen)
         self._handles, self._doublings = site.handles, site.doublings
         self._watch = Watch(self.tape)
@@ -207,10 +211,11 @@ class Aligner:
 
     def read(self, grid: Tensor, prefix: Tensor | None) -> Tensor:
         """[B], of what the class head reads, from shares [B, h, w] of patches and [B, P] of prefix tokens."""
-        if self._pool == "avg":
-            return grid.mean((1, 2))
-        assert prefix is not None
         model: Any = self.backbone
+        if self._pool == "avg":
+            with_prefix = prefix is not None and getattr(model, "pool_include_prefix", False)
+            return torch.cat((prefix, grid.flatten(1)), 1).mean(1) if with_prefix else grid.mean((1, 2))
+        assert prefix is not None
         if hasattr(model, "head_dist") and not (model.training and model.distilled_training):
             return prefix[:, :2].mean(1)  # the mean of two heads: each of the two tokens is half of the answer
         return prefix[:, 0]

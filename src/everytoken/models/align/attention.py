@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from everytoken.functional.shares import mixed_by_matrix
 from everytoken.models.align.fused import attend
-from everytoken.models.align.tape import Hook, Site, Tape
+from everytoken.models.align.tape import Hook, Site, Tape, normalised
 from everytoken.models.families import UnsupportedModelError
 
 
@@ -65,7 +65,13 @@ class Enter(Hook):
             tape.shares = shares
         tape.inside = True
         tape.mixed = None
-        tape.keys = shares[..., None] if self.on else None
+        tape.keys = self._keys(shares) if self.on else None
+
+    def _keys(self, shares: Tensor) -> Tensor:
+        """[B, N, 1], or with the mark of patches [B, N, 2] where only those count."""
+        grid = self.tape.grid
+        prefix = 0 if grid is None else shares.shape[1] - grid[0] * grid[1]
+        return patches_marked(shares, prefix) if self.tape.patches_only and prefix else shares[..., None]
 
 
 class Matrix(Hook):
@@ -86,11 +92,18 @@ class Leave(Hook):
     def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         tape = self.tape
         if self.on:
-            mixed = seen(tape, module)[..., 0]
+            mixed = normalised(seen(tape, module))
             new = tape.combine(mixed, shares[:, : mixed.shape[1]])
             tape.keep(torch.cat((new, shares[:, mixed.shape[1] :]), dim=1) if new.shape != shares.shape else new)
         tape.inside = False
         tape.keys = None
+
+
+def patches_marked(shares: Tensor, prefix: int) -> Tensor:
+    """Keys [B, N, 2] of which the first `prefix` belong to nobody."""
+    patch = torch.ones_like(shares)
+    patch[:, :prefix] = 0
+    return torch.stack((shares * patch, patch), dim=-1)
 
 
 def seen(tape: Tape, module: nn.Module) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everytoken.models.align.attention import Enter, Leave
+from everytoken.models.align.attention import Enter, Leave, patches_marked
 from everytoken.models.align.convolution import convolved_by
 from everytoken.models.align.tape import Hook, Site
 
@@ -33,7 +33,8 @@ class EnterConvolved(Enter):
         prefix, patches = tape.shares[:, : layer.prefix], tape.shares[:, layer.prefix :]
         conv = layer.conv_proj_v.conv
         values = convolved_by(conv, patches.unflatten(1, tape.grid)).flatten(1)
-        tape.keys = torch.cat((prefix, values), dim=1)[..., None]
+        keys = torch.cat((prefix, values), dim=1)
+        tape.keys = patches_marked(keys, layer.prefix) if tape.patches_only and layer.prefix else keys[..., None]
 
 
 class Embed(Hook):

@@ -27,15 +27,19 @@ class Tape:
         first: the shares on the pixel grid, before a convolutional model has run.
         grid: (h, w) of the patches of a sequence.
         inside: a known attention layer is running.
-        keys: [B', N, C] what that layer is to mix; None if it is left out.
+        keys: [B', N, C] what that layer is to mix; None if it is left out. C is 2 where some keys belong to nobody:
+            shares, 0 for those, and which keys count (`normalised`).
         mixed: [B', M, C] what its attention made of them.
         window: (window, shift) of the window block under way.
         stack: inputs of the residual blocks under way.
         history: shares after every mixing layer, if wanted.
     """
 
-    def __init__(self, residual: bool = True, keep_history: bool = False, ask_again: bool = False) -> None:
+    def __init__(
+        self, residual: bool = True, keep_history: bool = False, ask_again: bool = False, patches_only: bool = False
+    ) -> None:
         self.residual = residual
+        self.patches_only = patches_only
         self.keep_history = keep_history
         self.ask_again = ask_again
         self.clear()
@@ -63,6 +67,13 @@ class Tape:
         self.shares = shares
         if self.keep_history:
             self.history.append(shares)
+
+
+def normalised(mixed: Tensor) -> Tensor:
+    """[B', M, C] as attention has made it of `Tape.keys` -> shares [B', M]; keys that belong to nobody do not count."""
+    if mixed.shape[-1] == 1:
+        return mixed[..., 0]
+    return (mixed[..., 0] / mixed[..., 1].clamp(min=torch.finfo(mixed.dtype).tiny)).clamp(0, 1)
 
 
 class Hook:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from everytoken.functional.shares import merged_shares
 from everytoken.models.align.attention import seen, watch_matrix
-from everytoken.models.align.tape import Hook, Site
+from everytoken.models.align.tape import Hook, Site, normalised
 
 Pair = tuple[int, int]
 
@@ -77,11 +77,9 @@ class Leave(Hook):
         tape = self.tape
         if self.on:
             assert tape.window is not None
-            mixed = seen(tape, module)
-            if mixed.shape[-1] == 2:
-                mixed = mixed[..., :1] / mixed[..., 1:].clamp(min=torch.finfo(mixed.dtype).tiny)
+            mixed = normalised(seen(tape, module))
             size = (shares.shape[1], shares.shape[2])
-            tape.keep(tape.combine(from_windows(mixed[..., 0], *tape.window, size), shares))
+            tape.keep(tape.combine(from_windows(mixed, *tape.window, size), shares))
         tape.inside, tape.keys = False, None
 
 
