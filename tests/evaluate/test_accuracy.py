@@ -8,6 +8,7 @@ import torch
 
 from everytoken.errors import EverytokenError
 from everytoken.evaluate.accuracy import Predictions, calibration_error, read_real, real_accuracy
+from everytoken.evaluate.kept import keep, kept
 
 
 def predictions(n=50, k=7, seed=0):
@@ -75,6 +76,21 @@ def test_real_labels_judge_by_sets_and_leave_out_empty_ones(tmp_path):
     assert got == {"real_top1": pytest.approx(200 / 3), "real_top5": 100, "real_images": 3}
     with pytest.raises(EverytokenError, match="original validation files"):
         real_accuracy(p, ["a.jpg"] * 4, labels)
+    png = [f"n01/ILSVRC2012_val_{i:08d}.png" for i in (1, 2, 3, 4)]  # converted files keep their labels
+    assert real_accuracy(p, png, labels) == got
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(EverytokenError, match=r"bad\.json"):
         read_real(tmp_path / "bad.json")
+
+
+def test_kept_predictions_are_used_for_the_same_note_alone(tmp_path):
+    _, _, made = predictions()
+    path = tmp_path / "deep" / "p.npz"
+    keep(path, made, "a note", {"x.png": "broken"})
+    found, skipped = kept(path, "a note")
+    assert np.array_equal(found.top, made.top)
+    assert skipped == {"x.png": "broken"}
+    assert kept(path, "another note") is None
+    assert kept(tmp_path / "none.npz", "a note") is None
+    path.write_bytes(path.read_bytes()[:-40])
+    assert kept(path, "a note") is None

@@ -2,13 +2,14 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
@@ -234,3 +235,70 @@ def test_transfer_finetunes_evaluates_and_tabulates(photos, weights, tmp_path, c
     assert "2,040" in capsys.readouterr().err
     assert main([*words[:3], f"mine={photos}"]) == 2
     assert "--recipe" in capsys.readouterr().err
+
+
+def test_another_token_vote_gives_other_numbers_and_needs_a_token_head(photos, weights, tmp_path, capsys):
+    words = ("--suite", f"val={photos / 'val'}", "attack", "--attack", "pgd", "--pgd-steps", "2", "--eps", "1/255")
+    assert robust(weights[0], tmp_path / "none", *words, "--token-vote", "0.5") == 2
+    assert "no token head" in capsys.readouterr().err
+    head = torch.nn.Linear(32, 3)
+    torch.nn.init.zeros_(head.weight)
+    head.bias.data = torch.tensor([0.0, 0.0, 1000.0])  # its tokens say class-2, always
+    about = Description("vit_tiny_patch16_224", TINY, NAMES, NAMES, img_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3,
+                        crop_pct=1.0).to_metadata()  # fmt: skip
+    save_file(load_file(weights[0]), tmp_path / "m.safetensors", metadata=about)
+    save_file(head.state_dict(), tmp_path / "m.token_head.safetensors", metadata=about)
+    tops = []
+    for vote in ("0", "10", "0"):
+        assert robust(tmp_path / "m.safetensors", tmp_path / "out", *words, "--token-vote", vote) == 0
+        tops.append({name: row["top-1"] for name, row in rows_of(tmp_path / "out").items()})
+    assert tops[0] == tops[2]
+    assert float(tops[1]["val"]) == pytest.approx(100 / 3, abs=0.01)
+    assert float(tops[1]["attack 1/255"]) == pytest.approx(100 / 3, abs=0.01)
+    assert tops[0]["val"] != tops[1]["val"]
+    settings, tell = robust_run.Settings(workers=0), lambda *_: None
+    suite = Suite("v", "val", str(photos / "val"))
+    for vote, top in ((0.0, "0"), (10.0, "1")):  # one folder for both: predictions are not taken for each other's
+        subject = open_subject(str(tmp_path / "m.safetensors"), token_vote=vote)
+        got = robust_run.evaluate_suite(subject, suite, settings, tmp_path / "same", tell)
+        assert 100 * got.correct.mean() == pytest.approx(float(tops[int(top)]["val"]), abs=0.01)
+
+
+def test_unreadable_images_can_be_left_out_of_everything(photos, weights, tmp_path, capsys):
+    data = tmp_path / "photos"
+    shutil.copytree(photos / "val", data)
+    (data / "class-1" / "photo.0.png").write_bytes(b"no image")
+    words = ["--suite", f"mine={data}", f"attack={data}", "--attack", "fgsm", "--eps", "1/255"]
+    words += ["--attack-batch-size", "1"]  # the unreadable one is a batch of its own
+    assert robust(weights[0], tmp_path / "out", *words) == 2
+    assert "photo.0.png" in capsys.readouterr().err
+    words += ["--on-bad-image", "skip"]
+    for _ in range(2):  # the second time from what was kept
+        assert robust(weights[0], tmp_path / "out", *words) == 0
+        rows = rows_of(tmp_path / "out")
+        assert {rows["mine"]["images"], rows["attack 1/255"]["images"]} == {"11"}
+        said = capsys.readouterr().out
+        assert "mine: 1 unreadable images are left out" in said
+        assert "attack 1/255: 1 unreadable images are left out" in said
+    words[words.index("1")] = "4"
+    assert robust(weights[0], tmp_path / "other", *words) == 0
+    assert rows_of(tmp_path / "other")["attack 1/255"] == rows["attack 1/255"]
+
+
+def test_transfer_is_judged_by_the_images_that_were_held_out(photos, weights, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(photos / "train", tmp_path / "mine")
+    words = ["transfer", str(weights[0]), "--suite", "mine=mine", "--recipe", "transfer_cifar10", "--device", "cpu"]
+    words += ["--workers", "0", "--out", "out", "--", "--epochs", "1", "--batch-size", "12", "--img-size", "32"]
+    assert main([*words, "--warmup-epochs", "0", "--no-amp", "--repeat-augment", "1"]) == 0
+    (row,) = rows_of(tmp_path / "out").values()
+    assert f"{row['images']} validation images" in (tmp_path / "out/mine/log.txt").read_text()
+    assert int(row["images"]) < 36
+    assert "that it held out (10%)" in (tmp_path / "out/table.txt").read_text()
+    words = ("--suite", "mine=mine", "corrupt=mine", "--corruptions", "fog", "--severities", "1", "2")
+    capsys.readouterr()
+    assert robust("out/mine/best.safetensors", "robust", *words) == 0
+    assert {r["images"] for r in rows_of(tmp_path / "robust").values()} == {row["images"]}
+    assert capsys.readouterr().err.count("held out") == 1
+    assert robust(weights[0], "robust", *words) == 0
+    assert "training images may be among them" in capsys.readouterr().err

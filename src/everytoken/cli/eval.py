@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from everytoken._json import plain_json
 from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 
@@ -32,7 +32,8 @@ class Eval:
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME."""
     split: Literal["val", "test", "train", "all"] = "val"
-    """Which part of the data; all: every image below the folder."""
+    """Which part of the data; all: every image below the folder. Of a folder without a part for validation, val means
+    the images that the run held out of it, or all of them if it was trained on something else."""
     model: str = ""
     """timm model name, for weights that do not say it themselves."""
     img_size: int = 0
@@ -56,7 +57,7 @@ class Eval:
     classes: int = 10
     """Rows of the class table, worst first; 0: none."""
     out: str = ""
-    """Write predictions (csv) and numbers (json) to files with this stem."""
+    """Write predictions to OUT.csv and numbers to OUT.json."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -84,17 +85,17 @@ def main(argv: list[str], prog: str) -> None:
     )
     rows = [row for row in result.predictions.per_class(result.class_names) if row["images"]]
     if options.out:
-        stem = Path(options.out)
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".json").write_text(json.dumps({**result.numbers, "classes": rows}, indent=1))
-        with stem.with_suffix(".csv").open("w", newline="") as file:
+        stem = options.out.removesuffix(".json").removesuffix(".csv")
+        Path(stem).parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{stem}.json").write_text(plain_json({**result.numbers, "classes": rows}))
+        with Path(f"{stem}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["key", "label", "prediction", "confidence", "loss"])
             p, names = result.predictions, result.class_names
             for i, label, top, sure, loss in zip(p.index, p.label, p.top, p.confidence, p.loss, strict=True):
                 writer.writerow([result.keys[i], names[label], names[top[0]], f"{sure:.4f}", f"{loss:.4f}"])
     if options.json:
-        print(json.dumps(result.numbers, indent=1))
+        print(plain_json(result.numbers))
         return
     console = Console()
     low, high = result.predictions.interval()

@@ -105,12 +105,11 @@ class Robust:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(Robust, prog, argv)
-    from everytoken.evaluate.run import held_out_part
     from everytoken.robust import suites as known
     from everytoken.robust.attacks.auto import Budget, attacks
     from everytoken.robust.models import open_subject, slug, throughput
     from everytoken.robust.report import table_of_one, table_of_two
-    from everytoken.robust.run import Settings
+    from everytoken.robust.run import Settings, notes_on
     from everytoken.robust.table import FORMATS
     from everytoken.train.distributed import best_device
 
@@ -125,24 +124,22 @@ def main(argv: list[str], prog: str) -> None:
     settings = Settings(
         options.limit, options.attack_limit, options.batch_size, options.attack_batch_size, options.workers,
         options.as_stored, options.frost_textures, options.restrict, options.real, options.on_bad_image,
-        options.attack, options.norm, budget, tuple(filter(None, (options.source, options.compare))),
+        options.attack, options.norm, budget,
+        tuple(filter(None, (options.checkpoint or options.source, options.compare_checkpoint or options.compare))),
     )  # fmt: skip
     common: dict[str, Any] = {
         "architecture": options.model, "img_size": options.img_size, "crop_pct": options.crop_pct,
         "token_vote": options.token_vote, "device": options.device or best_device(),
     }  # fmt: skip
-    for suite in {s.path: s for s in suites if s.path}.values():
-        trained = [source for source in settings.sources if held_out_part(source, suite.path)]
-        if trained:
-            print(f"note: {trained[0]} was trained on {suite.path}: only images that it held out", file=sys.stderr)
+    for note in notes_on(suites, settings.sources):
+        print(f"note: {note}", file=sys.stderr)
     folder = Path(options.out) if options.out else _folder(options.source, slug)
     sources = [(options.source, options.checkpoint)]
     sources += [(options.compare, options.compare_checkpoint)] if options.compare else []
     names, results, facts = [], [], []
     for source, checkpoint in sources:
         subject = open_subject(source, checkpoint=checkpoint, **common)
-        place = folder / slug(f"{subject.name}-{subject.weights[:6]}")
-        results.append(_evaluate(subject, suites, settings, place))
+        results.append(_evaluate(subject, suites, settings, folder / subject.place))
         names.append(subject.name)
         rate = throughput(subject)
         facts.append(f"{subject.parameters / 1e6:.1f} M parameters, {rate:.0f} images/s on {subject.device}")

@@ -119,16 +119,23 @@ def real_accuracy(
     predictions: Predictions, keys: Sequence[str], labels: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
     """ReaL accuracy: `labels` maps an image's file name to its set of right classes; empty sets are left out."""
-    sets = [labels.get(PurePosixPath(keys[i]).name) for i in predictions.index]
-    if all(s is None for s in sets):
-        raise EverytokenError(
-            "none of the images has ReaL labels: they are found by the names of the original validation files "
-            f"(ILSVRC2012_val_00000001.JPEG), the first image here is {keys[0]}"
-        )
+    sets = real_sets([keys[i] for i in predictions.index], labels)
     judged = [(row, s) for row, s in zip(predictions.top, sets, strict=True) if s]
     hits = [row[0] in s for row, s in judged]
     hits5 = [any(c in s for c in row) for row, s in judged]
     return {"real_top1": 100 * float(np.mean(hits)), "real_top5": 100 * float(np.mean(hits5)), "real_images": len(hits)}
+
+
+def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
+    """The right classes of each image, found by its file name with any ending; () for images without labels."""
+    names = [PurePosixPath(key) for key in keys]
+    sets = [labels.get(name.name, labels.get(f"{name.stem}.JPEG")) for name in names]
+    if all(found is None for found in sets):
+        raise EverytokenError(
+            "none of the images has ReaL labels: they are found by the names of the original validation files "
+            f"(ILSVRC2012_val_00000001.JPEG), the first image here is {keys[0]}"
+        )
+    return [found or () for found in sets]
 
 
 def read_real(path: str | Path) -> dict[str, list[int]]:

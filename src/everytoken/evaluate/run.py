@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
 from everytoken.data.augment import AugmentConfig
@@ -19,12 +18,13 @@ from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.find import open_dataset
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.places import DEFAULT_VAL_SPLIT, part
-from everytoken.data.sources import DataSet
+from everytoken.data.places import part
+from everytoken.data.sources import DataError, DataSet
 from everytoken.errors import EverytokenError
 from everytoken.evaluate.accuracy import Predictions, predict, read_real, real_accuracy
+from everytoken.evaluate.held_out import NAMED, held_out
 from everytoken.models import TokenModel
-from everytoken.models.load import LoadedModel, load_model
+from everytoken.models.load import Description, LoadedModel, load_model
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def evaluate(
     loaded = load_model(source, architecture, img_size=img_size)
     dataset, note = open_part([source], data, split)
     if note:
-        print(f"note: {note} (--split all: all of them)", file=sys.stderr)
+        print(f"note: {note}", file=sys.stderr)
     return evaluate_on(
         loaded, dataset, crop_pct=crop_pct, batch_size=batch_size, workers=workers, device=device, amp=amp,
         token_vote=token_vote, real=real, on_bad_image=on_bad_image,
@@ -103,7 +103,7 @@ def evaluate_on(
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a loaded model on an open data set; `tell` hears how many images are done, of how many."""
-    _check_vote(loaded, token_vote)
+    check_vote(loaded, token_vote)
     lookup = class_lookup(loaded, dataset)
     about = loaded.description
     augment = eval_view(loaded, crop_pct)
@@ -138,7 +138,11 @@ def evaluate_on(
 
 def eval_view(loaded: LoadedModel, crop_pct: float = 0.0) -> AugmentConfig:
     """How a model wants to see images in evaluation; `crop_pct` 0: the model's own."""
-    about = loaded.description
+    return view_of(loaded.description, crop_pct)
+
+
+def view_of(about: Description, crop_pct: float = 0.0) -> AugmentConfig:
+    """The same, from what weights say about themselves."""
     return AugmentConfig(
         img_size=(about.img_size[0], about.img_size[1]),
         crop_pct=crop_pct or about.crop_pct,
@@ -148,40 +152,64 @@ def eval_view(loaded: LoadedModel, crop_pct: float = 0.0) -> AugmentConfig:
     )
 
 
-def open_part(sources: Sequence[str], data: str, split: str = "val") -> tuple[DataSet, str]:
+def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: bool = True) -> tuple[DataSet, str]:
     """The images to evaluate models on, and what to say about them.
 
-    One folder of class folders, without a part for validation, is taken whole, unless one of `sources` is a run that
-    was trained on this very folder: then only what that run held out.
+    Of data without a part for validation, these are the images that the runs held out, if they were trained on it. If
+    they were trained on something else, all images are new to them.
+
+    Args:
+        sources: the models: run folders, weights files, timm:NAME.
+        doubt: say it if it cannot be known whether they were trained on these images.
     """
-    undivided = not data.startswith(("torchvision:", "hf:")) and not part(data, "val") and not part(data, "train")
-    if split != "val" or not undivided:
-        return open_dataset(data, split), ""
-    held = {source: share for source in sources if (share := held_out_part(source, data))}
-    if not held:
-        return open_dataset(data, "all"), ""
-    if len(set(held.values())) > 1:
+    if split != "val":
+        return _own_part(data, split), ""
+    if data.startswith(NAMED):
+        return _named_part(sources, data)
+    if part(data, "val"):
+        return open_dataset(data, "val"), ""
+    known = held_out(sources, data, place=_train_folder, divided=lambda trained: part(trained, "val") is not None)
+    if known.share:
+        found = open_dataset(data, "val", val_split=known.share)
+        return found, known.note(data, len(found))
+    train = part(data, "train")
+    if train:
         raise EverytokenError(
-            f"{' and '.join(held)} were trained on {data} and held out different parts of it "
-            f"({' and '.join(f'{share:.0%}' for share in held.values())}), so no images are new to both"
+            f"{data} has no images for validation, only {train.name}, and it is not known that a part of them was held "
+            "out. Give the run folder of a model that was trained on it, other images, or --split train for all of them"
         )
-    source, share = next(iter(held.items()))
-    found = open_dataset(data, "val", val_split=share)
-    return found, (
-        f"{source} was trained on {data}: only the {len(found):,} images that it held out ({share:.0%}) are used here"
-    )
+    found = open_dataset(data, "all")
+    return found, known.note(data, len(found)) if known.trained or doubt else ""
 
 
-def held_out_part(source: str, data: str) -> float:
-    """The part of `data` that the run `source` kept for validation; 0 if it was not trained on it."""
-    config = Path(source) / "config.yaml"
-    if not config.is_file():
-        return 0.0
-    known = yaml.safe_load(config.read_text()) or {}
-    trained = str(known.get("data", ""))
-    if not trained or Path(trained).resolve() != Path(data).resolve():
-        return 0.0
-    return float(known.get("val_split") or DEFAULT_VAL_SPLIT)
+def _own_part(data: str, split: str) -> DataSet:
+    """A part that the data has a place for, or all of it."""
+    if split == "test" and not data.startswith(NAMED) and part(data, split) is None:
+        raise EverytokenError(
+            f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another --split"
+        )
+    return open_dataset(data, split)
+
+
+def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
+    """The validation part that data with a name brings; without one, what the runs held out."""
+    try:
+        return open_dataset(data, "val"), ""
+    except DataError:
+        known = held_out(sources, data)
+        if not known.share:
+            raise
+    found = open_dataset(data, "val", val_split=known.share)
+    return found, known.note(data, len(found))
+
+
+def _train_folder(path: Path) -> Path:
+    """The folder that training images come from: data with train/ and that train/ itself hold the same."""
+    try:
+        found = part(str(path), "train")
+    except DataError:
+        found = None
+    return found.folder.resolve() if found and found.folder else path
 
 
 def class_lookup(loaded: LoadedModel, dataset: DataSet) -> Tensor:
@@ -208,7 +236,8 @@ def class_lookup(loaded: LoadedModel, dataset: DataSet) -> Tensor:
     return torch.from_numpy(np.array([names.index(name) for name in dataset.class_names], np.int64))
 
 
-def _check_vote(loaded: LoadedModel, vote: float) -> None:
+def check_vote(loaded: LoadedModel, vote: float) -> None:
+    """Refuse a vote of tokens that have no say; attach the token head that a backbone brought."""
     if not vote:
         return
     own = getattr(loaded.model.backbone, "aux_head", None)

@@ -7,22 +7,21 @@ when both are unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from everytoken.data.sources import DataSet
-from everytoken.errors import EverytokenError
 from everytoken.evaluate.accuracy import Predictions
+from everytoken.evaluate.kept import keep, kept
 from everytoken.report.runs import Run
 
 CACHE = "report-predictions.npz"
-_FIELDS = ("index", "label", "top", "confidence", "loss")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def predict_run(
     keys = list(images.keys())
     stamp = _stamp(weights, keys, images)
     about = describe(weights)
-    known = _from_cache(run.path / CACHE, stamp)
+    known = kept(run.path / CACHE, stamp)
     if known is not None and about is not None and about.class_names:
         found, skipped = known
         return Predicted(found, list(about.class_names), keys, images, skipped)
@@ -85,7 +84,8 @@ def predict_run(
 
     loaded = load_model(weights)
     result = evaluate_on(loaded, images, device=device, workers=workers, on_bad_image="skip", tell=tell)
-    _to_cache(run.path / CACHE, result.predictions, result.skipped, stamp)
+    with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
+        keep(run.path / CACHE, result.predictions, stamp, result.skipped)
     return Predicted(result.predictions, result.class_names, keys, images, result.skipped)
 
 
@@ -96,32 +96,6 @@ def _stamp(weights: Path, keys: list[str], images: DataSet) -> str:
     content.update(json.dumps([images.name, images.class_names, keys]).encode("utf-8", "surrogateescape"))
     content.update(images.labels.tobytes())
     return content.hexdigest()
-
-
-def _from_cache(path: Path, stamp: str) -> tuple[Predictions, dict[str, str]] | None:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if str(arrays["stamp"]) != stamp:
-                return None
-            skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
-            return Predictions(**{name: arrays[name] for name in _FIELDS}), skipped
-    except (OSError, ValueError, KeyError, EOFError, EverytokenError):
-        return None
-    except Exception as error:  # zipfile.BadZipFile and relatives: a torn cache is only slower
-        if type(error).__module__ in ("zipfile", "zlib"):
-            return None
-        raise
-
-
-def _to_cache(path: Path, found: Predictions, skipped: dict[str, str], stamp: str) -> None:
-    work = path.with_name(f".{path.name}")
-    arrays: dict[str, Any] = {name: getattr(found, name) for name in _FIELDS}
-    try:
-        with work.open("wb") as file:
-            np.savez_compressed(file, stamp=stamp, skipped=json.dumps(skipped), **arrays)
-        work.replace(path)
-    except OSError:
-        return  # a run folder that cannot be written is only slower next time
 
 
 def confusion(found: Predicted) -> np.ndarray:

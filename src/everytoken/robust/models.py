@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from dataclasses import dataclass, replace
@@ -12,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken.annotate.annotator import weights_hash
 from everytoken.annotate.imagenet_registry import MEAN, STD, registry_model
 from everytoken.errors import EverytokenError
-from everytoken.evaluate.run import Voter
+from everytoken.evaluate.run import Voter, check_vote
 from everytoken.models import TokenModel
 from everytoken.models.load import Description, LoadedModel, load_model
 
@@ -27,6 +27,7 @@ class Subject:
         name: how tables call it. net: normalised images -> logits, in evaluation mode, on its device.
         about: architecture, class names, input size, normalisation.
         outputs: number of logits. parameters: of the backbone. weights: a hash of all of them.
+        token_vote: how much the strongest token logit of each class is worth.
     """
 
     name: str
@@ -36,6 +37,13 @@ class Subject:
     parameters: int
     weights: str
     device: str
+    token_vote: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """A folder's name for its results, which is another one for other weights or another vote."""
+        vote = f"-vote{self.token_vote:g}" if self.token_vote else ""
+        return slug(f"{self.name}-{self.weights[:6]}{vote}")
 
 
 class Normalised(nn.Module):
@@ -80,10 +88,12 @@ def open_subject(
         loaded = load_model(source, architecture, img_size=img_size or None)
     if crop_pct:
         loaded = replace(loaded, description=replace(loaded.description, crop_pct=crop_pct))
+    check_vote(loaded, token_vote)
     net = Voter(loaded.model, token_vote).to(device).eval().requires_grad_(False)
     outputs = int(loaded.model.backbone.num_classes)  # type: ignore[arg-type]
     parameters = sum(p.numel() for p in loaded.model.backbone.parameters())
-    return Subject(_name(source), net, loaded.description, outputs, parameters, _hash(net), device)
+    weights = weights_hash(net)[:24]
+    return Subject(_name(source), net, loaded.description, outputs, parameters, weights, device, token_vote)
 
 
 def _from_registry(name: str, img_size: int) -> LoadedModel:
@@ -100,14 +110,6 @@ def _name(source: str) -> str:
 def slug(name: str) -> str:
     """A name that can be a folder's."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
-
-
-def _hash(net: nn.Module) -> str:
-    made = hashlib.blake2b(digest_size=12)
-    for name, value in net.state_dict().items():
-        made.update(name.encode())
-        made.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return made.hexdigest()
 
 
 @torch.no_grad()

@@ -156,7 +156,7 @@ def _difference(one: Line, two: Line) -> Estimate:
 
 
 def _notes(results: Sequence[Result], who: str = "") -> list[str]:
-    notes = [f"{who}{note}" for r in results for note in r.notes]
+    notes = list(dict.fromkeys(f"{who}{note}" for r in results for note in r.notes))
     kinds = {r.suite.kind for r in results}
     for kind, label in (("c", "ImageNet-C"), ("corrupt", "corrupt")):
         places = {(r.suite.corruption, r.suite.severity) for r in results if r.suite.kind == kind}

@@ -6,9 +6,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -21,10 +20,11 @@ from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import DataSet, Subset
-from everytoken.errors import EverytokenError
-from everytoken.evaluate.accuracy import Predictions, predict, read_real
+from everytoken.evaluate.accuracy import Predictions, predict, read_real, real_sets
+from everytoken.evaluate.kept import keep, kept
 from everytoken.evaluate.run import open_part
-from everytoken.robust.attack_log import AttackLog
+from everytoken.evaluate.run import view_of as view_of_weights
+from everytoken.robust.attack_log import AttackLog, Record
 from everytoken.robust.attacks import auto
 from everytoken.robust.attacks.balls import Norm
 from everytoken.robust.corruptions import corrupt
@@ -35,6 +35,7 @@ from everytoken.robust.suites import Suite
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
 Tell = Callable[[str, int, int], None]  # what, done, of how many
+_OWN = ("val", "own", "corrupt", "attack")  # suites whose images may be the user's training images
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,7 @@ class CorruptTransform(EvalTransform):
 
 def view_of(subject: Subject) -> AugmentConfig:
     """How the model wants its images."""
-    about = subject.about
-    return AugmentConfig(
-        img_size=(about.img_size[0], about.img_size[1]), crop_pct=about.crop_pct, interpolation=about.interpolation,
-        mean=(about.mean[0], about.mean[1], about.mean[2]), std=(about.std[0], about.std[1], about.std[2]),
-    )  # fmt: skip
+    return view_of_weights(subject.about)
 
 
 def published_view(subject: Subject, suite: Suite) -> AugmentConfig:
@@ -126,24 +123,32 @@ def published_view(subject: Subject, suite: Suite) -> AugmentConfig:
 
 def open_images(suite: Suite, limit: int, sources: Sequence[str] = ()) -> DataSet:
     """The suite's images, or `limit` of them; never those that one of the runs `sources` was trained on."""
-    data, _ = open_part(sources, suite.path)
+    return _open(suite, limit, sources)[0]
+
+
+def _open(suite: Suite, limit: int, sources: Sequence[str]) -> tuple[DataSet, list[str]]:
+    """The same, with what to say about them."""
+    data, note = open_part(sources, suite.path, doubt=suite.kind in _OWN)
     chosen = np.arange(len(data))
     if limit and limit < len(data):
         draws = [keyed.uniform(0, "limit", key) for key in data.keys()]  # noqa: SIM118
         chosen = np.sort(np.argsort(draws, kind="stable")[:limit])
-    return _KeyedSet(data, chosen)
+    return _KeyedSet(data, chosen), [note] if note else []
+
+
+def notes_on(suites: Sequence[Suite], sources: Sequence[str]) -> list[str]:
+    """What to say about the images of suites, each folder once."""
+    places = {suite.path: suite for suite in suites if suite.path}
+    return [note for suite in places.values() for note in _open(suite, 0, sources)[1]]
 
 
 def evaluate_suite(subject: Subject, suite: Suite, settings: Settings, folder: Path, tell: Tell) -> Result:
     """Predictions on one suite (not an attack), from the folder if they are there."""
-    data = open_images(suite, settings.limit, settings.sources)
+    data, notes = _open(suite, settings.limit, settings.sources)
     pair = match_classes(subject, data, suite, settings)
     keys = list(data.keys())
     config = published_view(subject, suite)
-    facts: dict[str, Any] = {
-        "weights": subject.weights, "keys": _digest(keys), "labels": _digest(map(str, pair.labels[data.labels])),
-        "columns": None if pair.columns is None else _digest(map(str, pair.columns)), "view": asdict(config),
-    }  # fmt: skip
+    facts = {**_facts(subject, data, pair, keys), "view": asdict(config)}
     if suite.kind == "corrupt":
         facts |= {"corruption": suite.corruption, "severity": suite.severity, "as_stored": settings.as_stored}
         facts |= {"frost": settings.frost_textures} if suite.corruption == "frost" else {}
@@ -151,21 +156,35 @@ def evaluate_suite(subject: Subject, suite: Suite, settings: Settings, folder: P
     else:  # by place, so that val and real share theirs
         stem = f"{Path(suite.path).name}-{_digest([suite.path, facts['keys'], suite.subset])[:8]}"
     path = folder / "predictions" / f"{stem}.npz"
-    known = _load(path, facts)
+    about = json.dumps(facts, sort_keys=True, default=str)
+    known = kept(path, about)
     if known is None:
         known = _predict(subject, data, suite, pair, config, settings, tell)
-        _save(path, facts, known)
-    return _result(suite, known, keys, settings)
+        keep(path, known[0], about, known[1])
+    if known[1]:
+        notes.append(f"{suite.name}: {len(known[1])} unreadable images are left out")
+    return replace(_result(suite, known[0], keys, settings), notes=tuple(notes))
+
+
+def _facts(subject: Subject, data: DataSet, pair: Match, keys: Sequence[str]) -> dict[str, Any]:
+    """What decides the answers of a model, as far as predictions and attacks have it in common."""
+    return {
+        "weights": subject.weights, "token vote": subject.token_vote, "keys": _digest(keys),
+        "labels": _digest(map(str, pair.labels[data.labels])),
+        "columns": None if pair.columns is None else _digest(map(str, pair.columns)),
+    }  # fmt: skip
 
 
 def _predict(
     subject: Subject, data: DataSet, suite: Suite, pair: Match, config: AugmentConfig, settings: Settings, tell: Tell
-) -> Predictions:
+) -> tuple[Predictions, dict[str, str]]:
+    """Predictions, and the images that could not be read (key -> reason)."""
     made = suite.kind == "corrupt"
+    bad = BadImages(settings.on_bad_image)
     transform = CorruptTransform(config, suite, settings) if made else EvalTransform(config)
     loader = Loader(
         data, transform, settings.batch_size, train=False, workers=settings.workers,
-        bad_images=BadImages(settings.on_bad_image), pin_memory=subject.device.startswith("cuda"),
+        bad_images=bad, pin_memory=subject.device.startswith("cuda"),
     )  # fmt: skip
     labels = torch.from_numpy(pair.labels).to(subject.device)
 
@@ -182,7 +201,7 @@ def _predict(
             return logits if pair.columns is None else logits[:, torch.from_numpy(pair.columns).to(logits.device)]
 
     try:
-        return predict(Kept(), batches())
+        return predict(Kept(), batches()), dict(bad.seen)
     finally:
         loader.close()
 
@@ -197,15 +216,9 @@ def match_classes(subject: Subject, data: DataSet, suite: Suite, settings: Setti
 def _result(suite: Suite, known: Predictions, keys: list[str], settings: Settings) -> Result:
     own = [keys[i] for i in known.index]
     if suite.kind == "real":
-        labels = real_labels(settings.real)
-        sets = [labels.get(f"{PurePosixPath(key).stem}.JPEG") for key in own]
-        if all(s is None for s in sets):
-            raise EverytokenError(
-                f"{suite.path}: no image has ReaL labels; they are found by the names of the validation files "
-                f"(ILSVRC2012_val_00000001), the first here is {own[0]}"
-            )
+        sets = real_sets(own, real_labels(settings.real))
         judged = [i for i, s in enumerate(sets) if s]
-        hits = np.array([known.top[i, 0] in (sets[i] or ()) for i in judged], dtype=np.bool_)
+        hits = np.array([known.top[i, 0] in sets[i] for i in judged], dtype=np.bool_)
         return Result(suite, hits, [own[i] for i in judged])
     numbers = known.summary()
     return Result(suite, known.correct, own, numbers["top5"], numbers["ece"])
@@ -225,16 +238,20 @@ def attack_suites(subject: Subject, suites: list[Suite], settings: Settings, fol
     out: list[Result] = []
     fallen: dict[str, str] = {}
     for suite in sorted(suites, key=lambda s: s.eps):
-        data = open_images(suite, settings.attack_limit or settings.limit, settings.sources)
+        data, notes = _open(suite, settings.attack_limit or settings.limit, settings.sources)
         pair = match_classes(subject, data, suite, settings)
-        records, no_gradient = _attack(subject, data, suite, pair, settings, folder, fallen, tell)
+        every = _attack(subject, data, suite, pair, settings, folder, fallen, tell)
+        records = [r for r in every if "unreadable" not in r]
         fallen |= {r["key"]: r["by"] for r in records if r["by"]}
         correct = np.array([not r["by"] for r in records], dtype=np.bool_)
         tried = [r for r in records if r["by"] != "clean"]
         counts = {name: sum(r["by"] == name for r in tried) for name in sorted({r["by"] for r in tried if r["by"]})}
-        notes = [f"{suite.name}: " + (", ".join(f"{k} broke {v}" for k, v in counts.items()) or "nothing broke")]
+        notes.append(f"{suite.name}: " + (", ".join(f"{k} broke {v}" for k, v in counts.items()) or "nothing broke"))
+        no_gradient = sum(r.get("no gradient", 0) for r in records)
         if no_gradient:
             notes.append(f"{suite.name}: {no_gradient} images have no gradient; only Square can be believed there")
+        if len(records) < len(every):
+            notes.append(f"{suite.name}: {len(every) - len(records)} unreadable images are left out")
         out.append(Result(suite, correct, [r["key"] for r in records], notes=tuple(notes)))
     return out
 
@@ -242,12 +259,12 @@ def attack_suites(subject: Subject, suites: list[Suite], settings: Settings, fol
 def _attack(
     subject: Subject, data: DataSet, suite: Suite, pair: Match, settings: Settings, folder: Path,
     fallen: dict[str, str], tell: Tell,
-) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
+) -> list[Record]:  # fmt: skip
+    """One record for each image, from the log as far as it goes."""
     config, size = view_of(subject), settings.attack_batch_size
     keys = list(data.keys())
     facts = {
-        "weights": subject.weights, "keys": _digest(keys), "labels": _digest(map(str, pair.labels[data.labels])),
-        "columns": None if pair.columns is None else _digest(map(str, pair.columns)),
+        **_facts(subject, data, pair, keys),
         "view": _digest([json.dumps(asdict(config))]), "attack": settings.attack, "norm": settings.norm,
         "eps": suite.eps, "batch": size, "budget": asdict(settings.budget), "fallen": _digest(sorted(fallen)),
     }  # fmt: skip
@@ -256,32 +273,55 @@ def _attack(
     log = AttackLog(folder / "attacks" / name, facts, sizes)
     model = Normalised(subject.net, config.mean, config.std, pair.columns)
     parts = auto.attacks(settings.attack, settings.budget)
-    loader = Loader(data, EvalTransform(config), size, train=False, workers=min(1, settings.workers))
-    done = sum(sizes[: len(log.batches)])
+    bad = BadImages(settings.on_bad_image)
+    loader = Loader(
+        data, EvalTransform(config), size, train=False, workers=min(1, settings.workers), bad_images=bad
+    )  # fmt: skip
+
+    def add(records: list[Record]) -> None:
+        """Append a whole batch: what was attacked, and a record of each image that could not be read."""
+        at = len(log.batches) * size
+        known = {record["key"]: record for record in records}
+        left_out = lambda key: {"key": key, "by": "", "unreadable": bad.seen.get(key, "")}  # noqa: E731
+        log.add([known.get(key) or left_out(key) for key in keys[at : at + size]])
+        tell(suite.name, sum(sizes[: len(log.batches)]), len(data))
+
     for batch in loader.epoch(0, len(log.batches)) if len(log.batches) < len(sizes) else ():
+        while len(log.batches) < int(batch.indices[0]) // size:
+            add([])  # nothing of a batch could be read
         labels = torch.from_numpy(pair.labels)[batch.labels].to(subject.device)
-        images = batch.images.to(subject.device).float() / 255
-        new = [i for i, key in enumerate(batch.keys) if key not in fallen]
-        records = [{"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen} for key in batch.keys]
-        if new:
-            rows = torch.tensor(new, device=images.device)
-            count = done
-            say = lambda attack, left, count=count: tell(f"{suite.name} {attack}", count, len(data))  # noqa: E731
-            got = auto.run(
-                model, images[rows], labels[rows], [batch.keys[i] for i in new], parts, suite.eps, settings.norm, say
-            )
-            for i, place in enumerate(new):
-                records[place] |= {
-                    "by": got.by[i], "label": int(labels[place]), "clean": int(got.clean[i]),
-                    "attacked": int(got.attacked[i]), "distance": round(float(got.distance[i]), 7),
-                }  # fmt: skip
-            records[new[0]]["no gradient"] = got.no_gradient
-        log.add(records)
-        done += len(batch)
-        tell(suite.name, done, len(data))
+        done = len(log.batches) * size
+        say = lambda attack, left, done=done: tell(f"{suite.name} {attack}", done, len(data))  # noqa: E731
+        add(_attack_batch(model, batch, labels, parts, suite, settings, fallen, say))
+    while len(log.batches) < len(sizes):
+        add([])
     loader.close()
-    every = [record for part_ in log.batches for record in part_]
-    return every, sum(record.get("no gradient", 0) for record in every)
+    return [record for records in log.batches for record in records]
+
+
+def _attack_batch(
+    model: Normalised, batch: Batch, labels: torch.Tensor, parts: Any, suite: Suite, settings: Settings,
+    fallen: dict[str, str], say: Callable[..., None],
+) -> list[Record]:  # fmt: skip
+    """A record for each image of a batch; those that have fallen already are not attacked again."""
+    images = batch.images.to(labels.device).float() / 255
+    new = [i for i, key in enumerate(batch.keys) if key not in fallen]
+    records: list[Record] = [
+        {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen} for key in batch.keys
+    ]
+    if not new:
+        return records
+    rows = torch.tensor(new, device=images.device)
+    got = auto.run(
+        model, images[rows], labels[rows], [batch.keys[i] for i in new], parts, suite.eps, settings.norm, say
+    )  # fmt: skip
+    for i, place in enumerate(new):
+        records[place] |= {
+            "by": got.by[i], "label": int(labels[place]), "clean": int(got.clean[i]),
+            "attacked": int(got.attacked[i]), "distance": round(float(got.distance[i]), 7),
+        }  # fmt: skip
+    records[new[0]]["no gradient"] = got.no_gradient
+    return records
 
 
 def _digest(texts: Any) -> str:
@@ -289,25 +329,3 @@ def _digest(texts: Any) -> str:
     for text in texts:
         made.update(text.encode("utf-8", "surrogateescape") + b"\n")
     return made.hexdigest()
-
-
-_FIELDS = ("index", "label", "top", "confidence", "loss")
-
-
-def _load(path: Path, facts: dict[str, Any]) -> Predictions | None:
-    try:
-        with np.load(path) as file:
-            if str(file["facts"]) != json.dumps(facts, sort_keys=True, default=str):
-                return None
-            return Predictions(*(file[name] for name in _FIELDS))
-    except (OSError, KeyError, ValueError, EOFError, BadZipFile):
-        return None
-
-
-def _save(path: Path, facts: dict[str, Any], known: Predictions) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    with temporary.open("wb") as file:
-        text = json.dumps(facts, sort_keys=True, default=str)
-        np.savez(file, facts=np.array(text), **{name: getattr(known, name) for name in _FIELDS})
-    temporary.replace(path)

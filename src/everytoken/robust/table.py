@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import html
 import io
-import json
 from dataclasses import dataclass, field
 
+from everytoken._json import plain_json
 from everytoken.errors import EverytokenError
 
 Cell = str | float | int | None
@@ -79,7 +79,7 @@ class Table:
 
     def _json(self) -> str:
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-        return json.dumps({"title": self.title, "rows": rows, "notes": self.notes}, indent=1)
+        return plain_json({"title": self.title, "rows": rows, "notes": self.notes})
 
 
 def _shown(cell: Cell) -> str:

@@ -75,7 +75,8 @@ def transfer(
             )
         subject = open_subject(str(last_weights(place)), device=device)
         suite = Suite(target.name, "own", target.data)
-        out.append(evaluate_suite(subject, suite, Settings(workers=workers), place / "transfer", tell))
+        settings = Settings(workers=workers, sources=(str(place),))
+        out.append(evaluate_suite(subject, suite, settings, place / "transfer", tell))
     return out
 
 
