@@ -1,6 +1,7 @@
 """`everytoken detect train | eval | predict` on drawn shapes, through the command line; kills do not change a run."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from everytoken.transfer.detect.draw import draw_objects, truth_of
 from everytoken.transfer.detect.infer import Found
 from everytoken.transfer.detect.metrics import precision
 from everytoken.transfer.detect.model import load_detector
-from everytoken.transfer.detect.options import DetectOptions
+from everytoken.transfer.detect.options import CocoOptions, DetectOptions
 from everytoken.transfer.options import BackboneOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -95,6 +96,52 @@ def test_predictions_are_pictures_and_a_file(run, shapes, tmp_path, capsys):
         if row["category_id"] == "disc" and row["score"] > 0.5
     )
     assert near < 8  # pixels of the source
+
+
+def test_predictions_never_overwrite_images_and_never_each_other(run, shapes, tmp_path, capsys):
+    image = Image.open(shapes / "val" / "images" / "0.png")
+    for name in ("a.png", "a.jpg"):
+        image.save(tmp_path / name)
+    words = ["detect", "predict", str(run), str(tmp_path), "--device", "cpu", "--output"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    made = {p.name for p in (tmp_path / "out").iterdir()}
+    assert made == {"a.png.objects.jpg", "a.jpg.objects.jpg", "predictions.json"}
+    (tmp_path / "a.jpg").rename(tmp_path / "a.objects.jpg")
+    assert main([*words, str(tmp_path)]) == 2
+    assert "would overwrite the image" in capsys.readouterr().err
+
+
+def test_of_its_own_undivided_images_a_run_is_judged_by_those_it_held_out(run, shapes, tmp_path, monkeypatch, capsys):
+    data, own = tmp_path / "here" / "shapes", tmp_path / "elsewhere" / "run"
+    shutil.copytree(shapes / "train", data)
+    own.mkdir(parents=True)
+    shutil.copy(run / "best.safetensors", own)
+    monkeypatch.chdir(shapes)
+
+    def images(source: Path, *more: str) -> tuple[int, str]:
+        assert main(["detect", "eval", str(source), *map(str, more or [data]), *CPU, "--json"]) == 0
+        said = capsys.readouterr()
+        return json.loads(said.out)["images"], said.err
+
+    everything, note = images(own)
+    assert everything == 33
+    assert "training images may be among them" in note
+    (own / "config.yaml").write_text("data: shapes\nval_split: 0.2\n")
+    (own / "environment.json").write_text(json.dumps([{"folder": str(tmp_path / "here")}]))
+    held = len(open_instances(str(data), "val", CocoOptions(val_split=0.2)))
+    assert held < 33
+    file = str(data / "instances.json")
+    for source, more in (
+        (own, ()),
+        (own / "best.safetensors", ()),
+        (own, (file,)),
+        (own, (data, "--annotations", file)),
+    ):
+        got, note = images(source, *more)
+        assert got == held
+        assert "held out (20%)" in note
+    (own / "config.yaml").write_text(f"data: {shapes}\n")
+    assert images(own) == (33, "")
 
 
 def test_a_detector_gives_its_backbone_and_describes_itself(run, capsys):

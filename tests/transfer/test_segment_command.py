@@ -1,6 +1,7 @@
 """`everytoken segment train | eval | predict` on drawn shapes, through the command line; kills do not change a run."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from PIL import Image
 from everytoken.cli import main
 from everytoken.models.load import Description
 from everytoken.transfer.backbone import build_features
+from everytoken.transfer.files import result_stems
 from everytoken.transfer.options import BackboneOptions
 from everytoken.transfer.segment import task as task_module
 from everytoken.transfer.segment.draw import as_palette_image, overlay, palette
+from everytoken.transfer.segment.layouts import open_masks
 from everytoken.transfer.segment.model import load_segmenter
+from everytoken.transfer.segment.options import MaskOptions
 from everytoken.transfer.segment.token import TokenSegmenter, class_map, load_token_segmenter
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,6 +79,73 @@ def test_predictions_are_masks_that_programs_can_read(run, shapes, tmp_path, cap
     assert (np.asarray(mask)[1:] == truth[1:]).mean() > 0.9
     assert json.loads((tmp_path / "classes.json").read_text())["2"] == "square"
     assert (tmp_path / "0.overlay.jpg").is_file()
+
+
+def test_predictions_never_overwrite_images_and_never_each_other(run, shapes, tmp_path, capsys):
+    image = Image.open(shapes / "images" / "val" / "0.png")
+    image.save(tmp_path / "a.png")
+    before = (tmp_path / "a.png").read_bytes()
+    words = ["segment", "predict", str(run), str(tmp_path), "--device", "cpu", "--output"]
+    assert main([*words, str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "would overwrite the image" in said
+    assert "--output" in said
+    assert (tmp_path / "a.png").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
+    image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(tmp_path / "a.jpg")
+    (tmp_path / "sub").mkdir()
+    image.save(tmp_path / "sub" / "a.png")
+    out = tmp_path.with_name(tmp_path.name + "-masks")
+    assert main([*words, str(out)]) == 0
+    made = {p.relative_to(out).as_posix() for p in out.rglob("*.*")}
+    both = {f"{name}{end}" for name in ("a.png", "a.jpg", "sub/a") for end in (".png", ".overlay.jpg")}
+    assert made == both | {"classes.json"}
+    assert np.asarray(Image.open(out / "a.png.png")).tolist() == np.asarray(Image.open(out / "sub/a.png")).tolist()
+
+
+def test_names_of_results_differ_whatever_the_images_are_called(tmp_path):
+    names = ["a.jpg", "a.png", "a.png.png", "A.webp", "b.x.jpg", "c/a.jpg"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    stems = result_stems(tmp_path, names, Path("out"), (".png",))
+    assert len({str(stem).lower() for stem in stems.values()}) == len(names)
+    assert stems["b.x.jpg"] == Path("out/b.x")
+    assert stems["c/a.jpg"] == Path("out/c/a")
+    assert stems["a.jpg"] == Path("out/a.jpg")
+
+
+def test_of_its_own_undivided_images_a_run_is_judged_by_those_it_held_out(run, shapes, tmp_path, monkeypatch, capsys):
+    data = tmp_path / "here" / "shapes"
+    for kind in ("images", "masks"):
+        shutil.copytree(shapes / kind / "train", data / kind)
+    shutil.copy(shapes / "classes.txt", data)
+    own = tmp_path / "elsewhere" / "run"
+    (own / "checkpoints" / "step-1").mkdir(parents=True)
+    for name in ("best.safetensors", "checkpoints/step-1/model.safetensors"):
+        shutil.copy(run / "best.safetensors", own / name)
+    monkeypatch.chdir(shapes)
+
+    def images(*more: str) -> tuple[int, str]:
+        for source in (own, own / "best.safetensors", own / "checkpoints/step-1/model.safetensors"):
+            assert main(["segment", "eval", str(source), str(data), "--device", "cpu", "-j", "0", "--json", *more]) == 0
+        said = capsys.readouterr()
+        counts = {json.loads(text + "}")["images"] for text in said.out.split("}")[:-1]}
+        assert len(counts) == 1
+        return counts.pop(), said.err
+
+    everything, note = images()
+    assert everything == 8
+    assert "training images may be among them" in note
+    (own / "config.yaml").write_text("data: shapes\nval_split: 0.4\n")
+    (own / "environment.json").write_text(json.dumps([{"folder": "/nowhere"}, {"folder": str(tmp_path / "here")}]))
+    held, note = images()
+    assert held == len(open_masks(str(data), "val", MaskOptions(val_split=0.4))) < 8
+    assert note.count("held out (40%)") == 3
+    assert images("--split", "all") == (8, "")
+    (own / "config.yaml").write_text(f"data: {shapes}\n")
+    assert images() == (8, "")
+    assert main(["segment", "eval", str(own), str(data), "--device", "cpu", "-j", "0", "--val-split", "0.4"]) == 0
 
 
 def test_a_classifier_cannot_be_loaded_as_a_segmenter_but_a_segmenter_gives_its_backbone(run, photos, capsys):
@@ -223,6 +294,12 @@ def test_segment_eval_reads_a_token_head_without_training(classifier, shapes, tm
     out = ["--output", str(tmp_path / "p"), "--head", "class", "--class-map", str(tmp_path / "map.json")]
     assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 0
     assert np.asarray(Image.open(tmp_path / "p" / "3.png")).max() <= 2
+    out[-1] = str(tmp_path / "missing.json")
+    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 2
+    assert "missing.json (--class-map) cannot be read" in capsys.readouterr().err
+    (tmp_path / "missing.json").write_text("[1, 2]")
+    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 2
+    assert "a class map looks like" in capsys.readouterr().err
     (classifier / "best.token_head.safetensors").unlink()
     plain = Description("vit_tiny_patch16_224", {"num_classes": 3, "img_size": 32}, ("a", "b", "c"))
     import timm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from everytoken._json import plain_json
 from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 from everytoken.transfer.detect.options import CocoOptions, FindOptions
@@ -31,7 +32,8 @@ class DetectEval:
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """COCO's folder, a folder with images/ and one json, a folder with parts of such, or a json file."""
     split: Literal["val", "test", "train", "all"] = "val"
-    """Which part of the data; data without parts is taken whole."""
+    """Which part of the data. Of data without a validation part, val means the images that the run held out of it, or
+    all of them if it was trained on something else."""
     coco: tyro.conf.OmitArgPrefixes[CocoOptions] = field(default_factory=CocoOptions)
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
@@ -72,13 +74,13 @@ def main(argv: list[str], prog: str) -> None:
     rows = result.precision.classes
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps({**result.numbers, "classes": rows}, indent=1))
+        Path(options.out).write_text(plain_json({**result.numbers, "classes": rows}))
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps(result.numbers, indent=1))
+        print(plain_json(result.numbers))
         return
     console = Console()
-    for note in result.notes:
-        console.print(f"note: {note}")
     kinds = [kind for kind in ("box", "mask") if f"{kind} AP" in result.numbers]
     table = Table(title=f"{options.source} on {options.data}: {result.numbers['images']:,.0f} images")
     names = ("AP", "AP50", "AP75", "APs", "APm", "APl")

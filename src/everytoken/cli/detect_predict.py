@@ -16,6 +16,8 @@ from everytoken.transfer.detect.options import FindOptions
 class DetectPredict:
     """Write, for every image, NAME.objects.jpg; and predictions.json with all boxes and masks (COCO run lengths).
 
+    Images whose names differ in the ending alone keep it (photo.jpg.objects.jpg), and no image is ever overwritten.
+
     Examples:
         everytoken detect predict runs/detect photo.jpg --output found
         everytoken detect predict runs/detect photos --output found --sure 0.7 --size 640

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from everytoken._json import plain_json
 from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 from everytoken.transfer.segment.options import EvalOptions, MaskOptions
@@ -34,7 +35,8 @@ class SegmentEval:
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Folder of images and masks: ADE20K, COCO panoptic, Pascal VOC, or images/ and masks/ with a class file."""
     split: Literal["val", "test", "train", "all"] = "val"
-    """Which part of the data; a folder without parts is taken whole."""
+    """Which part of the data. Of data without a validation part, val means the images that the run held out of it, or
+    all of them if it was trained on something else."""
     head: Literal["segment", "token", "class"] = "segment"
     """segment: of `segment train`. token: a classifier's token head. class: its class head at every cell."""
     class_map: str = ""
@@ -82,13 +84,13 @@ def main(argv: list[str], prog: str) -> None:
     rows = result.confusion.per_class(result.class_names)
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps({**result.numbers, "classes": rows}, indent=1))
+        Path(options.out).write_text(plain_json({**result.numbers, "classes": rows}))
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps(result.numbers, indent=1))
+        print(plain_json(result.numbers))
         return
     console = Console()
-    for note in result.notes:
-        console.print(f"note: {note}")
     table = Table(title=f"{options.source} on {options.data}", show_header=False)
     names = {"mIoU": "mIoU", "mAcc": "mean class accuracy", "aAcc": "pixels right", "images": "images"}
     for key, name in names.items():

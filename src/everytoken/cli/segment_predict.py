@@ -16,7 +16,8 @@ from everytoken.transfer.segment.options import EvalOptions
 class SegmentPredict:
     """Write, for every image, NAME.png (a palette picture whose values are classes) and NAME.overlay.jpg.
 
-    classes.json in the same folder names the classes.
+    classes.json in the same folder names the classes. Images whose names differ in the ending alone keep it
+    (photo.jpg.png), and no image is ever overwritten.
 
     Examples:
         everytoken segment predict runs/segment photo.jpg --output masks

@@ -44,20 +44,28 @@ class Origin:
         except (OSError, ValueError, LookupError, TypeError):
             return []  # a run of an older version
 
+    def there(self, name: str = "data") -> Path | None:
+        """The path of an option, where it is now; None if it is nowhere."""
+        return next((path for path in self.places(name) if path.exists()), None)
+
     def names(self, given: str, name: str = "data", place: Callable[[Path], Path] = Path) -> bool | None:
         """Whether an option of the run means what is `given` here; None if that cannot be known.
 
         Args:
-            place: the folder that counts of what a path names, for comparison.
+            place: the folder or file that counts of what a path names, for comparison.
         """
         own = str(self.options.get(name) or "")
         if own.startswith(NAMED) or given.startswith(NAMED):
             return own == given
-        path = Path(given).expanduser().resolve()
-        there = next((p for p in self.places(name) if p.exists()), None)
+        path, there = Path(given).expanduser().resolve(), self.there(name)
         if there is not None:
             return place(there) == place(path)
         return True if path in self.places(name) else None
+
+    @property
+    def val_split(self) -> float:
+        """The part that is held out of data without a validation part."""
+        return float(self.options.get("val_split") or DEFAULT_VAL_SPLIT)
 
 
 def origin_of(source: str) -> Origin | None:
@@ -103,32 +111,29 @@ class HeldOut:
 def held_out(
     sources: Sequence[str],
     data: str,
-    *,
-    place: Callable[[Path], Path] = Path,
-    divided: Callable[[str], bool] = lambda trained: False,
-    fits: Callable[[Origin], bool] = lambda origin: True,
+    same: Callable[[Origin], bool | None] | None = None,
+    share: Callable[[Origin], float] = lambda run: run.val_split,
 ) -> HeldOut:
     """What the runs of `sources` held out of `data`.
 
     Args:
-        place: the folder that counts of what a path names.
-        divided: whether a run's data has a validation part of its own, so that nothing was held out.
-        fits: whether a run's other options choose the same images; if not, nothing is known.
+        same: whether a run was trained on it; None if that cannot be known. Default: whether the paths are the same.
+        share: the part of it that such a run held out; 0 if it had validation images of its own.
     """
     shares: dict[str, float] = {}
     unknown = []
     for source in sources:
-        origin = None if source.startswith(_PUBLISHED) else origin_of(source)
-        same = None if origin is None else origin.names(data, place=place)
-        if origin is not None and same and fits(origin):
-            trained = next((str(p) for p in origin.places() if p.exists()), data)
-            own = 0.0 if divided(trained) else float(origin.options.get("val_split") or DEFAULT_VAL_SPLIT)
-            shares[source] = own
-        elif same is not False and not source.startswith(_PUBLISHED):
+        if source.startswith(_PUBLISHED):
+            continue
+        run = origin_of(source)
+        trained = None if run is None else same(run) if same else run.names(data)
+        if run is not None and trained:
+            shares[source] = share(run)
+        elif trained is None:
             unknown.append(source)
     if len(set(shares.values())) > 1:
         raise EverytokenError(
             f"{' and '.join(shares)} were trained on {data} and held out different parts of it "
-            f"({' and '.join(f'{share:.0%}' for share in shares.values())}), so no images are new to both"
+            f"({' and '.join(f'{part:.0%}' for part in shares.values())}), so no images are new to both"
         )
     return HeldOut(next(iter(shares.values()), 0.0), tuple(shares), tuple(unknown))

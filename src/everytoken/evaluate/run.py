@@ -22,7 +22,7 @@ from everytoken.data.places import part
 from everytoken.data.sources import DataError, DataSet
 from everytoken.errors import EverytokenError
 from everytoken.evaluate.accuracy import Predictions, predict, read_real, real_accuracy
-from everytoken.evaluate.held_out import NAMED, held_out
+from everytoken.evaluate.held_out import NAMED, Origin, held_out
 from everytoken.models import TokenModel
 from everytoken.models.load import Description, LoadedModel, load_model
 
@@ -168,7 +168,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
         return _named_part(sources, data)
     if part(data, "val"):
         return open_dataset(data, "val"), ""
-    known = held_out(sources, data, place=_train_folder, divided=lambda trained: part(trained, "val") is not None)
+    known = held_out(sources, data, lambda run: run.names(data, place=_train_folder), _share)
     if known.share:
         found = open_dataset(data, "val", val_split=known.share)
         return found, known.note(data, len(found))
@@ -201,6 +201,12 @@ def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
             raise
     found = open_dataset(data, "val", val_split=known.share)
     return found, known.note(data, len(found))
+
+
+def _share(run: Origin) -> float:
+    """The part that a run held out; 0 if its data has a part for validation."""
+    there = run.there()
+    return 0.0 if there is not None and part(str(there), "val") else run.val_split
 
 
 def _train_folder(path: Path) -> Path:

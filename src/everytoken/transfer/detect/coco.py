@@ -57,6 +57,14 @@ def divided(data: str, options: CocoOptions) -> bool:
     return bool(options.val_annotations) or (not options.annotations and _find(Path(data), "val") is not None)
 
 
+def whole_file(data: Path) -> Path:
+    """The json file of data without parts, so that a folder and the file in it are seen to be the same data."""
+    try:
+        return (_find(data, "all") or data).resolve()
+    except DataError:  # several: one of them was chosen by name
+        return data.resolve()
+
+
 def _read(data: str, split: str, options: CocoOptions) -> InstanceSet:
     root = Path(data)
     if not root.exists():

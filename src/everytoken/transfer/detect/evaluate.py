@@ -16,14 +16,17 @@ from PIL import Image
 
 from everytoken.data.batch import Batch
 from everytoken.data.loader import BadImages, Loader
+from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
-from everytoken.transfer.detect.coco import divided, only_images, open_instances
+from everytoken.evaluate.held_out import held_out
+from everytoken.transfer.detect.coco import divided, only_images, open_instances, whole_file
 from everytoken.transfer.detect.data import Samples, base_of
 from everytoken.transfer.detect.draw import compare, draw_objects, truth_of
 from everytoken.transfer.detect.infer import Found, Inference
 from everytoken.transfer.detect.metrics import Precision, precision
 from everytoken.transfer.detect.model import DetectorDescription, load_detector
 from everytoken.transfer.detect.options import CocoOptions, FindOptions
+from everytoken.transfer.files import gather_images, result_stems
 from everytoken.transfer.segment.draw import sheet
 
 
@@ -63,15 +66,13 @@ def evaluate(
     picture_count: int = 8, sure: float = 0.5, results: str = "",
 ) -> Evaluation:  # fmt: skip
     """COCO's average precision of a detector; see `everytoken detect eval --help`."""
-    coco = coco or CocoOptions()
-    undivided = split == "val" and not divided(data, coco)
-    found_set = open_instances(data, "all" if undivided and not coco.val_split else split, coco)
+    found_set, notes = _open(source, data, split, coco or CocoOptions())
     if not len(found_set):
         raise EverytokenError(f"{data} has no images for {split!r}")
     base, _ = base_of(found_set, 0)
     loaded = load_detector(source)
     about = loaded.description
-    notes = list(base.notes)
+    notes += base.notes
     columns = class_columns(about.class_names, base.class_names, base.name)
     unknown = sum(c not in columns for c in range(base.num_classes))
     if unknown:
@@ -108,6 +109,21 @@ def evaluate(
     return Evaluation(made, numbers, notes, dict(bad.seen))
 
 
+def _open(source: str, data: str, split: str, coco: CocoOptions) -> tuple[DataSet, list[str]]:
+    """The images to evaluate on, and what to say about them: of data without parts, what the run held out."""
+    if split != "val" or coco.val_split or divided(data, coco):
+        return open_instances(data, split, coco), []
+    known = held_out(
+        [source], data,
+        lambda run: run.names(coco.annotations or data, "annotations" if run.options.get("annotations") else "data",
+                              whole_file),
+        lambda run: 0.0 if run.options.get("val_annotations") else run.val_split,
+    )  # fmt: skip
+    found = open_instances(data, "val" if known.share else "all", replace(coco, val_split=known.share))
+    note = known.note(data, len(found))
+    return found, [note] if note else []
+
+
 def _relabel(found: Found, columns: Sequence[int], keep: Sequence[int]) -> Found:
     labels = np.array([columns[int(found.labels[k])] for k in keep], dtype=np.int64)
     masks = None if found.masks is None else [found.masks[k] for k in keep]
@@ -118,7 +134,7 @@ def predict(
     source: str, images: Sequence[str], output: str, find: FindOptions | None = None, *, workers: int = 0,
     device: str = "cpu", amp: bool = False, sure: float = 0.5,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Objects of images: a picture of each, and predictions.json, written to a folder.
+    """Objects of images: a picture of each, and predictions.json, written to a folder; never over an image.
 
     Args:
         sure: score of the objects that are drawn and counted; the file has all of them.
@@ -126,13 +142,14 @@ def predict(
     Returns:
         A row for each image: file, and how many objects of which class.
     """
+    out = Path(output)
+    stems = result_stems(*gather_images(images), out, (".objects.jpg",))
     data = only_images(images)
     loaded = load_detector(source)
     names = list(loaded.description.class_names)
     ask = Inference.of(loaded.model.to(device), loaded.description, _asked(find or FindOptions(), loaded.description))
     samples = Samples(data, ask.transform, None, truth=False)
     loader = Loader(data, None, 1, train=False, workers=workers, samples=samples)
-    out = Path(output)
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
@@ -140,7 +157,7 @@ def predict(
         key = batch.keys[0]
         shown = answer.better_than(sure)
         image: Image.Image = data.picture(int(batch.indices[0])).upright()
-        target = out / Path(key).with_suffix("")
+        target = stems[key]
         target.parent.mkdir(parents=True, exist_ok=True)
         drawn = draw_objects(np.asarray(image), shown, names)
         drawn.save(target.with_name(target.name + ".objects.jpg"), quality=90)

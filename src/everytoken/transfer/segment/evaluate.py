@@ -17,7 +17,8 @@ from torch import Tensor
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
-from everytoken.transfer.files import gather_images
+from everytoken.evaluate.held_out import held_out
+from everytoken.transfer.files import gather_images, result_stems
 from everytoken.transfer.segment.data import EvalSamples, MaskSet
 from everytoken.transfer.segment.draw import as_palette_image, overlay, panel, sheet
 from everytoken.transfer.segment.infer import Inference
@@ -26,7 +27,7 @@ from everytoken.transfer.segment.metrics import Confusion
 from everytoken.transfer.segment.model import load_segmenter
 from everytoken.transfer.segment.options import EvalOptions, MaskOptions
 from everytoken.transfer.segment.task import build_inference
-from everytoken.transfer.segment.token import load_token_segmenter
+from everytoken.transfer.segment.token import load_token_segmenter, read_class_map
 
 Head = Literal["segment", "token", "class"]
 
@@ -96,7 +97,7 @@ def prepare(
 def _names_of_map(path: str) -> list[str]:
     if not path:
         raise EverytokenError("a token head needs a --class-map FILE.json that names the classes to draw")
-    return list(json.loads(Path(path).read_text()))
+    return list(read_class_map(path))
 
 
 def evaluate(
@@ -105,9 +106,7 @@ def evaluate(
     pictures: str = "", picture_count: int = 16, **how: Any,
 ) -> Evaluation:  # fmt: skip
     """Numbers of a segmenter on a data set; see `everytoken segment eval --help`. `how` goes to `prepare`."""
-    masks = masks or MaskOptions()
-    undivided = split == "val" and not divided(data, masks)
-    found = open_masks(data, "all" if undivided and not masks.val_split else split, masks)
+    found, notes = _open(source, data, split, masks or MaskOptions())
     asked = prepare(source, found.class_names, options or EvalOptions(), device=device, **how)
     counts = Confusion(len(asked.class_names))
     bad = BadImages(on_bad_image)
@@ -130,28 +129,41 @@ def evaluate(
         Path(pictures).parent.mkdir(parents=True, exist_ok=True)
         sheet(panels).save(pictures, quality=88)
     numbers = {**counts.summary(), "images": images, "images_per_second": images / seconds}
-    return Evaluation(numbers, counts, asked.class_names, asked.notes, dict(bad.seen))
+    return Evaluation(numbers, counts, asked.class_names, [*notes, *asked.notes], dict(bad.seen))
+
+
+def _open(source: str, data: str, split: str, masks: MaskOptions) -> tuple[DataSet, list[str]]:
+    """The images to evaluate on, and what to say about them: of data without parts, what the run held out."""
+    if split != "val" or masks.val_split or divided(data, masks):
+        return open_masks(data, split, masks), []
+    known = held_out(
+        [source], data, lambda run: run.names(data) if (run.options.get("images") or "") == masks.images else None
+    )
+    found = open_masks(data, "val" if known.share else "all", replace(masks, val_split=known.share))
+    note = known.note(data, len(found))
+    return found, [note] if note else []
 
 
 def predict(
     source: str, images: Sequence[str], output: str, options: EvalOptions | None = None, *,
     workers: int = 0, device: str = "cpu", amp: bool = False, **how: Any,
 ) -> tuple[list[dict[str, Any]], list[str]]:  # fmt: skip
-    """Masks and pictures of images, written to a folder.
+    """Masks and pictures of images, written to a folder; never over an image.
 
     Returns:
         A row for each image (file, classes with their parts in percent), and what to tell the user.
     """
     root, names = gather_images(images)
+    out = Path(output)
+    stems = result_stems(root, names, out, (".png", ".overlay.jpg"))
     found = MaskSet(root, names, [], [], {})
     asked = prepare(source, None, options or EvalOptions(), device=device, **how)
     loader = Loader(found, None, 1, train=False, workers=workers, samples=EvalSamples(found, masks=False))
-    out = Path(output)
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for batch, answer in _answers(asked.ask, loader, device, amp):
         mask = answer.numpy()
-        stem = out / Path(batch.keys[0]).with_suffix("")
+        stem = stems[batch.keys[0]]
         stem.parent.mkdir(parents=True, exist_ok=True)
         as_palette_image(mask, len(asked.class_names)).save(stem.with_name(stem.name + ".png"))
         pixels = batch.images[0].permute(1, 2, 0).numpy()

@@ -61,13 +61,19 @@ def class_map(head: Sequence[str], data: Sequence[str], path: str = "") -> Tenso
     return out
 
 
-def _from_file(out: Tensor, head: Sequence[str], data: Sequence[str], path: str) -> Tensor:
+def read_class_map(path: str) -> dict[str, Any]:
+    """Class of the data -> classes of the head, as a --class-map file says it."""
     try:
         content: Any = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise EverytokenError(f"the class map {path} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise EverytokenError(f"the class map {path} (--class-map) cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise EverytokenError(f'{path}: a class map looks like {{"class of the data": ["class of the head", ...]}}')
+    return content
+
+
+def _from_file(out: Tensor, head: Sequence[str], data: Sequence[str], path: str) -> Tensor:
+    content = read_class_map(path)
     words: dict[str, int] = {}
     for j, name in enumerate(head):
         for word in (name, *synonyms(name)):
