@@ -61,11 +61,12 @@ def _facts(options: Model) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from everytoken.models import TokenModel, family_of_name
+    from everytoken.train.distributed import best_device
 
     if not timm.is_model(options.name.split(".")[0]):
         near = did_you_mean(options.name, timm.list_models())
         raise EverytokenError(f"timm knows no model {options.name!r}.{near}")
-    device = torch.device(options.device or _best_device())
+    device = torch.device(options.device or best_device())
     arguments: dict[str, Any] = {"num_classes": options.num_classes}
     if options.img_size:
         arguments["img_size"] = options.img_size if len(options.img_size) == 2 else options.img_size[0]
@@ -97,14 +98,6 @@ def _facts(options: Model) -> dict[str, Any]:
         facts[f"evaluation on {device}"] = f"{_rate(model, batch, options.seconds / 2, False):.1f} images/s"
         facts[f"training on {device}"] = f"{_rate(model, batch, options.seconds / 2, True):.1f} images/s"
     return facts
-
-
-def _best_device() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def _rate(model: Any, batch: Any, seconds: float, training: bool) -> float:

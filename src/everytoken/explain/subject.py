@@ -17,10 +17,10 @@ from everytoken.annotate.classes import ClassList, imagenet_classes
 from everytoken.annotate.imagenet_registry import MEAN, STD, registry_model
 from everytoken.annotate.networks import create
 from everytoken.data import placement as pl
-from everytoken.data.augment import AugmentConfig
 from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.evaluate.run import view_of
 from everytoken.models import TokenModel
 from everytoken.models.load import Description, load_model
 
@@ -151,15 +151,7 @@ def _subject(source: str, model: TokenModel, about: Description, pretrained: boo
     tokens = classes
     if about.token_class_names and about.token_class_names != about.class_names:
         tokens = ClassList(len(about.token_class_names), about.token_class_names)
-    view = EvalTransform(
-        AugmentConfig(
-            img_size=(about.img_size[0], about.img_size[1]),
-            crop_pct=about.crop_pct,
-            interpolation=about.interpolation,
-            mean=(about.mean[0], about.mean[1], about.mean[2]),
-            std=(about.std[0], about.std[1], about.std[2]),
-        )
-    )
+    view = EvalTransform(view_of(about))
     return Subject(_short(source, about.architecture), source, model, classes, tokens, view, remark)
 
 

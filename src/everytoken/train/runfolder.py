@@ -125,6 +125,7 @@ def environment() -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
+        "folder": os.getcwd(),  # where relative paths in config.yaml start
         "everytoken": version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
