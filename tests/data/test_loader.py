@@ -113,6 +113,19 @@ def test_a_sample_is_the_same_with_any_number_of_workers_in_any_order_and_after_
     assert collect(Loader(data, TrainTransform(CONFIG), 4, train=True, seed=6, drop_last=False).epoch(2)) != want
 
 
+def test_every_pass_over_the_loader_is_the_next_epoch(data):
+    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, drop_last=False)
+    by_number = [collect(loader.epoch(n)) for n in range(4)]
+    fresh = Loader(data, TrainTransform(CONFIG), 4, train=True, drop_last=False)
+    assert [collect(fresh), collect(fresh)] == by_number[:2]
+    assert collect(fresh.epoch(0)) == by_number[0]  # asked for by number, an epoch is always the same
+    assert collect(fresh.epoch(2)) == by_number[2]
+    assert collect(fresh) == by_number[3]
+    assert by_number[0] != by_number[1]
+    calm = Loader(data, EvalTransform(CONFIG), 4, train=False)
+    assert collect(calm) == collect(calm)
+
+
 def test_an_epoch_can_be_left_in_the_middle_and_begun_again(data):
     loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=2)
     whole = [batch.keys for batch in loader.epoch(0)]
@@ -262,12 +275,12 @@ print(next(batches).images.shape)
 def test_workers_outlive_signals_to_the_group_and_end_when_the_loader_is_closed(data):
     loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=2)
     batches = loader.epoch(0)
-    next(batches)
+    next(batches), next(batches)  # one of each worker, so both have begun
     workers = loader._loader._iterator._workers
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
         os.kill(worker.pid, signal.SIGINT)
-    assert len(list(batches)) == len(loader) - 1
+    assert len(list(batches)) == len(loader) - 2
     assert all(worker.is_alive() for worker in workers)
     loader.close()
     assert not any(worker.is_alive() for worker in workers)

@@ -2,6 +2,7 @@
 
     loader = Loader(data, TrainTransform(config), batch_size=128, train=True, workers=4, store=Store("maps"))
     for batch in loader.epoch(3, start=120): ...
+    for batch in loader: ...                      # the next epoch: 0 at first, here 4
 
 What a sample looks like depends on (seed, epoch, key) alone: not on the number of workers, the order, the rank, or
 where a run was resumed. Images stay bytes. Workers write samples straight into a batch and live as long as the loader.
@@ -244,6 +245,7 @@ class Loader:
         samples: Any = None,
     ) -> None:
         self.data, self.train = data, train
+        self._upcoming = 0
         self.bad_images = bad_images or BadImages()
         self.sampler = BatchSampler(
             len(data), batch_size, train=train, seed=seed, rank=rank, world=world, drop_last=drop_last, repeats=repeats
@@ -276,6 +278,7 @@ class Loader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from batch `start` on; those before it are not read."""
         self.sampler.set_epoch(epoch, start)
+        self._upcoming = epoch + 1
         for batch in self._loader:
             if batch.skipped:
                 self.bad_images.note(batch.skipped, len(self.data))
@@ -285,8 +288,8 @@ class Loader:
                 raise DataError(f"None of a batch's {len(batch.skipped)} images can be read:\n  {batch.skipped[0][1]}")
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of epoch 0."""
-        return self.epoch(0)
+        """The batches of the next epoch: 0 at first, then the one after that which was begun last."""
+        return self.epoch(self._upcoming)
 
     def close(self) -> None:
         """End the workers; done at exit too. The next epoch would start new ones."""
