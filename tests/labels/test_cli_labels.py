@@ -54,6 +54,23 @@ def test_info_tells_settings_counts_and_agreement(data, capsys):
     assert "224" in table
 
 
+def test_sheet_finds_the_images_of_a_divided_folder_and_tells_what_it_does_not_find(data, capsys):
+    words = ("sheet", data / "maps", "--out", data / "sheet.png", "--images")
+    assert run(*words, data / "photos") == 0
+    plain = (data / "sheet.png").read_bytes()
+    (data / "divided/val/cat").mkdir(parents=True)
+    (data / "photos").rename(data / "divided/train")
+    capsys.readouterr()
+    assert run(*words, data / "divided") == 0
+    assert (data / "sheet.png").read_bytes() == plain
+    assert "not found" not in capsys.readouterr().out
+    (data / "divided/train/cat/2.x.jpg").unlink()
+    assert run(*words, data / "divided") == 0
+    assert f"1 of 11 images were not found under {data / 'divided/train'}" in capsys.readouterr().out
+    assert run(*words, data / "maps") == 2
+    assert "11 of 11 images were not found under" in capsys.readouterr().err
+
+
 def test_info_works_on_a_store_that_is_not_finished(data, filling, capsys):
     with StoreWriter.create_or_resume(data / "begun", filling.keys(5), filling.META):
         assert run("info", data / "begun") == 0
@@ -68,6 +85,7 @@ def test_sheet_and_show_write_pictures(data, capsys):
     assert "two.png: 2 images" in capsys.readouterr().out
     assert run("show", data / "maps", "--images", data / "photos", "--out", data / "all.jpg") == 0
     assert "all.jpg: 11 images" in capsys.readouterr().out
+    assert "note" not in capsys.readouterr().out
     names = data / "names.txt"
     names.write_text("Katze\nHund\n")
     assert run("show", data / "maps", "dog/0.x.jpg", "--names", names, "--out", data / "n.png") == 0

@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from everytoken.labels import ScoreMap, Store, StoreMeta, StoreWriter, export_legacy, import_legacy
 from everytoken.labels.errors import StoreError
@@ -81,6 +81,59 @@ def test_keys_are_image_paths_when_images_are_given_and_sizes_are_upright(tmp_pa
     assert store["x/n01/turned.jpg"].size == (100, 50)
     assert export_legacy(store, tmp_path / "back") != []  # says that other code takes maps as whole images
     assert torch.equal(torch.load(tmp_path / "back/n02/c.pt"), torch.load(tmp_path / "pt/n02/c.pt"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_maps_are_turned_upright_with_their_images(tmp_path, orientation):
+    number = np.arange(225).reshape(15, 15)
+    tensor = torch.zeros(2, 2, 15, 15, dtype=torch.float16)
+    tensor[0, 0], tensor[0, 1] = torch.from_numpy(number % 40 + 1.0), 0.5
+    tensor[1, 0], tensor[1, 1] = torch.from_numpy(number.astype(np.float32)), 999
+    save(tmp_path / "pt", "a/x.pt", tensor)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    (tmp_path / "images/a").mkdir(parents=True)
+    # a picture of the map: each cell is 2 x 1 pixels of its number
+    Image.fromarray(number.astype(np.uint8).repeat(2, axis=1)).save(tmp_path / "images/a/x.png", exif=exif)
+    import_legacy(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
+    with Image.open(tmp_path / "images/a/x.png") as image:
+        picture = ImageOps.exif_transpose(image)
+    one = Store(tmp_path / "s")["a/x.png"]
+    assert one.size == picture.size
+    cells = np.asarray(picture.resize((15, 15), Image.Resampling.NEAREST))
+    assert np.array_equal(one.classes[..., 0], cells)
+    assert np.array_equal(one.scores[..., 0], cells % 40 + 1.0)
+
+
+def test_an_import_takes_every_image_of_a_data_set_and_survives_a_bomb_and_a_circle_of_links(tmp_path, monkeypatch):
+    for name in ("a", "b", "bomb"):
+        save(tmp_path / "pt", f"n/{name}.pt", released_map(1))
+    folder = tmp_path / "images/n"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (30, 20)).save(folder / "a.jfif", "JPEG")
+    Image.new("RGB", (30, 20)).save(folder / "b.png")
+    Image.new("RGB", (200, 100)).save(folder / "bomb.png")
+    (folder / "again").symlink_to(folder, target_is_directory=True)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    done = import_legacy(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
+    store = Store(tmp_path / "s")
+    assert (done.maps, list(store)) == (2, ["n/a.jfif", "n/b.png"])
+    assert list(store.skipped) == ["n/bomb.png"]
+    assert "too large" in store.skipped["n/bomb.png"]
+    assert str(tmp_path) not in store.skipped["n/bomb.png"]
+
+
+def test_a_turned_image_cannot_have_an_oblong_map(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "images/a").mkdir(parents=True)
+    for name in ("flat", "turned"):
+        save(tmp_path / "pt", f"a/{name}.pt", released_map(1, (3, 4)))
+        image = Image.new("RGB", (40, 30))
+        image.save(tmp_path / f"images/a/{name}.png", **({"exif": exif} if name == "turned" else {}))
+    done = import_legacy(tmp_path / "pt", tmp_path / "s", tmp_path / "images", resize_mode="squash")
+    assert done.maps == 1
+    assert "lies on its side" in Store(tmp_path / "s").skipped["a/turned.png"]
 
 
 def test_two_images_that_claim_one_label_file_are_reported_and_get_none(tmp_path):

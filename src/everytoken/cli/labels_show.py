@@ -168,13 +168,12 @@ def _draw(
 
     manifest = store.manifest
     name_of = _namer(store, names)
-    if images is not None and not images.is_dir():
-        raise EverytokenError(f"there is no image folder {images}.")
+    folder, missing = (None, 0) if images is None else _find_images(images, [key for key, _ in chosen])
     class_ids = {name: i for i, name in enumerate(manifest.class_names)}
     tiles = []
     for key, section in chosen:
         one = store[key]
-        photo, remark = (None, "") if images is None else load_photo(images / key, one.size)
+        photo, remark = (None, "") if folder is None else load_photo(folder / key, one.size)
         summary = summarize(one, manifest.num_classes)
         tiles.append(Tile(key, section, one, summary, folder_label(key, class_ids), photo, remark))
     title = f"{store.path.resolve().name} · {len(store):,} maps of {manifest.grid[0]}x{manifest.grid[1]} cells"
@@ -187,6 +186,28 @@ def _draw(
     except (OSError, ValueError) as error:
         raise EverytokenError(f"cannot write {out}: {error}. Give a name that ends in .png or .jpg.") from error
     print(f"{out}: {len(tiles)} image{'s' if len(tiles) > 1 else ''}")
+    if missing:
+        print(f"note: {missing} of {len(tiles)} images were not found under {folder}; their cells are drawn on grey")
+
+
+def _find_images(images: Path, keys: Sequence[str]) -> tuple[Path, int]:
+    """The folder that the keys are relative to (the given one, or the folder of its training images or of another
+    part), and how many of them are not there."""
+    from everytoken.data.places import SPLITS, part
+
+    if not images.is_dir():
+        raise EverytokenError(f"there is no image folder {images}.")
+    parts = [part(str(images), split) for split in SPLITS]
+    places = [place.folder for place in parts if place is not None and place.folder is not None] + [images]
+    found = [sum((place / key).is_file() for key in keys) for place in places]
+    best = places[found.index(max(found))]
+    if keys and not max(found):
+        where = " or ".join(map(str, dict.fromkeys(places)))
+        raise EverytokenError(
+            f"{len(keys)} of {len(keys)} images were not found under {where}: for example, there is no "
+            f"{best / keys[0]}. Give the folder that was annotated as --images; without it the cells are drawn on grey."
+        )
+    return best, len(keys) - max(found)
 
 
 def _namer(store: Store, path: Path | None) -> Callable[[int], str]:

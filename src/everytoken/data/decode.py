@@ -110,11 +110,7 @@ class Picture:
             if size is not None:
                 self._jpeg = (self._data, "RGB", ("RGB", ""))
             width, height = size or self.image.size
-            if width * height > max_pixels:
-                raise ImageError(
-                    f"{where}: {width} x {height} pixels are more than the limit of {max_pixels}. "
-                    "Make a smaller copy, or raise max_pixels if you trust the file."
-                )
+            _check_pixels((width, height), where, max_pixels)
             orientation = 1
             if size is None:
                 if self.image.format == "TIFF":
@@ -122,7 +118,7 @@ class Picture:
                     width, height = self.image.size
                 orientation = _orientation(self.image)
             turn = _ORIENTATIONS[orientation]
-        self.raw_size = (width, height)
+        self.raw_size, self.orientation = (width, height), orientation
         self.turned = turn is not _ORIENTATIONS[1]
         self.to_raw = np.array([[u, v, w * width + h * height] for u, v, w, h in turn], dtype=np.float64)
         self.size = (height, width) if turn[0][0] == 0 else (width, height)
@@ -190,14 +186,40 @@ class Picture:
             self.image.load()
             made = to_rgb(self.image, self.alpha, self.where)
         if self.turned:
-            pixels = np.asarray(made)
-            (a, b, _), (d, e, _) = self.to_raw.tolist()
-            if a == 0:
-                pixels = pixels.transpose(1, 0, 2)
-            # along u the stored coordinate is x (coefficient a) or y (coefficient d); likewise along v
-            pixels = pixels[:: -1 if b + e < 0 else 1, :: -1 if a + d < 0 else 1]
-            made = Image.fromarray(np.ascontiguousarray(pixels))
+            made = Image.fromarray(np.ascontiguousarray(turn_upright(np.asarray(made), self.orientation)))
         return made
+
+
+def turn_upright(stored: np.ndarray, orientation: int) -> np.ndarray:
+    """An array [H, W, C] in the stored order of rows and columns -> the upright one, for an EXIF orientation 1 to 8."""
+    (a, b, _, _), (d, e, _, _) = _ORIENTATIONS[orientation]
+    if a == 0:
+        stored = stored.transpose(1, 0, 2)
+    # along u the stored coordinate is x (coefficient a) or y (coefficient d); likewise along v
+    return stored[:: -1 if b + e < 0 else 1, :: -1 if a + d < 0 else 1]
+
+
+def read_header(path: Path, where: str, max_pixels: int = MAX_PIXELS) -> tuple[tuple[int, int], int]:
+    """((width, height) as stored, EXIF orientation) of an image file, of which the header alone is read.
+
+    Refuses what `Picture` refuses at opening, with the same words.
+    """
+    with _naming(where), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below decides
+        with Image.open(path) as image:
+            if image.format == "TIFF":
+                image.load()  # as in Picture
+            size, orientation = image.size, _orientation(image)
+        _check_pixels(size, where, max_pixels)
+    return size, orientation
+
+
+def _check_pixels(size: tuple[int, int], where: str, max_pixels: int) -> None:
+    if size[0] * size[1] > max_pixels:
+        raise ImageError(
+            f"{where}: {size[0]} x {size[1]} pixels are more than the limit of {max_pixels}. "
+            "Make a smaller copy, or raise max_pixels if you trust the file."
+        )
 
 
 def _plain_jpeg(data: bytes) -> tuple[int, int] | None:

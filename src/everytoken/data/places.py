@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -58,7 +58,7 @@ class Place:
     def images(self) -> tuple[Reader, list[tuple[str, int]]]:
         """A reader, and (path relative to this place, number in the reader) of each image, sorted by path."""
         if self.reader is None:
-            paths = sorted(_walk(self._folder))
+            paths = sorted(walk(self._folder))
             return FolderReader(self._folder, paths), [(path, i) for i, path in enumerate(paths)]
         cut = len(self.prefix)
         found = [(p[cut:], i) for i, p in enumerate(self.reader.paths) if p.startswith(self.prefix) and is_image(p)]
@@ -132,8 +132,11 @@ def has_images(folder: Path) -> bool:
     return any(is_image(e.name) or (e.is_dir() and not hidden(e.name)) for e in os.scandir(folder))
 
 
-def _walk(folder: Path) -> list[str]:
-    """Relative paths of all images below a folder. Links are followed, but never round in a circle."""
+def walk(folder: Path, wanted: Callable[[str], bool] = is_image) -> list[str]:
+    """Relative paths of all images (or other wanted files) below a folder, without hidden ones.
+
+    Links are followed, but never round in a circle.
+    """
     found: list[str] = []
 
     def visit(path: str, relative: str, above: frozenset[tuple[int, int]]) -> None:
@@ -148,7 +151,7 @@ def _walk(folder: Path) -> list[str]:
                     continue
                 if entry.is_dir():
                     visit(entry.path, name + "/", above | {here})
-                elif is_image(entry.name):  # a dangling link stays in the list and is reported when it is read
+                elif wanted(entry.name):  # a dangling link stays in the list and is reported when it is read
                     found.append(name)
 
     visit(os.fspath(folder), "", frozenset())

@@ -6,7 +6,8 @@ ids **as float16**, which are exact below 2048 only.
 
 What we do differently: files are loaded with ``weights_only`` (nothing in them is ever executed), every value is
 checked, and what does not pass is refused by name and listed, not trained on. Two images whose paths come to the
-same ``.pt`` name ("cat.1.jpg", "cat.2.jpg") cannot both own it: neither gets a map.
+same ``.pt`` name ("cat.1.jpg", "cat.2.jpg") cannot both own it: neither gets a map. The released annotators saw images
+as they are stored, whatever their EXIF orientation says; here images are turned upright, and their maps with them.
 
 Cost: about 1.5 times torch.load per file; nothing grows with the number of files but the list of their names.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from everytoken.labels.store import Store
 from everytoken.labels.writer import Skipped, StoreWriter
 
 EXACT_IDS = 2048  # float16 has every integer below this, and only the even ones above
-IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"})
 Progress = Callable[[int, int], None]
 
 
@@ -122,10 +122,13 @@ def import_legacy(
         annotator: what to note in the manifest.
         progress: called with (done, total).
     """
+    from everytoken.data.decode import ImageError, read_header, turn_upright
+    from everytoken.data.places import walk
+
     root, notes = Path(source), []
     if not root.is_dir():
         raise StoreError(f"there is no folder {root} with released maps.")
-    label_files = sorted(_walk(root, {".pt"}))
+    label_files = sorted(walk(root, lambda name: name.lower().endswith(".pt")))
     if not label_files:
         raise StoreError(f"{root} has no .pt files; give the folder that holds the class folders of released maps.")
     num_classes = len(class_names) or num_classes
@@ -165,9 +168,15 @@ def import_legacy(
         except StoreError as error:
             return Skipped(f"{file} {error}")
         try:
-            size = (0, 0) if images is None else _upright_size(Path(images) / key)
-        except OSError as error:
-            return Skipped(f"the image cannot be read ({error})")
+            size, orientation = ((0, 0), 1) if images is None else read_header(Path(images) / key, key)
+        except ImageError as error:
+            return Skipped(f"the image cannot be read ({str(error).removeprefix(f'{key}: ').rstrip('.')})")
+        scores, classes = turn_upright(scores, orientation), turn_upright(classes, orientation)
+        if scores.shape[:2] != grid:
+            return Skipped(
+                f"the image lies on its side (EXIF), and a map of {grid[0]}x{grid[1]} cells cannot be turned"
+            )
+        size = size if orientation < 5 else size[::-1]
         return ScoreMap(scores, classes.astype(np.uint32), size, map_area(mode, size, grid[1] / grid[0]))
 
     with StoreWriter.create_or_resume(out, by_key, meta) as writer:
@@ -248,24 +257,17 @@ def _export_notes(store: Store) -> Iterator[str]:
         yield f"the released training code takes maps as covering the whole image; these are '{manifest.resize_mode}'"
 
 
-def _walk(root: Path, endings: Iterable[str]) -> Iterator[str]:
-    """Files below ``root`` with one of these endings, as relative posix paths."""
-    for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            if os.path.splitext(name)[1].lower() in endings and not name.startswith("."):
-                yield Path(folder, name).relative_to(root).as_posix()
-
-
 def _match(
     label_files: list[str], images: Path | None
 ) -> tuple[dict[str, str | None], dict[str, list[str]], list[str]]:
     """Label file by key (None: no map for this image), images by disputed label file, images without label file."""
+    from everytoken.data.places import walk
+
     if images is None:
         return {file[: -len(".pt")]: file for file in label_files}, {}, []
     if not images.is_dir():
         raise StoreError(f"there is no image folder {images}.")
-    keys = sorted(_walk(images, IMAGE_ENDINGS))
+    keys = sorted(walk(images))
     claims = Counter(map(legacy_path, keys))
     there = set(label_files)
     ambiguous: dict[str, list[str]] = {}
@@ -302,12 +304,3 @@ def _look_ahead(root: Path, label_files: list[str], num_classes: int) -> tuple[t
         raise StoreError(f"no file of {root} can be read as a released map; the first one, {reason}.")
     h, w, k = shapes.most_common(1)[0][0]
     return (h, w), k
-
-
-def _upright_size(path: Path) -> tuple[int, int]:
-    from PIL import Image
-
-    with Image.open(path) as image:
-        width, height = image.size
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    return (height, width) if turned else (width, height)
