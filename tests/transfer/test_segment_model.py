@@ -186,6 +186,8 @@ def test_the_confusion_matrix_is_one_for_the_whole_set_and_names_what_is_taken_f
     assert rows[0] == {"class": "sky", "IoU": pytest.approx(200 / 3), "accuracy": pytest.approx(200 / 3),
                        "pixels": 60.0, "taken for": "sea"}  # fmt: skip
     assert rows[1]["taken for"] == ""
+    counts.add(torch.tensor([0]), torch.tensor([2]))
+    assert counts.per_class(["sky", "sea", "sun"])[2]["accuracy"] is None  # as in JSON, which has no NaN
 
 
 @pytest.mark.parametrize(

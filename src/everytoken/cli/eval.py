@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -118,6 +117,6 @@ def main(argv: list[str], prog: str) -> None:
         from everytoken.annotate.classes import shown_name
 
         for row in worst:
-            values = [f"{row[c]:.1f}" if not math.isnan(row[c]) else "-" for c in ("recall", "precision")]
+            values = ["-" if row[c] is None else f"{row[c]:.1f}" for c in ("recall", "precision")]
             classes.add_row(shown_name(row["class"]), str(row["images"]), *values, shown_name(row["taken for"]))
         console.print(classes)

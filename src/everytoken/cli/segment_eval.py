@@ -106,6 +106,6 @@ def main(argv: list[str], prog: str) -> None:
         for column in ("class", "IoU", "accuracy", "pixels %", "taken for"):
             classes.add_column(column, justify="left" if column in ("class", "taken for") else "right")
         for row in shown:
-            accuracy = "-" if row["accuracy"] != row["accuracy"] else f"{row['accuracy']:.1f}"
+            accuracy = "-" if row["accuracy"] is None else f"{row['accuracy']:.1f}"
             classes.add_row(row["class"], f"{row['IoU']:.1f}", accuracy, f"{row['pixels']:.2f}", row["taken for"])
         console.print(classes)

@@ -80,7 +80,7 @@ class Predictions:
         }
 
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """For each class: images, recall, precision (percent) and what it is most often taken for."""
+        """For each class: images, recall, precision (percent; None without images) and what it is taken for most."""
         rows = []
         guess = self.top[:, 0]
         for number, name in enumerate(names):
@@ -91,8 +91,8 @@ class Predictions:
                 {
                     "class": name,
                     "images": int(own.sum()),
-                    "recall": 100 * float(said[own].mean()) if own.any() else math.nan,
-                    "precision": 100 * float(own[said].mean()) if said.any() else math.nan,
+                    "recall": 100 * float(said[own].mean()) if own.any() else None,
+                    "precision": 100 * float(own[said].mean()) if said.any() else None,
                     "taken for": taken,
                 }
             )

@@ -53,7 +53,10 @@ class Confusion:
         }
 
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each class that occurs: IoU and accuracy in percent, part of all pixels, what it is taken for."""
+        """A row for each class that occurs: IoU and accuracy in percent, part of all pixels, what it is taken for.
+
+        The accuracy of a class that is answered but is not in the truth is None.
+        """
         rows: list[dict[str, Any]] = []
         iou, accuracy = (100 * self.iou()).tolist(), (100 * self.accuracy()).tolist()
         truth = self.counts.sum(1)
@@ -64,6 +67,7 @@ class Confusion:
                 continue
             other = int(off[i].argmax())
             taken = names[other] if int(off[i, other]) else ""
-            row = {"class": name, "IoU": iou[i], "accuracy": accuracy[i], "pixels": 100 * int(truth[i]) / total}
+            found = accuracy[i] if int(truth[i]) else None
+            row = {"class": name, "IoU": iou[i], "accuracy": found, "pixels": 100 * int(truth[i]) / total}
             rows.append({**row, "taken for": taken})
         return rows
