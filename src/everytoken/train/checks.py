@@ -2,42 +2,96 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import timm
+import torch
+from timm.optim import get_optimizer_class, list_optimizers
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import MIXERS
 from everytoken.models import family_of_name
 from everytoken.objectives import Objective
-from everytoken.train.options import TrainOptions
+from everytoken.train.options import LoopOptions, TrainOptions
+from everytoken.train.recipe import flat
+
+SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
+DEVICES = ("cpu", "cuda", "mps")
+_LEAST = {
+    **dict.fromkeys(("epochs", "batch_size", "grad_accum_steps", "lr_base_size", "iters", "val_iters"), 1),
+    **dict.fromkeys(("keep", "log_interval", "val_interval", "bad_loss_limit", "repeat_augment"), 1),
+    **dict.fromkeys(("lr", "lr_base", "min_lr", "warmup_lr", "weight_decay", "layer_decay", "decay_rate"), 0),
+    **dict.fromkeys(("warmup_epochs", "warmup_iters", "cooldown_epochs", "clip_grad"), 0),
+    **dict.fromkeys(("checkpoint_minutes", "checkpoint_steps", "threads", "workers", "val_batch_size"), 0),
+}
 
 
 class ContradictionError(EverytokenError):
     """Two options exclude each other; the message says which and what to change."""
 
 
+def check_loop(options: LoopOptions) -> None:
+    """Raise on what the training loop cannot work with. For every task, before anything is built."""
+    optim, run = options.optim, options.run
+    given = {**flat(options.dataset), **flat(optim), **flat(run)}
+    for name, least in _LEAST.items():
+        value = given.get(name, least)
+        if not least <= value < math.inf:
+            raise EverytokenError(f"{_flag(name)} is {value}; it must be at least {least}")
+    for name, value in (("val_split", given.get("val_split", 0)), ("model_ema_decay", optim.model_ema_decay)):
+        if not 0 <= value < 1:
+            raise EverytokenError(f"{_flag(name)} is {value}; it is a part, from 0 to less than 1")
+    _check_optimizer(optim.opt)
+    if optim.sched == "plateau":
+        raise EverytokenError("--sched plateau follows validation and cannot be stepped every update; try cosine")
+    if optim.sched not in SCHEDULES:
+        raise EverytokenError(
+            f"--sched is {optim.sched!r}; it can be {', '.join(SCHEDULES)}.{did_you_mean(optim.sched, SCHEDULES)}"
+        )
+    check_device(run.device)
+
+
+def check_device(name: str) -> None:
+    """Raise if torch cannot compute there; an empty name stands for the best there is."""
+    kind, _, number = name.partition(":")
+    if not name or kind == "cpu":
+        return
+    if kind not in DEVICES or (number and not number.isdecimal()):
+        raise EverytokenError(f"--device is {name!r}; it can be cpu, cuda, cuda:1 and so on, or mps")
+    there = torch.cuda.device_count() if kind == "cuda" else int(torch.backends.mps.is_available())
+    if int(number or 0) >= there:
+        raise EverytokenError(
+            f"--device is {name!r}, and torch finds {there or 'no'} such device{'s' if there != 1 else ''} on this "
+            "machine; take --device cpu, or leave it out for the best there is (`everytoken doctor` tells more)"
+        )
+
+
+def _check_optimizer(name: str) -> None:
+    known, kind = list_optimizers(), name.lower().rsplit("_", 1)[-1]  # timm: lookahead_adamw
+    if kind not in known:
+        raise EverytokenError(
+            f"--opt is {name!r}, and timm has no such optimizer.{did_you_mean(kind, known)} Usual ones are adamw, sgd, "
+            "lamb and lion."
+        )
+    try:
+        get_optimizer_class(kind)
+    except (AssertionError, ImportError) as error:
+        raise EverytokenError(f"--opt {name} cannot be used here: {error}; adamw works everywhere") from error
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def check_options(options: TrainOptions) -> list[str]:
     """Raise on what cannot work; return what can but is doubtful, as sentences."""
     if not options.data:
         raise EverytokenError("say which images to train on: everytoken train DATA ... (see `everytoken train --help`)")
+    check_loop(options)
     _check_model(options)
-    optim, data = options.optim, options.dataset
-    for name, value in (
-        ("--epochs", optim.epochs),
-        ("--batch-size", data.batch_size),
-        ("--grad-accum-steps", optim.grad_accum_steps),
-        ("--repeat-augment", data.repeat_augment),
-        ("--keep", options.run.keep),
-    ):
-        if value < 1:
-            raise EverytokenError(f"{name} is {value}; it must be at least 1")
-    if not 0 <= data.val_split < 1:
-        raise EverytokenError(f"--val-split is {data.val_split}; it is a part, such as 0.1")
-    if optim.sched == "plateau":
-        raise EverytokenError("--sched plateau follows validation and cannot be stepped every update; try cosine")
-    notes = []
+    optim, notes = options.optim, []
     if optim.warmup_epochs >= optim.epochs:
         notes.append(f"warm-up ({optim.warmup_epochs} epochs) lasts for the whole training ({optim.epochs} epochs)")
     for name in options.mixing:

@@ -21,6 +21,7 @@ from everytoken.evaluate.accuracy import Predictions
 from everytoken.functional import plan_sampling
 from everytoken.objectives import Batch
 from everytoken.train.build import Parts, build
+from everytoken.train.checks import check_loop
 from everytoken.train.distributed import World, join_world
 from everytoken.train.drive import drive, say
 from everytoken.train.loop import Loop
@@ -138,6 +139,7 @@ def default_output(options: TrainOptions) -> str:
 
 def train(options: TrainOptions, dry_run: bool = False) -> int:
     """Train, or print the plan. Returns the exit code: 0, or 130 and 143 after a signal."""
+    check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
     with join_world(options.run.device) as world:

@@ -21,6 +21,7 @@ from everytoken.data.loader import BadImages, Loader
 from everytoken.data.places import DEFAULT_VAL_SPLIT
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
+from everytoken.train.checks import check_loop
 from everytoken.train.distributed import World, join_world
 from everytoken.train.drive import drive, say
 from everytoken.train.loop import Loop
@@ -173,6 +174,7 @@ def train(options: DetectOptions) -> int:
     """Train. Returns the exit code: 0, or 130 and 143 after a signal."""
     if not options.data:
         raise EverytokenError("say which data to train on: everytoken detect train DATA --model NAME")
+    check_loop(options)
     tool()  # say at once if it is missing
     if options.run.threads:
         torch.set_num_threads(options.run.threads)

@@ -22,6 +22,7 @@ from everytoken.data.loader import BadImages, Loader
 from everytoken.data.places import DEFAULT_VAL_SPLIT
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
+from everytoken.train.checks import check_loop
 from everytoken.train.distributed import World, join_world
 from everytoken.train.drive import drive, say
 from everytoken.train.loop import Loop
@@ -69,6 +70,8 @@ class SegmentStep(nn.Module):
 
 class Segmentation:
     """What the loop needs to train a segmenter; see `loop.Task`. An epoch of the loop is `updates` updates."""
+
+    counts_updates = True
 
     def __init__(
         self,
@@ -187,6 +190,7 @@ def train(options: SegmentOptions) -> int:
     """Train. Returns the exit code: 0, or 130 and 143 after a signal."""
     if not options.data:
         raise EverytokenError("say which data to train on: everytoken segment train DATA --model NAME")
+    check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
     optim, updates = in_epochs(options.optim, options.run)
