@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, torn ones passed over."""
 
 import errno
+import os
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from everytoken.train import checkpoint as ck
+from everytoken.train.runfolder import RunFolder
 
 
 def save(root, step, **kwargs):
@@ -59,6 +61,37 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch):
     with pytest.raises(ck.CheckpointError, match=r"full.*last good one is kept"):
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_folders_with_other_names_are_left_alone(tmp_path):
+    (save(tmp_path, 9)).rename(tmp_path / "step-00000009-old")
+    (tmp_path / "step-notes.txt").write_text("mine")
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=1)
+    assert ck.step_of(ck.newest_good(tmp_path)) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000009-old", "step-notes.txt"]
+
+
+def test_weights_replace_older_ones_whole_and_nothing_else_stays(tmp_path):
+    path = tmp_path / "best.safetensors"
+    for value in (1.0, 2.0):
+        ck.write_weights(path, {"w": torch.full((2, 2), value)}, {"architecture": "m"})
+    assert float(load_file(path)["w"][0, 0]) == 2
+    written = path.stat().st_mtime_ns
+    ck.write_weights(path, {"w": torch.full((2, 2), 2.0)}, {"architecture": "m"})
+    assert path.stat().st_mtime_ns == written
+    assert [p.name for p in tmp_path.iterdir()] == ["best.safetensors"]
+
+
+def test_files_are_on_the_disk_before_they_take_their_names(tmp_path, monkeypatch):
+    folder, calls = RunFolder(tmp_path), []
+    sync, move = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append("move"), move(old, new)))
+    folder.write("summary.json", "{}")
+    folder.record({"kind": "epoch", "step": 1})
+    ck.write_weights(tmp_path / "best.safetensors", {"w": torch.ones(1)}, {})
+    assert calls == ["sync", "move", "sync"] * 3  # the file, its name, the folder
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from everytoken.data.keyed import torch_generator
 from everytoken.errors import EverytokenError
+from everytoken.train.checkpoint import save_checkpoint
 from everytoken.train.distributed import World
 from everytoken.train.loop import BadLossError, Loop, Stopped
 from everytoken.train.options import DataOptions, OptimOptions, RunOptions, TrainOptions
@@ -238,6 +240,158 @@ def test_a_used_folder_is_not_overwritten(tmp_path):
     make(tmp_path).run()
     with pytest.raises(EverytokenError, match="another --output"):
         make(tmp_path, resume="never")
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_results_without_a_checkpoint_are_not_overwritten(tmp_path, resume):
+    make(tmp_path).run()
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(EverytokenError, match=r"best\.safetensors, summary\.json.*another --output, or delete"):
+        make(tmp_path, resume=resume)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+
+
+def test_metrics_of_whole_epochs_without_a_checkpoint_are_not_overwritten(tmp_path):
+    make(tmp_path).run()
+    shutil.rmtree(tmp_path / "checkpoints")
+    for name in ("best.safetensors", "summary.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(EverytokenError, match="metrics of 3 epochs"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["save", "_write_best"])
+@pytest.mark.parametrize("end", [1, 2])
+def test_a_kill_around_the_checkpoint_of_an_epoch_costs_only_time(tmp_path, monkeypatch, moment, end):
+    make(tmp_path / "whole", checkpoint_steps=0).run()
+
+    def cut(loop):
+        if loop.epoch == end:
+            raise CutError
+        return real(loop)
+
+    real = getattr(Loop, moment)
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, moment, cut)
+        with pytest.raises(CutError):
+            make(tmp_path / "cut", checkpoint_steps=0).run()
+    make(tmp_path / "cut", checkpoint_steps=0).run()
+    assert same(final(tmp_path / "whole"), final(tmp_path / "cut"))
+    best = [(tmp_path / name / "best.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert best[0] == best[1]
+
+
+def test_best_weights_are_there_after_a_kill_just_before_them(tmp_path, monkeypatch):
+    """The last epoch is the best, and the run is killed when its checkpoint is written but not its weights."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_write_best", lambda loop: None)
+        make(tmp_path).run()
+    assert not (tmp_path / "best.safetensors").exists()
+    make(tmp_path).run()
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    best, last = load_file(tmp_path / "best.safetensors"), load_file(newest / "ema.safetensors")
+    assert all(torch.equal(best[name], value) for name, value in last.items())
+
+
+class Counted(Toy):
+    """48 images in an order that depends on the epoch alone, in batches of any size; keeps what it has shown."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch, self.batches_per_epoch, self.seen = batch, 48 // batch, []
+
+    def batches(self, epoch, start):
+        order = torch.randperm(48, generator=torch_generator(2, epoch))
+        for position in range(start, self.batches_per_epoch):
+            shown = order[position * self.batch : (position + 1) * self.batch]
+            self.seen += [(epoch, int(i)) for i in shown]
+            x = torch.randn(len(shown), 6, generator=torch_generator(3, epoch, position))
+            yield x, x.sum(1)
+
+
+def with_batch(folder, batch, told=None, **changes):
+    optim = replace(OPTIONS.optim, **{"grad_accum_steps": 1, **changes})
+    options = replace(OPTIONS, dataset=DataOptions(batch_size=batch), optim=optim)
+    loop = Loop(Counted(batch), options, RunFolder(folder), WORLD)
+    loop.resume([].append if told is None else told.append)
+    return loop
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4), (6, 16)])
+def test_epochs_are_counted_on_when_the_batch_changes(tmp_path, before, after):
+    with_batch(tmp_path, before, epochs=1).run()
+    told = []
+    loop = with_batch(tmp_path, after, told, epochs=3)
+    assert loop.step == 48 // before
+    assert loop.place == 48 // after
+    summary = loop.run()
+    assert f"the global batch is {after} now and was {before}" in told[0]
+    assert summary["updates"] == 48 // before + 2 * (48 // after)
+    assert sorted(loop.task.seen) == [(epoch, i) for epoch in (1, 2) for i in range(48)]
+    rows = [row for row in RunFolder(tmp_path).rows() if row["kind"] == "epoch"]
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(OPTIONS.optim.min_lr)
+    again = []
+    with_batch(tmp_path, after, again, epochs=3)
+    assert "is finished" in again[-1]
+
+
+def test_an_epoch_under_way_shows_the_images_that_are_left_when_the_batch_changes(tmp_path):
+    loop = with_batch(tmp_path, 4, epochs=2)
+    for _ in range(14):  # a whole epoch and two updates
+        batches = loop.task.batches(loop.epoch, loop.position)
+        loop._update(batches)
+        if loop.position == 12:
+            loop.epoch, loop.position = loop.epoch + 1, 0
+    loop.save()
+    seen = loop.task.seen[-8:]
+    loop = with_batch(tmp_path, 8, epochs=2)
+    assert (loop.epoch, loop.position) == (1, 1)
+    loop.run()
+    assert sorted(seen + loop.task.seen) == [(1, i) for i in range(48)]
+
+
+def test_the_same_global_batch_in_other_parts_goes_on_at_the_same_image(tmp_path):
+    loop = with_batch(tmp_path, 8, epochs=1)
+    for _ in range(2):
+        loop._update(loop.task.batches(0, loop.position))
+    loop.save()
+    told = []
+    loop = with_batch(tmp_path, 4, told, epochs=1, grad_accum_steps=2)
+    assert (loop.step, loop.epoch, loop.position) == (2, 0, 4)
+    assert not any("global batch" in text for text in told)
+
+
+def test_a_task_that_counts_updates_does_so_with_epochs_of_another_length(tmp_path):
+    class Updates(Toy):
+        counts_updates = True
+
+    make(tmp_path, Updates(), epochs=2).run()
+    shorter = Updates()
+    shorter.batches_per_epoch = 3  # twice as many validations
+    loop = make(tmp_path, shorter, epochs=6)
+    assert (loop.step, loop.epoch, loop.epochs) == (12, 4, 6)
+
+
+def test_a_checkpoint_that_says_nothing_about_epochs_goes_on(tmp_path):
+    make(tmp_path / "whole").run()
+
+    def trouble(epoch, position, batch):
+        if (epoch, position) == (1, 3):
+            raise CutError
+        return batch
+
+    with pytest.raises(CutError):
+        make(tmp_path / "cut", Toy(trouble)).run()
+    (newest,) = sorted((tmp_path / "cut/checkpoints").iterdir())[-1:]
+    state = torch.load(newest / "state.pt", weights_only=True)
+    for name in ("epoch", "updates_of_epoch", "updates_per_epoch", "global_batch"):
+        del state[name]
+    shutil.rmtree(tmp_path / "cut/checkpoints")
+    save_checkpoint(tmp_path / "cut/checkpoints", state["step"], {}, {**state, "position": 2}, {})
+    make(tmp_path / "cut").run()
+    assert same(final(tmp_path / "whole"), final(tmp_path / "cut"))
 
 
 def test_too_few_batches_are_explained(tmp_path):

@@ -10,9 +10,10 @@ whole checkpoint or none. On resume the newest one whose hashes agree is taken; 
 from __future__ import annotations
 
 import errno
-import hashlib
+import filecmp
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
+from everytoken.labels.files import sha256_of, sync_folder
 
 STATE = "state.pt"
 MANIFEST = "manifest.json"
@@ -35,6 +37,23 @@ class CheckpointError(EverytokenError):
 def step_of(folder: Path) -> int:
     """The update after which a checkpoint folder was written."""
     return int(folder.name.removeprefix("step-"))
+
+
+def checkpoints_in(root: Path) -> list[Path]:
+    """The checkpoint folders under `root`, oldest first; whatever has another name is not ours."""
+    return sorted((p for p in root.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()), key=step_of)
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Replace a safetensors file in one step, on the disk; one that has the same content is left alone."""
+    work = path.with_name(f".{path.name}.new")
+    _save_weights(work, tensors, metadata)
+    if path.exists() and filecmp.cmp(work, path, shallow=False):
+        work.unlink()
+        return
+    _sync(work)
+    os.replace(work, path)
+    sync_folder(path.parent)
 
 
 def save_checkpoint(
@@ -59,17 +78,17 @@ def save_checkpoint(
     try:
         work.mkdir()
         for stem, tensors in weights.items():
-            plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-            save_file(plain, work / f"{stem}.safetensors", metadata=dict(metadata))
+            _save_weights(work / f"{stem}.safetensors", tensors, metadata)
         torch.save(dict(state), work / STATE)
-        content = {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in sorted(work.iterdir())}
+        content = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(work.iterdir())}
         (work / MANIFEST).write_text(json.dumps({"step": step, "files": content}, indent=1))
-        for path in [*work.iterdir(), work]:
+        for path in work.iterdir():
             _sync(path)
+        sync_folder(work)
         if final.exists():
             shutil.rmtree(final)
         work.rename(final)
-        _sync(root)
+        sync_folder(root)
     except OSError as error:
         shutil.rmtree(work, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -78,7 +97,7 @@ def save_checkpoint(
                 "kept. Free some space and run the same command again."
             ) from error
         raise CheckpointError(f"the checkpoint of step {step} could not be written to {root}: {error}") from error
-    for old in sorted(root.glob("step-*"), key=step_of)[: -max(1, keep)]:
+    for old in checkpoints_in(root)[: -max(1, keep)]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -98,14 +117,14 @@ def problems(folder: Path) -> list[str]:
             found.append(f"{path} is missing")
         elif path.stat().st_size != facts["bytes"]:
             found.append(f"{path} has {path.stat().st_size} bytes instead of {facts['bytes']}")
-        elif _digest(path) != facts["sha256"]:
+        elif sha256_of(path) != facts["sha256"]:
             found.append(f"{path} was changed after it was written")
     return found
 
 
 def newest_good(root: Path, tell: Callable[[str], None] = lambda text: None) -> Path | None:
     """The newest whole checkpoint under `root`, or None; every one that is passed over is told."""
-    for folder in sorted(root.glob("step-*"), key=step_of, reverse=True):
+    for folder in reversed(checkpoints_in(root)):
         wrong = problems(folder)
         if not wrong:
             return folder
@@ -119,14 +138,14 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def _save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    save_file(plain, path, metadata=dict(metadata))
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everytoken.data.keyed import generator
 from everytoken.errors import EverytokenError
-from everytoken.train.checkpoint import load_state, newest_good, save_checkpoint
+from everytoken.train.checkpoint import load_state, newest_good, save_checkpoint, write_weights
 from everytoken.train.distributed import World
 from everytoken.train.optim import build_optimizer, build_schedule, learning_rate
 from everytoken.train.options import LoopOptions
 from everytoken.train.progress import Progress
+from everytoken.train.resume import place_in_epochs, refuse_to_overwrite
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.sharding import (
     load_module_state,
@@ -109,6 +110,7 @@ class Loop:
         scaled = optim.amp and self.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self.step = 0  # updates done
+        self.epoch = 0  # epochs done
         self.position = 0  # batches of this epoch that are done
         self.best: dict[str, float] = {}
         self.bad_in_row = self.bad_total = 0
@@ -121,6 +123,7 @@ class Loop:
         """Go on from the newest whole checkpoint, if there is one."""
         found = newest_good(self.folder.checkpoints, tell)
         if found is None:
+            refuse_to_overwrite(self.folder)
             self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
             return False
         if self.options.run.resume == "never":
@@ -134,15 +137,28 @@ class Loop:
             self.ema.module.load_state_dict(state["ema"])
         load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
         self.scaler.load_state_dict(state["scaler"])
-        self.step, self.position = state["step"], state["position"]
-        self.best, self.bad_total, self.seconds = state["best"], state["bad_total"], state["seconds"]
-        self.schedule.step_update(self.step)
+        self.step, self.best = state["step"], state["best"]
+        self.bad_total, self.seconds = state["bad_total"], state["seconds"]
+        self._find_place(state, tell)
+        self.schedule.step_update(self.place)
         self.folder.forget_after(self.step)
-        if self.step >= self.epochs * self.updates_per_epoch:
+        if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
+            self._write_best()  # the run may have been killed between this checkpoint and its best weights
+        if self.epoch >= self.epochs:
             tell(f"{self.folder.path} is finished: {self.epochs} epochs, {self.step:,} updates; there is nothing to do")
         else:
-            tell(f"going on from {found.name}: epoch {self.epoch + 1}, update {self.step}")
+            done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
+            tell(f"going on from {found.name}: epoch {self.epoch + 1}, {done}")
         return True
+
+    def _find_place(self, state: Mapping[str, Any], tell: Any) -> None:
+        """Epoch and position of a checkpoint, which may have been written with another batch."""
+        counts_updates = getattr(self.task, "counts_updates", False)
+        self.epoch, done = place_in_epochs(state, self.updates_per_epoch, self.global_batch, counts_updates)
+        self.position = done * self.accumulate
+        before = state.get("global_batch", self.global_batch)
+        if before != self.global_batch:
+            tell(f"note: the global batch is {self.global_batch} now and was {before}")
 
     def save(self) -> None:
         """Write a checkpoint of this very moment."""
@@ -156,7 +172,10 @@ class Loop:
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "step": self.step,
-            "position": self.position,
+            "epoch": self.epoch,
+            "updates_of_epoch": self.position // self.accumulate,
+            "updates_per_epoch": self.updates_per_epoch,
+            "global_batch": self.global_batch,
             "best": self.best,
             "bad_total": self.bad_total,
             "seconds": self.seconds,
@@ -167,9 +186,9 @@ class Loop:
         save_checkpoint(self.folder.checkpoints, self.step, weights, state, self.task.metadata(), self.options.run.keep)
 
     @property
-    def epoch(self) -> int:
-        """The epoch that is under way, from 0."""
-        return self.step // self.updates_per_epoch
+    def place(self) -> int:
+        """Where the schedule is, in updates of this run's epochs: `step`, unless the batch was changed on the way."""
+        return self.epoch * self.updates_per_epoch + self.position // self.accumulate
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -203,7 +222,7 @@ class Loop:
                 spent = time.perf_counter() - started
                 self.seconds += spent
                 progress.update(terms, images, waited, spent)
-                if self.step % self.updates_per_epoch == 0:
+                if self.place % self.updates_per_epoch == 0:
                     break  # the end of an epoch validates and saves
                 # ranks talk every eighth update only, so that all stop at the same one
                 if (self.world.size == 1 or self.step % 8 == 0) and self.world.any(bool(self.stop_code)):
@@ -214,7 +233,7 @@ class Loop:
                 if due:
                     self.save()
                     saved = time.monotonic()
-        self.position = 0
+        self.epoch, self.position = epoch + 1, 0
 
     def _update(self, batches: Iterator[Any]) -> tuple[Mapping[str, Tensor], int, float]:
         """One update of the weights; returns the loss terms, the number of images and the seconds spent waiting."""
@@ -227,7 +246,7 @@ class Loop:
         for part in range(self.accumulate):
             started = time.perf_counter()
             batch = next(batches)
-            epoch = self.step / self.updates_per_epoch
+            epoch = self.place / self.updates_per_epoch
             moment = Moment(self.options.run.seed, self.step, self.world.rank, part, epoch, self.epochs)
             waited += time.perf_counter() - started
             last = part == self.accumulate - 1
@@ -263,7 +282,7 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         terms["grad_norm"] = norm
         self.step += 1
-        self.schedule.step_update(self.step)
+        self.schedule.step_update(self.place)
         if self.ema is not None:
             self.ema.update(self.task.module, step=self.step)
 
@@ -298,25 +317,20 @@ class Loop:
             score = row.get("ema_score", row["score"])
             if not self.best or score > self.best["score"]:
                 self.best = {"score": score, "epoch": epoch, "step": self.step}
-                self._write_best()
-        self.folder.record(
-            row
-        )  # before the checkpoint: a run that is killed between the two drops the row and redoes it
+        # before the checkpoint: a run that is killed between the two drops the row and redoes it
+        self.folder.record(row)
         self.save()
+        if self.best.get("step") == self.step:  # after it: best weights without a checkpoint are an earlier run's
+            self._write_best()
         if self.world.any(bool(self.stop_code)) and epoch < self.epochs:
             raise Stopped(self.stop_code or 143)
 
     def _write_best(self) -> None:
-        from safetensors.torch import save_file
-
         state = module_state(self.task.module if self.ema is None else self.ema.module, self.fsdp)
         if not self.world.is_main:
             return
         for suffix, tensors in self.task.weights(state).items():
-            plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-            work = self.folder.path / ".best.new"
-            save_file(plain, work, metadata=self.task.metadata())
-            work.rename(self.folder.path / f"best{suffix}.safetensors")
+            write_weights(self.folder.path / f"best{suffix}.safetensors", tensors, self.task.metadata())
 
     def _summary(self) -> dict[str, Any]:
         last: dict[str, Any] = next((row for row in reversed(self.folder.rows()) if row.get("kind") == "epoch"), {})

@@ -43,7 +43,7 @@ class Progress:
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
             )
             self.bar.start()
-            total, done = self.loop.updates_per_epoch, self.loop.step % self.loop.updates_per_epoch
+            total, done = self.loop.updates_per_epoch, self.loop.place % self.loop.updates_per_epoch
             title = f"epoch {self.epoch + 1}/{self.loop.epochs}"
             self.task_id = self.bar.add_task(title, total=total, completed=done, facts="")
         return self
@@ -60,7 +60,7 @@ class Progress:
         self.images += images
         self.waited += waited
         self.spent += spent
-        last = loop.step % loop.updates_per_epoch == 0
+        last = loop.place % loop.updates_per_epoch == 0
         record = last or loop.step % loop.options.run.log_interval == 0
         pause = 0.5 if self.bar is not None else 30.0
         show = loop.world.is_main and (last or time.monotonic() - self.shown > pause)
@@ -73,15 +73,15 @@ class Progress:
         lr = max(group["lr"] for group in loop.optimizer.param_groups)
         share = self.waited / max(self.spent, 1e-9)
         if record:
-            row = {"kind": "step", "step": loop.step, "epoch": round(loop.step / loop.updates_per_epoch, 4), "lr": lr}
+            row = {"kind": "step", "step": loop.step, "epoch": round(loop.place / loop.updates_per_epoch, 4), "lr": lr}
             loop.folder.record({**row, **values, "images_per_second": round(rate, 2), "waiting": round(share, 4)})
         if show:
             self.shown = time.monotonic()
-            left = (loop.epochs * loop.updates_per_epoch - loop.step) * self._seconds_per_update()
+            left = (loop.epochs * loop.updates_per_epoch - loop.place) * self._seconds_per_update()
             facts = " ".join(f"{key} {value:.3f}" for key, value in values.items() if key != "grad_norm")
             facts += f" | {rate:.1f} images/s, waiting {share:.0%}, lr {lr:.2g}, {clock(left)} left"
             if self.bar is not None:
-                done = loop.step % loop.updates_per_epoch or loop.updates_per_epoch
+                done = loop.place % loop.updates_per_epoch or loop.updates_per_epoch
                 self.bar.update(self.task_id, completed=done, facts=facts)
             else:
                 line = f"epoch {self.epoch + 1}/{loop.epochs} update {loop.step}: {facts}"

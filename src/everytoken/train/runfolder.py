@@ -13,6 +13,7 @@ summary.json      the result
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -26,6 +27,9 @@ import yaml
 
 from everytoken._version import version
 from everytoken.errors import EverytokenError
+from everytoken.labels.errors import StoreBusyError, StoreError
+from everytoken.labels.files import write_atomically
+from everytoken.labels.lock import Lock
 
 
 class RunFolder:
@@ -50,12 +54,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
-        """Replace a small file in one step."""
+        """Replace a small file in one step, on the disk."""
         if not self.writable:
             return
-        work = self.path / f".{name}.new"
-        work.write_text(text)
-        os.replace(work, self.path / name)
+        write_atomically(self.path / name, text.encode())
 
     def write_config(self, options: dict[str, Any]) -> None:
         """`config.yaml`, and the environment of this start appended to `environment.json`."""
@@ -107,12 +109,29 @@ class RunFolder:
     def _write_csv(self) -> None:
         rows = [row for row in self.rows() if row.get("kind") == "epoch"]
         columns = list(dict.fromkeys(key for row in rows for key in row if key != "kind"))
-        work = self.path / ".metrics.csv.new"
-        with work.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(work, self.path / "metrics.csv")
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        self.write("metrics.csv", table.getvalue())
+
+
+class RunBusyError(EverytokenError):
+    """Another process is training in the folder."""
+
+
+def lock_run(path: Path) -> Lock | None:
+    """The right to write to a run folder, which ends with this process; None where the system has no file locks."""
+    try:
+        return Lock(path, "run")
+    except StoreBusyError as error:
+        raise RunBusyError(
+            f"another process is training in {path}; wait for it, or choose another --output.\n{error}"
+        ) from error
+    except StoreError:
+        return None
+    except OSError as error:
+        raise EverytokenError(f"{path} cannot be written to ({error.strerror}); choose another --output") from error
 
 
 def environment() -> dict[str, Any]:
