@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +11,8 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from everytoken.labels.lock import Lock
 
 pytestmark = pytest.mark.timeout(900)  # every test starts the whole program several times
 TINY = [
@@ -83,21 +85,46 @@ def test_sharded_weights_train_as_copied_ones_and_resume(photos, tmp_path):
     assert all(torch.equal(value, again[name]) for name, value in sharded.items())
 
 
+def start_two(photos, out, *words: str) -> list[subprocess.Popen]:
+    """Two processes without torchrun, which would tell of a killed one in its own words, and stop the other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    line = [sys.executable, "-m", "everytoken", "train", str(photos), *TINY, "--output", str(out), *words]
+    return [
+        subprocess.Popen(
+            line, env={**common, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+
+
 def test_a_killed_rank_ends_the_job_with_a_clear_message_and_it_resumes(photos, tmp_path):
-    words = command(photos, tmp_path / "r", "--batch-size", "6", "--epochs", "400", "--checkpoint-steps", "2")
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    metrics = tmp_path / "r/metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 4:
-        assert process.poll() is None
-        time.sleep(0.05)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "lost contact" in err or "SIGKILL" in err or "Signal 9" in err
-    step = max(int(p.name[5:]) for p in (tmp_path / "r/checkpoints").glob("step-*"))
-    done = run(command(photos, tmp_path / "r", "--batch-size", "6", "--epochs", str(step // 3 + 2)))
+    out, words = tmp_path / "r", ("--batch-size", "6", "--checkpoint-steps", "2")
+    first, second = start_two(photos, out, *words, "--epochs", "400")
+    try:
+        while not list(out.glob("checkpoints/step-*")):
+            assert first.poll() is None
+            time.sleep(0.05)
+        second.kill()
+        _, told = first.communicate(timeout=120)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+    assert first.returncode == 2
+    assert "rank 0 lost contact with another process of the job" in told
+    assert "start the same command again" in told
+    assert "Traceback" not in told
+    step = max(int(p.name[5:]) for p in out.glob("checkpoints/step-*"))
+    done = run(command(photos, out, *words, "--epochs", str(step // 3 + 1)))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "going on from" in done.stdout
+
+
+def test_a_folder_that_is_in_use_stops_every_process_alike(photos, tmp_path):
+    with Lock(tmp_path, "run"):
+        done = [process.communicate(timeout=120)[1] for process in start_two(photos, tmp_path, "--batch-size", "6")]
+    assert all(f"another process is training in {tmp_path}" in told for told in done), done

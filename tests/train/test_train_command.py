@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,31 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
     assert list((tmp_path / "r/checkpoints").glob("step-*"))
 
 
+def test_another_batch_goes_on_with_the_next_epoch(photos, tmp_path, capsys):
+    words = ["train", str(photos), *TINY, "--output", str(tmp_path / "r")]
+    assert main([*words, "--epochs", "1", "-b", "4"]) == 0
+    assert main([*words, "--epochs", "2", "-b", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "the global batch is 8 now and was 4\n" in text
+    assert "going on from step-00000009: epoch 2, 0 of its 4 updates done" in text
+    assert "is finished" not in text
+    assert [(row["epoch"], row["step"]) for row in rows(tmp_path / "r")] == [(1, 9), (2, 13)]
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_trained_over(photos, tmp_path, capsys):
+    out = tmp_path / "r"
+    words = ["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]
+    assert main(words) == 0
+    assert main(words) == 0  # as long as they are there, the command may be repeated
+    assert "there is nothing to do" in capsys.readouterr().out
+    shutil.rmtree(out / "checkpoints")
+    best = (out / "best.safetensors").read_bytes()
+    for more in ([], ["--resume", "never"], ["--seed", "7"]):
+        assert main([*words, *more]) == 2
+        assert "Choose another --output, or delete the folder" in capsys.readouterr().err
+    assert (out / "best.safetensors").read_bytes() == best
+
+
 def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]) == 0
@@ -147,12 +173,47 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, 
         (["--recipe", "lvvit_s_tokn"], "lvvit_s_token"),
         (["--epochs", "0"], "--epochs is 0"),
         (["--batch-size", "100"], "--batch-size"),
+        (["--val-interval", "0"], "--val-interval is 0; it must be at least 1"),
+        (["--log-interval", "0"], "--log-interval is 0"),
+        (["--lr-base-size", "0"], "--lr-base-size is 0"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--workers", "-1"], "--workers is -1; it must be at least 0"),
+        (["--model-ema-decay", "1.5"], "--model-ema-decay is 1.5"),
+        (["--opt", "adamww"], "Did you mean 'adamw'"),
+        (["--opt", "bnbadam"], "--opt bnbadam cannot be used here"),
+        (["--sched", "cosin"], "--sched is 'cosin'; it can be cosine, linear"),
+        (["--sched", "plateau"], "try cosine"),
+        (["--device", "gpu"], "--device is 'gpu'; it can be cpu, cuda"),
+        (["--device", "cuda:99"], "--device is 'cuda:99'"),
     ],
 )
 def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, words, what):
     assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "r"), *words]) == 2
     assert what in capsys.readouterr().err
     assert not list(tmp_path.glob("r/checkpoints/*"))
+
+
+def test_two_processes_do_not_train_in_one_folder(photos, tmp_path, capsys):
+    """Nor does a killed one leave anything that keeps the next from going on."""
+    out = tmp_path / "r"
+    words = [str(photos), *TINY, "--epochs", "400", "--output", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.DEVNULL)
+    try:
+        while not list(out.glob("checkpoints/step-*")):
+            time.sleep(0.05)
+            assert process.poll() is None
+        assert main(["train", *words]) == 2
+        text = capsys.readouterr().err
+        assert f"another process is training in {out}" in text
+        assert f"process {process.pid} on" in text
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    epochs = str(len(rows(out)) + 1)
+    assert main(["train", *words, "--epochs", epochs]) == 0
+    assert "going on from" in capsys.readouterr().out
+    assert not list(out.glob(".lock*"))
 
 
 def test_missing_data_is_explained(tmp_path, capsys):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from everytoken.errors import EverytokenError
 from everytoken.train.distributed import World
 from everytoken.train.loop import Loop, Stopped, Task
 from everytoken.train.options import LoopOptions
 from everytoken.train.recipe import flat
-from everytoken.train.runfolder import RunFolder
+from everytoken.train.runfolder import RunFolder, lock_run
 from everytoken.train.track import build_trackers
 
 Log = Callable[[str], None]
@@ -34,7 +36,31 @@ def drive(
     Returns:
         The exit code: 0, or 130 and 143 after a signal, when the same command goes on.
     """
-    loop = Loop(task, options, folder, world)
+    with _alone(folder, world):
+        return _drive(Loop(task, options, folder, world), introduce, finish)
+
+
+@contextmanager
+def _alone(folder: RunFolder, world: World) -> Iterator[None]:
+    """Hold the run folder's lock in the first process; if it cannot be had, all processes stop alike."""
+    lock, trouble = None, None
+    if world.is_main:
+        try:
+            lock = lock_run(folder.path)
+        except EverytokenError as error:
+            trouble = error
+    trouble = world.gather(trouble)[0]
+    if trouble is not None:
+        raise trouble
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _drive(loop: Loop, introduce: Callable[[Loop], str], finish: Callable[[Loop, dict[str, Any], Log], None]) -> int:
+    options, folder, world = loop.options, loop.folder, loop.world
 
     def log(text: str) -> None:
         if world.is_main:
