@@ -240,6 +240,10 @@ def test_too_many_bad_images_stop_the_run_with_their_names(spoilt, tmp_path):
     loader = Loader(spoilt, EvalTransform(CONFIG), 4, train=False, bad_images=BadImages("skip", 0.1, tmp_path / "x"))
     with pytest.raises(DataError, match=r"2 of 12 images.*quota of 10\.0%(.|\n)*03\.jpg(.|\n)*are listed in"):
         list(loader)
+    few = BadImages("skip")  # 1 % of 60 images is none, and yet five may be bad
+    few.note([(str(i), "truncated") for i in range(5)], 60)
+    with pytest.raises(DataError, match="6 of 60 images(.|\n)*everytoken doctor"):
+        few.note([("5", "truncated")], 60)
     with pytest.raises(DataError, match="'raise' or 'skip'"):
         BadImages("ignore")
 

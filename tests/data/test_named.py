@@ -50,6 +50,8 @@ def test_torchvision_data_sets_open_by_name(tmp_path):
     assert 0 < len(held) < 6
     refuse("Did you mean 'MNIST'", "torchvision:MINST", root=tmp_path)
     refuse("was not found in.*download", "torchvision:CIFAR10", root=tmp_path)
+    refuse("name the folder that holds it: torchvision:CIFAR10:FOLDER", f"torchvision:CIFAR10:{tmp_path}")
+    assert len(open_dataset(f"torchvision:MNIST:{tmp_path}", "val")) == 3
     refuse("not divided into parts", "torchvision:EuroSAT", "val", root=tmp_path)
     refuse("its own class names", "torchvision:MNIST", class_list=["a"], root=tmp_path)
 

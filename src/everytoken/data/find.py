@@ -5,7 +5,7 @@ Accepted (`docs/data.md` shows each):
     a folder with one folder per class, with `val_split`;
     a zip or tar file of such folders, or a folder with train.zip and val.zip;
     WebDataset shards: `shards/train-{000..099}.tar`, `shards/*.tar`, or the folder that holds them;
-    `torchvision:CIFAR10`, `hf:owner/name`.
+    `torchvision:CIFAR10`, `torchvision:CIFAR10:folder`, `hf:owner/name`.
 
 Classes are the names of the first folders, sorted; images may lie deeper. Order is by key, everywhere the same. Keys
 are relative to the split's own folder, so that `data` and `data/train` name the training images alike.
@@ -47,7 +47,8 @@ def open_dataset(
         class_list: class names in the order of the labels, or a text file with one per line, when the folders' sorted
             names will not do. It may name classes without images.
         labelled: False: folders are not classes, every image has label -1.
-        root: where data sets with a name (`torchvision:...`) are, or are to be downloaded to.
+        root: where data sets with a name (`torchvision:...`) are, or are to be downloaded to;
+            the folder in `torchvision:NAME:FOLDER` goes before it.
         download: allow that download.
     """
     spec = os.fspath(spec)
@@ -98,8 +99,8 @@ def _open_files(spec: str, split: str, dividing: bool, names: list[str] | None, 
         held = part(spec, "val")
         if train and held:
             raise DataError(
-                f"{spec} has images for validation of its own ({held.name}): leave val_split out, or give only the "
-                f"training images ({train.name})."
+                f"{spec} has images for validation of its own ({held.name}): leave val_split (--val-split) out, or "
+                f"give only the training images ({train.name})."
             )
         return _classes(train or whole(spec), names, labelled)
     own = part(spec, split)
@@ -158,8 +159,8 @@ def _classes(place: Place, names: list[str] | None, labelled: bool, like: str = 
         if empty:
             others = f" ({len(empty)} such folders)" if len(empty) > 1 else ""
             raise DataError(
-                f"{place.name}: the folder {empty[0]!r} holds no images{others}. Remove it, or give the class names as "
-                "class_list."
+                f"{place.name}: the folder {empty[0]!r} holds no images{others}. Remove it, or put images into it. "
+                "(In Python, open_dataset(..., class_list=names) allows classes without images.)"
             )
     unknown = sorted(seen - set(names))
     if unknown:

@@ -38,6 +38,9 @@ from everytoken.data.sources import DataError, DataSet
 from everytoken.functional import collate_maps as stack_maps
 
 
+_FEW = 5  # bad images that are no reason to stop
+
+
 class MapStore(Protocol):
     """What the loader needs of `everytoken.labels.Store`."""
 
@@ -58,7 +61,8 @@ class BadImages:
 
     Attributes:
         policy: "raise" stops at the first, naming it; "skip" leaves it out of its batch, counts it and logs it.
-        quota: part of the data set that may be bad before skipping stops too (at least one image may).
+        quota: part of the data set that may be bad before skipping stops too. A few images always may: one in ten, but
+            not more than five.
         log: file to which skipped images are appended, one JSON object per line, each image once.
         seen: the skipped images so far: key -> reason.
     """
@@ -80,12 +84,13 @@ class BadImages:
             lines = "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in new.items())
             with open(self.log, "a", encoding="utf-8") as file:
                 file.write(lines)
-        if len(self.seen) > max(1, self.quota * total):
+        if len(self.seen) > max(1, self.quota * total, min(_FEW, total / 10)):
             listed = "\n  ".join(list(self.seen.values())[:5])
             raise DataError(
                 f"{len(self.seen)} of {total} images cannot be read, more than the quota of {self.quota:.1%}:\n"
                 f"  {listed}\n"
-                f"{f'All are listed in {self.log}. ' if self.log else ''}Mend or remove them, or raise the quota."
+                f"{f'They are listed in {self.log}. ' if self.log else ''}Mend or remove them; `everytoken doctor` finds "
+                'all such images. (In your own loop, BadImages("skip", quota=0.1) lets more pass.)'
             )
 
 

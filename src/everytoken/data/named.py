@@ -1,6 +1,7 @@
 """Data sets that go by a name: torchvision's and Hugging Face's.
 
     torchvision:CIFAR10           any classification data set of torchvision.datasets
+    torchvision:CIFAR10:folder    the same, in a folder of yours
     hf:owner/name                 from the hub; hf:owner/name:config for one of several configurations
     hf:/path/to/folder            saved with `save_to_disk`
 
@@ -44,7 +45,8 @@ def open_named(spec: str, split: str, root: str | os.PathLike[str] | None, downl
         raise DataError(f"{spec}: the part {split!r} is none of {', '.join(_TORCHVISION_PARTS)}.")
     if kind == "hf":
         return _open_hf(name, split)
-    return _open_torchvision(name, split, Path(root or _DEFAULT_ROOT).expanduser(), download)
+    name, _, folder = name.partition(":")
+    return _open_torchvision(name, split, Path(folder or root or _DEFAULT_ROOT).expanduser(), download)
 
 
 class TorchvisionSet(ImageSet):
@@ -97,7 +99,9 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
     elif split == "train":
         choices = [{}]
     else:
-        raise DataError(f"torchvision:{name} is not divided into parts; set some aside with val_split.")
+        raise DataError(
+            f"torchvision:{name} is not divided into parts; set some aside with val_split (--val-split 0.1)."
+        )
     trouble: Exception | None = None
     for choice in choices:
         try:
@@ -106,10 +110,21 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
             trouble = error
             continue
         except (RuntimeError, FileNotFoundError) as error:
-            way = "" if download else " Allow the download (download=True), or give the folder that holds it as root."
-            raise DataError(f"torchvision:{name} was not found in {root}: {error}{way}") from error
+            raise DataError(
+                f"torchvision:{name} was not found in {root}: {error}{'' if download else _ways(name, split, root)}"
+            ) from error
         return TorchvisionSet(name, str(choice.get("split", split)), data)
     raise DataError(f"torchvision:{name} has no part for {split}: {trouble}")
+
+
+def _ways(name: str, split: str, root: Path) -> str:
+    """How to get a data set that is not there."""
+    spec = f"torchvision:{name}" if root == Path(_DEFAULT_ROOT).expanduser() else f"torchvision:{name}:{root}"
+    code = f"from everytoken.data import open_dataset; open_dataset({spec!r}, {split!r}, download=True)"
+    return (
+        f"\nIf you have it, name the folder that holds it: torchvision:{name}:FOLDER. To download it, once:\n"
+        f'  python -c "{code}"'
+    )
 
 
 def _torchvision_labels(data: Any) -> Sequence[int] | np.ndarray:
@@ -196,10 +211,10 @@ def _open_hf(name: str, split: str) -> DataSet:
         raise DataError(f"hf:{name} cannot be opened: {error}") from error
     if not hasattr(found, "keys"):  # a single split
         if split != "train":
-            raise DataError(f"hf:{name} is not divided into parts; set some aside with val_split.")
+            raise DataError(f"hf:{name} is not divided into parts; set some aside with val_split (--val-split 0.1).")
         return HuggingFaceSet(name, "train", found, library)
     for part in _HF_PARTS[split]:
         if part in found.keys():  # noqa: SIM118
             return HuggingFaceSet(name, part, found[part], library)
     raise DataError(f"hf:{name} has no part for {split}; its parts are {', '.join(found.keys())}. "
-                    "Set some images aside with val_split.")  # fmt: skip
+                    "Set some images aside with val_split (--val-split 0.1).")  # fmt: skip

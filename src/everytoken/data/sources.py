@@ -237,7 +237,7 @@ def split_off(data: DataSet, fraction: float, seed: int) -> tuple[np.ndarray, np
     at least one in both parts: if chance left one part empty, the image nearest to the limit changes sides.
     """
     if not 0 < fraction < 1:
-        raise DataError(f"val_split must be between 0 and 1, got {fraction}.")
+        raise DataError(f"val_split (--val-split) must be between 0 and 1, got {fraction}.")
     draws = np.array([keyed.uniform(seed, "val-split", key) for key in data.keys()])  # noqa: SIM118
     aside = draws < fraction
     for label in np.unique(data.labels):

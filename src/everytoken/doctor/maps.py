@@ -60,7 +60,7 @@ def _class_order(store: Store, data: DataSet) -> list[Finding]:
     if sorted(mine) == sorted(theirs):
         pairs = enumerate(zip(mine, theirs, strict=True))
         moved = [f"{i}: {a} in the data, {b} in the maps" for i, (a, b) in pairs if a != b]
-        todo = "Annotate again, with the same --class-list (or none) as in training."
+        todo = "Annotate again without --class-list (training sorts class names), into a new store."
         what = f"the maps have the data's classes in another order ({len(moved)} numbers differ)"
         return [Finding("error", "class-order", what, where, todo, some(moved), len(moved))]
     both = set(mine) & set(theirs)
@@ -84,7 +84,7 @@ def _missing(store: Store, data: DataSet) -> list[Finding]:
             lacking.append(key)
     findings = []
     if lacking:
-        todo = "Annotate these images too: new images need a new store (`everytoken annotate ... --out NEW`)."
+        todo = "Annotate all images into a new store (`everytoken annotate ... --out NEW`)."
         what = f"{len(lacking):,} of {len(data):,} training images have no map"
         findings.append(Finding("error", "maps-missing", what, str(store.path), todo, some(lacking), len(lacking)))
     left = [key for key in store if key not in keys]
