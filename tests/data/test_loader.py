@@ -242,7 +242,7 @@ def test_too_many_bad_images_stop_the_run_with_their_names(spoilt, tmp_path):
         list(loader)
     few = BadImages("skip")  # 1 % of 60 images is none, and yet five may be bad
     few.note([(str(i), "truncated") for i in range(5)], 60)
-    with pytest.raises(DataError, match="6 of 60 images(.|\n)*everytoken doctor"):
+    with pytest.raises(DataError, match=r"6 of 60 images(.|\n)*everytoken doctor"):
         few.note([("5", "truncated")], 60)
     with pytest.raises(DataError, match="'raise' or 'skip'"):
         BadImages("ignore")

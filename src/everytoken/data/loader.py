@@ -37,7 +37,6 @@ from everytoken.data.sampler import BatchSampler, Request
 from everytoken.data.sources import DataError, DataSet
 from everytoken.functional import collate_maps as stack_maps
 
-
 _FEW = 5  # bad images that are no reason to stop
 
 
@@ -89,8 +88,8 @@ class BadImages:
             raise DataError(
                 f"{len(self.seen)} of {total} images cannot be read, more than the quota of {self.quota:.1%}:\n"
                 f"  {listed}\n"
-                f"{f'They are listed in {self.log}. ' if self.log else ''}Mend or remove them; `everytoken doctor` finds "
-                'all such images. (In your own loop, BadImages("skip", quota=0.1) lets more pass.)'
+                f"{f'They are listed in {self.log}. ' if self.log else ''}Mend or remove them; `everytoken doctor` "
+                'finds all such images. (In your own loop, BadImages("skip", quota=0.1) lets more pass.)'
             )
 
 
