@@ -62,7 +62,8 @@ def batch(model):
     mask = torch.ones(B, *size)
     for i in range(B):  # boxes that cut through patches
         mask[i, 5 + 3 * i : 40, 10 : 50 - 5 * i] = 0
-    mix = SimpleNamespace(mask=mask, ratio=mask.mean((1, 2)), partner=torch.arange(B - 1, -1, -1))
+    # tokens are mixed, not pixels: shares start behind the patch embedding, also where that mixes pixels by itself
+    mix = SimpleNamespace(mask=mask, ratio=mask.mean((1, 2)), partner=torch.arange(B - 1, -1, -1), level="tokens")
     return images, torch.tensor([0, 1, 2, 5]), mix
 
 

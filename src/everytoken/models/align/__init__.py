@@ -1,7 +1,7 @@
 """Token-label alignment (TL-Align) for any timm backbone: labels that follow the tokens through mixed images.
 
-One file per way of mixing places: `attention`, `windows`, `token_mlp`, `convolution`; `rules` lists which layer does
-which; `fused` carries shares through fused attention; `aligner` is the door.
+One file per way of mixing places: `attention`, `conv_attention`, `windows`, `token_mlp`, `convolution`, `embedding`;
+`rules` lists which layer does which; `fused` carries shares through fused attention; `aligner` is the door.
 """
 
 from everytoken.models.align.aligner import Aligner, Alignment, Seen, Shares

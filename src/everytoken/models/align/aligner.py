@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from everytoken.errors import EverytokenError
 from everytoken.functional.shares import patch_shares
 from everytoken.models.align.attention import Watch
-from everytoken.models.align.rules import attach
+from everytoken.models.align.rules import attach, attach_embedding
 from everytoken.models.align.tape import Site, Tape
 from everytoken.models.families import Family, UnsupportedModelError, family_of
 
@@ -40,8 +40,9 @@ class Alignment:
     """How labels follow tokens.
 
     Args:
-        layers: numbers of the mixing layers (attention, token MLP) that count, from 1; -1 is the last. None: all.
-            The paper's Table 8 has (12,) and (2, 4, 6, 8) of DeiT-S.
+        layers: numbers of the mixing layers (attention, token MLP) that count, from 1; -1 is the last. None: all,
+            and attention inside the patch embedding (T2T-ViT), which has no number. Aggregation and convolution
+            between them always count. The paper's Table 8 has (12,) and (2, 4, 6, 8) of DeiT-S.
         residual: average with the residual (equation 11). False: attention alone.
         patches_only: attention counts over patches alone, normalised again; what it sees of class, distillation and
             register tokens does not count. With `layers=(-1,)` that is TransMix: the class token's attention ratio,
@@ -133,13 +134,16 @@ class Aligner:
     def _attach(self, tape: Tape, layers: frozenset[int] | None) -> Site:
         embed = None if self.is_map else self.family.embed
         site = Site(tape, lambda module, name: attach(module, site, name), embed, layers)
-        if not self.is_map:
-            if embed is None:
-                raise UnsupportedModelError(
-                    f"token-label alignment does not know where {type(self.backbone).__name__} embeds its patches"
-                )
-            site.after(self.backbone.get_submodule(embed), _Begin(tape, self.family))
+        if not self.is_map and embed is None:
+            raise UnsupportedModelError(
+                f"token-label alignment does not know where {type(self.backbone).__name__} embeds its patches"
+            )
         try:
+            if embed is not None:
+                module = self.backbone.get_submodule(embed)
+                if attach_embedding(module, site, embed):
+                    site.before(module, _Pixels(tape))
+                site.after(module, _Begin(tape, self.family))
             attach(self.backbone, site, "", HEADS)
         except Exception:
             _remove(site.handles)
@@ -157,7 +161,8 @@ class Aligner:
         Args:
             images: [B, C, H, W], what the model is given.
             mix: an `everytoken.mixing.Mix`, or anything with `mask` [B or 1, h, w] on any grid over the image (1 = own
-                image, 0 = partner) and `ratio` [B].
+                image, 0 = partner) and `ratio` [B]. Its `level`, if it has one, says whether tokens are mixed instead
+                of pixels, behind the patch embedding.
         """
         seen = Seen()
         self._begin(images, mix)
@@ -190,6 +195,7 @@ class Aligner:
                 f"{list(mask.shape)} and ratio {list(ratio.shape)}."
             )
         tape.mask, tape.ratio = mask.expand(images.shape[0], -1, -1), ratio
+        tape.late = getattr(mix, "level", "pixels") == "tokens"
         if self.is_map:
             tape.shares = tape.first = patch_shares(tape.mask, (images.shape[-2], images.shape[-1]))
 
@@ -213,16 +219,30 @@ class Aligner:
         """[B], of what the class head reads, from shares [B, h, w] of patches and [B, P] of prefix tokens."""
         model: Any = self.backbone
         if self._pool == "avg":
-            with_prefix = prefix is not None and getattr(model, "pool_include_prefix", False)
-            return torch.cat((prefix, grid.flatten(1)), 1).mean(1) if with_prefix else grid.mean((1, 2))
+            if prefix is not None and getattr(model, "pool_include_prefix", False):
+                return torch.cat((prefix, grid.flatten(1)), dim=1).mean(1)
+            return grid.mean((1, 2))
         assert prefix is not None
         if hasattr(model, "head_dist") and not (model.training and model.distilled_training):
             return prefix[:, :2].mean(1)  # the mean of two heads: each of the two tokens is half of the answer
         return prefix[:, 0]
 
 
+class _Pixels:
+    """An embedding that is followed begins: give every pixel its share."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        tape = self.tape
+        if tape.mask is not None and not tape.late:
+            with torch.no_grad(), torch.autocast(tape.mask.device.type, enabled=False):
+                tape.shares = patch_shares(tape.mask, (args[0].shape[-2], args[0].shape[-1]))
+
+
 class _Begin:
-    """The patches are embedded: give every one its share (equation 5)."""
+    """The patches are embedded: give every one its share (equation 5), unless it was followed from the pixels."""
 
     def __init__(self, tape: Tape, family: Family) -> None:
         self.tape = tape
@@ -232,9 +252,20 @@ class _Begin:
         tape = self.tape
         if tape.mask is None:
             return
+        with torch.no_grad(), torch.autocast(tape.mask.device.type, enabled=False):
+            shares = tape.shares
+            if shares is None:
+                shares = self._patches(tape.mask, module, args[0], output)
+            if self.family.layout == "tokens":
+                tape.grid = (shares.shape[1], shares.shape[2])
+                shares = shares.flatten(1)
+            tape.shares = shares
+
+    def _patches(self, mask: Tensor, module: nn.Module, images: Tensor, output: Tensor) -> Tensor:
+        """[B, h, w]: the mean of the mask over each patch."""
         from everytoken.models.view import grid_shape
 
-        size = (args[0].shape[-2], args[0].shape[-1])
+        size = (images.shape[-2], images.shape[-1])
         if output.dim() == 4:
             rows = 2 if self.family.embed_layout == "nchw" else 1
             grid = (output.shape[rows], output.shape[rows + 1])
@@ -242,12 +273,7 @@ class _Begin:
             grid = grid_shape(output.shape[1], size)
         patch: Any = getattr(module, "patch_size", None)
         cell = (patch[0] / size[0], patch[1] / size[1]) if isinstance(patch, tuple) else None
-        with torch.no_grad(), torch.autocast(tape.mask.device.type, enabled=False):
-            shares = patch_shares(tape.mask, grid, cell)
-            if self.family.layout == "tokens":
-                tape.grid = grid
-                shares = shares.flatten(1)
-            tape.shares = shares
+        return patch_shares(mask, grid, cell)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -3,7 +3,7 @@
 Paper: TL-Align, equation (9) with appendix A. What attention mixes are not tokens but values, and CvT makes them by a
 depth-wise convolution, often with a stride: the shares are convolved first, then mixed by the attention. (The
 convolutions of queries and keys only change the attention.) Each stage begins with an overlapping convolution of the
-whole grid; prefix tokens pass by convolutions.
+whole grid, the first one of the pixels; prefix tokens pass by convolutions.
 Cost: that of fused attention, and a one-channel convolution per block.
 """
 
@@ -38,12 +38,15 @@ class EnterConvolved(Enter):
 
 
 class Embed(Hook):
-    """A later stage has embedded the grid of the stage before."""
+    """A stage has embedded the map of pixels [B, h, w], or the grid [B, h·w] of the stage before."""
 
     def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         tape = self.tape
-        assert tape.grid is not None
         layer: Any = module
+        if shares.dim() == 3:
+            tape.shares = convolved_by(layer.proj, shares)
+            return
+        assert tape.grid is not None
         shares = convolved_by(layer.proj, shares.unflatten(1, tape.grid))
         tape.grid = (shares.shape[1], shares.shape[2])
         tape.shares = shares.flatten(1)
@@ -57,5 +60,5 @@ def conv_attention(module: nn.Module, site: Site, name: str) -> None:
 
 
 def stage_embedding(module: nn.Module, site: Site, name: str) -> None:
-    """Rule for the convolution `proj` between two stages of tokens."""
+    """Rule for the convolution `proj` that a stage of tokens begins with."""
     site.after(module, Embed(site.tape))

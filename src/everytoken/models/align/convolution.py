@@ -1,4 +1,4 @@
-"""Convolution and pooling: ConvNeXt, ResNet and other CNNs.
+"""Convolution and pooling: ConvNeXt, ResNet and other CNNs, and the stem of LV-ViT.
 
 Paper: TL-Align, appendix A, Table 9: Y <- Norm(T(K))·Y for a convolution with kernel K, the mean for aggregation; left
 as future work there. Shares start on the pixel grid and become coarser with the features.

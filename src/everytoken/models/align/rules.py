@@ -3,6 +3,8 @@
 To support another layer, add its class to RULES (it mixes places: give the rule), PLAIN (it only runs its children one
 after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. For a layer outside of
 this package: `everytoken.models.align.RULES["your.module.Layer"] = rule`.
+A patch embedding that is not listed cuts patches that touch, or is taken as if it did: a token starts with the mean of
+its patch. One that is listed is followed from the pixels.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import nn
 from everytoken.models.align.attention import self_attention, talking_heads
 from everytoken.models.align.conv_attention import conv_attention, stage_embedding
 from everytoken.models.align.convolution import convolution, convolution_same, residual
+from everytoken.models.align.embedding import tokens_to_token
 from everytoken.models.align.tape import Site
 from everytoken.models.align.token_mlp import mixer_block
 from everytoken.models.align.windows import patch_merging, window_block
@@ -31,6 +34,8 @@ RULES: dict[str, Rule] = {
     "timm.models.eva.EvaAttention": self_attention,
     "timm.models.cait.TalkingHeadAttn": talking_heads,
     "timm.models.cait.ClassAttn": self_attention,
+    # embeddings that attend
+    "everytoken.models.tokens_to_token.TokensToToken": tokens_to_token,
     # attention over convolved tokens
     "everytoken.models.cvt_stage.ConvAttention": conv_attention,
     "everytoken.models.cvt_stage.ConvEmbed": stage_embedding,
@@ -86,6 +91,7 @@ PLAIN: set[str] = {
     "timm.models.cait.Cait",
     "timm.models.cait.LayerScaleBlock",
     "timm.models.cait.LayerScaleBlockClassAttn",
+    "everytoken.models.conv_stem.ConvStem",
     "everytoken.models.cvt.CvT",
     "everytoken.models.cvt_stage.CvTStage",
     "everytoken.models.cvt_stage.CvTBlock",
@@ -146,6 +152,16 @@ def rule_of(module: nn.Module) -> Rule | Literal["plain", "tokenwise"] | None:
     return None
 
 
+def attach_embedding(module: nn.Module, site: Site, name: str) -> bool:
+    """Attach the rules of a patch embedding; False if it has none: tokens then start with the mean of their patch."""
+    rule = rule_of(module)
+    if callable(rule):
+        rule(module, site, name)
+    elif rule == "plain":
+        site.children(module, name)
+    return callable(rule) or rule == "plain"
+
+
 def attach(module: nn.Module, site: Site, name: str, skip: frozenset[str] = frozenset()) -> None:
     """Attach the rules of a module and its children, or say which layer is unknown.
 
@@ -153,7 +169,7 @@ def attach(module: nn.Module, site: Site, name: str, skip: frozenset[str] = froz
         name: where the module is in the backbone, for messages.
         skip: children to leave out (heads).
     """
-    if name == site.embed:
+    if name == site.embed:  # has been attached before everything else
         return
     rule = rule_of(module)
     if callable(rule):

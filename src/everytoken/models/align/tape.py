@@ -25,11 +25,13 @@ class Tape:
         mask, ratio: of the mix; [B or 1, H, W] and [B].
         shares: [B, N] of a sequence or [B, h, w] of a map, float32; None until the patches are embedded.
         first: the shares on the pixel grid, before a convolutional model has run.
+        late: tokens are mixed after the patch embedding, so shares start behind it.
         grid: (h, w) of the patches of a sequence.
         inside: a known attention layer is running.
         keys: [B', N, C] what that layer is to mix; None if it is left out. C is 2 where some keys belong to nobody:
             shares, 0 for those, and which keys count (`normalised`).
         mixed: [B', M, C] what its attention made of them.
+        projected: keys, queries and values of the performer under way.
         window: (window, shift) of the window block under way.
         stack: inputs of the residual blocks under way.
         history: shares after every mixing layer, if wanted.
@@ -50,10 +52,12 @@ class Tape:
         self.ratio: Tensor | None = None
         self.shares: Tensor | None = None
         self.first: Tensor | None = None
+        self.late = False
         self.grid: tuple[int, int] | None = None
         self.inside = False
         self.keys: Tensor | None = None
         self.mixed: Tensor | None = None
+        self.projected: Tensor | None = None
         self.window: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.stack: list[Tensor] = []
         self.history: list[Tensor] = []
@@ -102,7 +106,7 @@ class Site:
     Attributes:
         tape: shared by all hooks.
         descend: attaches to a child: descend(module, name).
-        embed: name of the patch embedding, where the shares of tokens start; None where they start on pixels.
+        embed: name of the patch embedding, where the shares of tokens start; None where the model has none.
         layers: the numbers (from 1) of the mixing layers that count; None: all.
         handles: of all hooks, to remove them.
         count: mixing layers so far.
