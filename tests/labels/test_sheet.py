@@ -69,10 +69,10 @@ def test_cells_of_the_padding_do_not_count():
 
 def test_the_folder_label_is_the_innermost_folder_with_a_class_name():
     ids = {name: i for i, name in enumerate(NAMES)}
-    assert folder_label("train/cat/1.jpg", ids) == 2
-    assert folder_label("cat/dog/1.jpg", ids) == 3
-    assert folder_label("birds/cat.jpg", ids) is None
-    assert folder_label("cat", ids) is None
+    assert folder_label("train/cat/1.jpg", ids.get) == 2
+    assert folder_label("cat/dog/1.jpg", ids.get) == 3
+    assert folder_label("birds/cat.jpg", ids.get) is None
+    assert folder_label("cat", ids.get) is None
 
 
 def test_samples_are_spread_evenly():

@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -97,6 +97,23 @@ def shown_name(name: str) -> str:
     """A class's name for people: ImageNet's WordNet ids are told in words."""
     number = _words().find(name) if re.fullmatch(r"n\d{8}", name) else None
     return name if number is None or number < 0 else _words().names[number]
+
+
+def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
+    """A function from a folder's name to its class among `names`, None if it is none of them or not clear which.
+
+    Names are compared as when annotating: other spellings, and for ImageNet's classes WordNet ids and synonyms.
+    """
+    words = _words()
+    numbers = [words.find(name) for name in names]
+    more = tuple(() if number is None or number < 0 else words.synonyms[number] for number in numbers)
+    known = ClassList(len(names), tuple(names), more)
+
+    def find(name: str) -> int | None:
+        number = known.find(name)
+        return None if number is None or number < 0 else number
+
+    return find
 
 
 @lru_cache(maxsize=1)

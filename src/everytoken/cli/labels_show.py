@@ -55,6 +55,7 @@ def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _facts(store: Store, sample: int) -> dict[str, Any]:
+    from everytoken.annotate.classes import class_finder
     from everytoken.labels.summary import summarize_store
 
     manifest = store.manifest
@@ -78,7 +79,7 @@ def _facts(store: Store, sample: int) -> dict[str, Any]:
     }
     if store.skipped:
         facts["skipped, for example"] = "; ".join(f"{key}: {why}" for key, why in list(store.skipped.items())[:3])
-    seen = summarize_store(store, sample) if sample > 0 and len(store) else None
+    seen = summarize_store(store, sample, class_finder(names)) if sample > 0 and len(store) else None
     if seen is not None:
         facts["looked at"] = f"{seen.looked_at:,} maps"
         facts["classes in a map, mean"] = f"{seen.vocabulary:.1f}"
@@ -148,12 +149,13 @@ def show_main(argv: list[str], prog: str) -> int:
 
 
 def _sheet(options: Sheet) -> int:
+    from everytoken.annotate.classes import class_finder
     from everytoken.labels.summary import pick
 
     store = Store(options.maps, partial=True)
     if not len(store) or options.count < 1:
         raise EverytokenError(f"{options.maps} has no maps to show, or --count is {options.count}.")
-    picks, counts = pick(store, options.count, options.scan)
+    picks, counts = pick(store, options.count, options.scan, class_finder(store.manifest.class_names))
     scanned = sum(counts.values())
     chosen = [(one.key, f"{one.why} ({counts[one.why]:,} of {scanned:,} looked at)") for one in picks]
     _draw(store, chosen, options.images, options.names, options.out, options.columns)
@@ -163,19 +165,20 @@ def _sheet(options: Sheet) -> int:
 def _draw(
     store: Store, chosen: Sequence[tuple[str, str]], images: Path | None, names: Path | None, out: Path, columns: int
 ) -> None:
+    from everytoken.annotate.classes import class_finder
     from everytoken.labels.sheet import Tile, draw_sheet, load_photo
     from everytoken.labels.summary import folder_label, summarize
 
     manifest = store.manifest
     name_of = _namer(store, names)
     folder, missing = (None, 0) if images is None else _find_images(images, [key for key, _ in chosen])
-    class_ids = {name: i for i, name in enumerate(manifest.class_names)}
+    find = class_finder(manifest.class_names)
     tiles = []
     for key, section in chosen:
         one = store[key]
         photo, remark = (None, "") if folder is None else load_photo(folder / key, one.size)
         summary = summarize(one, manifest.num_classes)
-        tiles.append(Tile(key, section, one, summary, folder_label(key, class_ids), photo, remark))
+        tiles.append(Tile(key, section, one, summary, folder_label(key, find), photo, remark))
     title = f"{store.path.resolve().name} · {len(store):,} maps of {manifest.grid[0]}x{manifest.grid[1]} cells"
     if isinstance(manifest.annotator.get("name"), str):
         title += f" · {manifest.annotator['name']}"

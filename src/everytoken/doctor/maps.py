@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from everytoken.annotate.classes import class_finder
 from everytoken.data.sources import DataSet
 from everytoken.doctor.findings import Finding, some
 from everytoken.doctor.images import Images
@@ -70,7 +71,10 @@ def _class_order(store: Store, data: DataSet) -> list[Finding]:
         todo = "If classes were added or renamed, annotate again; else tokens learn the maps' classes as foreign ones."
         what = f"the maps share {len(both)} of the data's {len(mine)} classes"
         return [Finding("warning", "classes-differ", what, where, todo, some(odd), len(odd))]
-    what = f"the maps speak {len(theirs)} classes of their own (such as {theirs[0]!r})"
+    find = class_finder(theirs)
+    known = sum(find(name) is not None for name in mine)
+    among = f"; {known} of the data's {len(mine)} are among them by another name" if known else ""
+    what = f"the maps speak {len(theirs)} classes of their own (such as {theirs[0]!r}){among}"
     todo = "That is fine: tokens learn the maps' classes, the class token the data's."
     return [Finding("note", "classes-foreign", what, where, todo)]
 

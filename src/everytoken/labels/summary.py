@@ -8,7 +8,7 @@ are kept: with EfficientNet-Lite0 on 125 photos, 77 % against 82 % right.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,12 +84,19 @@ def cells_inside(score_map: ScoreMap) -> NDArray[np.bool_]:
     return inside if inside.any() else ~inside
 
 
-def folder_label(key: str, class_ids: Mapping[str, int]) -> int | None:
+FindClass = Callable[[str], int | None]
+"""Name of a folder -> the class with this name, or None."""
+
+
+def exact_names(names: Sequence[str]) -> FindClass:
+    """Finds classes by their very names; `annotate.classes.class_finder` knows other names of ImageNet's, too."""
+    return {name: i for i, name in enumerate(names)}.get
+
+
+def folder_label(key: str, find: FindClass) -> int | None:
     """The class that an image's folders say: the innermost folder that has a class's name. None if none has."""
-    for folder in reversed(key.split("/")[:-1]):
-        if folder in class_ids:
-            return class_ids[folder]
-    return None
+    found = (find(folder) for folder in reversed(key.split("/")[:-1]))
+    return next((label for label in found if label is not None), None)
 
 
 @dataclass(frozen=True)
@@ -109,15 +116,15 @@ def sample_positions(total: int, limit: int) -> list[int]:
     return [i * total // count for i in range(count)]
 
 
-def summarize_store(store: Store, limit: int = 512) -> StoreSummary:
-    """Look at up to ``limit`` maps spread over the store."""
-    class_ids = {name: i for i, name in enumerate(store.manifest.class_names)}
+def summarize_store(store: Store, limit: int = 512, find: FindClass | None = None) -> StoreSummary:
+    """Look at up to ``limit`` maps spread over the store; ``find`` tells the class of a folder."""
+    find = find or exact_names(store.manifest.class_names)
     vocabulary, confidence, right = [], [], []
     for i in sample_positions(len(store), limit):
         one = summarize(store.read(i), store.manifest.num_classes)
         vocabulary.append(one.vocabulary)
         confidence.append(float(one.confidence[one.inside].mean()))
-        label = folder_label(store.key(i), class_ids)
+        label = folder_label(store.key(i), find)
         if label is not None:
             right.append(label == one.image_class)
     return StoreSummary(
@@ -140,20 +147,22 @@ class Pick:
 WRONG, MANY, OTHERS = "map and folder disagree", "many classes in one image", "others"
 
 
-def pick(store: Store, count: int, scan: int = 5000) -> tuple[list[Pick], dict[str, int]]:
+def pick(
+    store: Store, count: int, scan: int = 5000, find: FindClass | None = None
+) -> tuple[list[Pick], dict[str, int]]:
     """Images to look at first, of up to ``scan`` spread over the store: wrong, then interesting, then others.
 
     Wrong ones (the map's class is not the folder's) come surest first and take up to half of the places; then
     those with the most mixed maps, up to a quarter; then ordinary ones, evenly spread, for a fair impression.
     Returns the picks and how many of the scanned images fall under each reason.
     """
-    class_ids = {name: i for i, name in enumerate(store.manifest.class_names)}
+    find = find or exact_names(store.manifest.class_names)
     wrong: list[tuple[float, str]] = []
     fine: list[tuple[float, str]] = []
     for i in sample_positions(len(store), scan):
         key = store.key(i)
         one = summarize(store.read(i), store.manifest.num_classes)
-        label = folder_label(key, class_ids)
+        label = folder_label(key, find)
         if label is not None and label != one.image_class:
             wrong.append((-one.image_confidence, key))
         else:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from everytoken.annotate.classes import shown_name
+from everytoken.annotate.classes import class_finder, shown_name
 from everytoken.data.batch import normalise
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.sources import DataSet
@@ -192,14 +192,14 @@ class Agreement:
 def annotator_agreement(store: Store, images: DataSet | None, limit: int = 2000, show: int = 6) -> Agreement:
     """Compare maps with the folders' labels; `images` is where the pictures are, None without."""
     manifest = store.manifest
-    ids = {name: i for i, name in enumerate(manifest.class_names)}
+    find = class_finder(manifest.class_names)
     right: dict[int, list[bool]] = {}
     sure, words = [], []
     for i in sample_positions(len(store), limit):
         one = summarize(store.read(i), manifest.num_classes)
         sure.append(float(one.confidence[one.inside].mean()))
         words.append(one.vocabulary)
-        label = folder_label(store.key(i), ids)
+        label = folder_label(store.key(i), find)
         if label is not None:
             right.setdefault(label, []).append(label == one.image_class)
     settings = manifest.annotator
