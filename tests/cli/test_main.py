@@ -47,6 +47,49 @@ def test_a_wrong_flag_gets_a_suggestion(capsys):
     assert "--img-size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "first"), [("--lerning-rate", "--lr?"), ("--epoch", "--epochs"), ("--image_size", "--img-size")]
+)
+def test_the_likeliest_flag_is_suggested_first(flag, first, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "photos", flag, "3"])
+    assert stop.value.code == 2
+    assert f"there is no option {flag.replace('_', '-')}. Did you mean {first}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"labels", "segment", "detect"}))
+def test_every_command_names_an_option_that_it_does_not_have(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--nonsensical"])
+    assert stop.value.code == 2
+    assert "there is no option --nonsensical." in capsys.readouterr().err
+
+
+def test_wrong_values_are_still_explained(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["model", "lvvit_t", "--seconds", "many"])
+    assert stop.value.code == 2
+    assert "--seconds" in capsys.readouterr().err
+
+
+def test_recipes_are_listed_filtered_and_printed(capsys, tmp_path):
+    assert main(["recipes"]) == 0
+    everything = capsys.readouterr().out
+    assert "lvvit_s_token" in everything
+    assert main(["recipes", "small*"]) == 0
+    some = capsys.readouterr().out
+    assert "small_96_token" in some
+    assert "lvvit_s_token" not in some
+    assert main(["recipes", "small_96"]) == 0
+    text = capsys.readouterr().out
+    assert "\nmodel:" in text
+    (tmp_path / "mine.yaml").write_text(text)
+    assert main(["recipes", str(tmp_path / "mine.yaml")]) == 0
+    assert capsys.readouterr().out == text
+    assert main(["recipes", "smal_96"]) == 2
+    assert "small_96" in capsys.readouterr().err
+
+
 def test_models_lists_families_and_names(capsys):
     assert main(["models"]) == 0
     assert "LV-ViT" in capsys.readouterr().out

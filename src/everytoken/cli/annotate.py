@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 class Annotate:
     """Let an annotator look at every image and keep what it says about every cell in a store.
 
-    Kill it and run the same command again: it goes on where it stopped. Many GPUs: put
-    `torchrun --nproc-per-node 8 -m` before it. Some ways to use it:
+    Kill it and run the same command again: it goes on where it stopped.
 
-    everytoken annotate photos --out maps --annotator fit --folds 5
-
-    everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
-
-    everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
-
-    everytoken annotate photos --out maps2 --annotator self:runs/first
-
-    everytoken annotate photos --out maps --annotator python:my_labels:score
+    Examples:
+        everytoken annotate photos --out maps --annotator fit --folds 5
+        everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
+        everytoken annotate photos --out maps2 --annotator self:runs/first
+        everytoken annotate photos --out maps --annotator python:my_labels:score
+        everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
+        torchrun --nproc-per-node 8 -m everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --amp
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]

@@ -16,11 +16,10 @@ class Demo:
     The images are a part of CIFAR-10 (from a cache, its home page, or the npm registry), or scikit-learn's digits when
     there is no network. Interrupted, the same command goes on. Every step is printed as the command that does it.
 
-    everytoken demo
-
-    everytoken demo --data my-photos
-
-    everytoken demo --scale gpu --seeds 5
+    Examples:
+        everytoken demo
+        everytoken demo --data my-photos
+        everytoken demo --scale gpu --seeds 5
     """
 
     out: Path = Path("demo")

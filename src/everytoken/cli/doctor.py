@@ -24,13 +24,11 @@ class Doctor:
     Images and maps that are named together are compared with each other. The exit code is 1 when there are errors,
     and 0 otherwise; warnings and notes do not count.
 
-    everytoken doctor
-
-    everytoken doctor photos
-
-    everytoken doctor photos maps
-
-    everytoken doctor runs/mine --json
+    Examples:
+        everytoken doctor
+        everytoken doctor photos
+        everytoken doctor photos maps
+        everytoken doctor runs/mine --json
     """
 
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA|MAPS|RUN")] = ()

@@ -18,15 +18,12 @@ from everytoken.errors import EverytokenError
 class Explain:
     """Draw what a model sees in images: what its tokens say, and which places speak for which class.
 
-    everytoken explain runs/first photos/val/cat/1.jpg photos/val/dog/7.jpg --out seen
-
-    everytoken explain runs/first photos/train/cat/*.jpg --labels maps --out seen
-
-    everytoken explain runs/first cat.jpg --compare runs/plain --class cat --class dog --out seen
-
-    everytoken explain registry:efficientnet_lite0 cat.jpg --out seen
-
-    everytoken explain runs/first cat.jpg dog.jpg --mix --out seen
+    Examples:
+        everytoken explain runs/first photos/val/cat/1.jpg photos/val/dog/7.jpg --out seen
+        everytoken explain runs/first photos/train/cat/*.jpg --labels maps --out seen
+        everytoken explain runs/first cat.jpg --compare runs/plain --class cat --class dog --out seen
+        everytoken explain registry:efficientnet_lite0 cat.jpg --out seen
+        everytoken explain runs/first cat.jpg dog.jpg --mix --out seen
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]

@@ -19,7 +19,8 @@ from everytoken.errors import EverytokenError
 class Verify:
     """Check every byte of a store. Exit code 1 when something is damaged.
 
-    everytoken labels verify maps
+    Examples:
+        everytoken labels verify maps
     """
 
     maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
@@ -59,9 +60,9 @@ class Import:
 
     Nothing in the files is executed; files that are not what they should be are refused and listed.
 
-    everytoken labels import label_top5_train_nfnet maps --images imagenet/train
-
-    everytoken labels import relabel maps --images imagenet/train
+    Examples:
+        everytoken labels import label_top5_train_nfnet maps --images imagenet/train
+        everytoken labels import relabel maps --images imagenet/train
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
@@ -118,7 +119,8 @@ def import_main(argv: list[str], prog: str) -> int:
 class Export:
     """Write a store as released .pt maps [2, k, height, width], for other code that reads them.
 
-    everytoken labels export maps pt_maps
+    Examples:
+        everytoken labels export maps pt_maps
     """
 
     maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]

@@ -22,7 +22,8 @@ from everytoken.labels.store import Store
 class Info:
     """Print what is in a store: settings, counts, size, and what its maps are like.
 
-    everytoken labels info maps
+    Examples:
+        everytoken labels info maps
     """
 
     maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
@@ -93,7 +94,8 @@ def _facts(store: Store, sample: int) -> dict[str, Any]:
 class Sheet:
     """Draw a sheet of many images with their maps. First those where map and folder disagree, then mixed ones.
 
-    everytoken labels sheet maps --images photos --out sheet.png
+    Examples:
+        everytoken labels sheet maps --images photos --out sheet.png
     """
 
     maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
@@ -116,7 +118,8 @@ class Sheet:
 class Show:
     """Draw the maps of named images. Without a name, the same as `labels sheet`.
 
-    everytoken labels show maps cat/1.jpg dog/7.jpg --images photos --out two.png
+    Examples:
+        everytoken labels show maps cat/1.jpg dog/7.jpg --images photos --out two.png
     """
 
     maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]

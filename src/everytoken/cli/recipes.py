@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib import resources
+from pathlib import Path
 
 import tyro
 from rich.console import Console
@@ -18,28 +22,45 @@ class Recipes:
 
     Examples:
         everytoken recipes
+        everytoken recipes 'small*'
         everytoken recipes lvvit_s_token > mine.yaml
     """
 
     name: tyro.conf.Positional[str] = ""
-    """Print this recipe."""
+    """Print this recipe (or a file of your own), or list those whose names match: part of a name, or with * and ?."""
 
 
 def main(argv: list[str], prog: str) -> None:
     """Parse, print."""
     options = parse(Recipes, prog, argv)
-    from everytoken.train.recipe import header, read_recipe, recipe_names
+    from everytoken.train.recipe import read_recipe, recipe_names
 
-    if options.name:
-        read_recipe(options.name)
-        print((resources.files("everytoken.recipes") / f"{options.name}.yaml").read_text(), end="")
+    name, names = options.name, recipe_names()
+    pattern = name if set("*?[") & set(name) else f"*{name}*"
+    matching = [one for one in names if fnmatch(one, pattern)]
+    if name not in names and matching:
+        _list(matching)
         return
+    read_recipe(name)  # raises, in words, for what is no recipe
+    own = name.endswith((".yaml", ".yml"))
+    file = Path(name) if own else resources.files("everytoken.recipes") / f"{name}.yaml"
+    print(file.read_text(encoding="utf-8"), end="")
+
+
+def _list(names: Sequence[str]) -> None:
+    from everytoken.train.recipe import header
+
     table = Table(title="Recipes", caption="`everytoken recipes NAME` prints one; copy it to make your own")
     table.add_column("name", no_wrap=True)
     table.add_column("what")
     table.add_column("run by us")
-    for name in recipe_names():
-        lines = header(name).splitlines()
-        run = next((line.rsplit("Run by us:", 1)[1].strip(" .") for line in lines if "Run by us:" in line), "")
-        table.add_row(name, lines[0], run)
+    for name in names:
+        text = " ".join(header(name).split())
+        _, _, run = text.partition("Run by us:")
+        table.add_row(name, _sentence(text), _sentence(run).partition(";")[0])
     Console().print(table)
+
+
+def _sentence(text: str) -> str:
+    """The first sentence, without its full stop."""
+    return re.split(r"\.(?:\s|$)", text.strip(), maxsplit=1)[0]

@@ -23,11 +23,10 @@ class Report:
     one that learns plain labels); the others are compared with it seed by seed. The page holds everything it
     shows and needs no network.
 
-    everytoken report runs/plain-seed1 runs/plain-seed2 runs/token-seed1 runs/token-seed2 --out report.html
-
-    everytoken report runs --out report.html
-
-    everytoken report runs/mine --format md --no-predictions
+    Examples:
+        everytoken report runs/plain-seed1 runs/plain-seed2 runs/token-seed1 runs/token-seed2 --out report.html
+        everytoken report runs --out report.html
+        everytoken report runs/mine --format md --no-predictions
     """
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
