@@ -137,8 +137,8 @@ def _open(suite: Suite, limit: int, sources: Sequence[str]) -> tuple[DataSet, li
 
 
 def notes_on(suites: Sequence[Suite], sources: Sequence[str]) -> list[str]:
-    """What to say about the images of suites, each folder once."""
-    places = {suite.path: suite for suite in suites if suite.path}
+    """What to say about the images of suites before they are evaluated, each folder once; test sets say it after."""
+    places = {suite.path: suite for suite in suites if suite.kind in _OWN}
     return [note for suite in places.values() for note in _open(suite, 0, sources)[1]]
 
 
