@@ -236,4 +236,5 @@ def test_a_place_whose_classes_were_all_dropped_has_no_label():
     logits, classes = scores(2)
     classes[1] = -1
     target = from_scores(logits, classes, K, top_k=2)
-    assert target.weight[1].eq(0).all() and target.weight[[0, 2]].eq(1).all()
+    assert target.weight[1].eq(0).all()
+    assert target.weight[[0, 2]].eq(1).all()

@@ -33,6 +33,8 @@ def test_hard_labels_are_added_when_nothing_else_teaches_the_class_token():
     assert [o.name for o in build_objectives({"drloc": {}}, model())] == ["hard", "drloc"]
     assert [o.name for o in build_objectives({"alignment": {}}, model())] == ["alignment"]
     assert [o.name for o in build_objectives({"token": {"class_term": False}}, model(4))] == ["hard", "token"]
+    online = {"online-token": {"class_target": "none"}}
+    assert [o.name for o in build_objectives(online, model(4))] == ["hard", "online-token"]
     assert [o.name for o in build_objectives({}, model())] == ["hard"]
 
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from everytoken.annotate.annotator import AnnotatorError, Preprocessing
 from everytoken.annotate.imagenet_registry import MEAN, STD, registry_model
-from everytoken.annotate.networks import create, pretrained_model
+from everytoken.annotate.networks import pretrained_model
 from everytoken.annotate.small_cnn import small_cnn
 from everytoken.data.keyed import digest
 from everytoken.errors import did_you_mean
 from everytoken.models import family_of
+from everytoken.models.load import create_sized
 
 FOLDER = "annotator"
 """Where in a store's folder the networks are kept."""
@@ -52,7 +53,7 @@ def build_model(name: str, pretrained: bool, num_classes: int, size: tuple[int, 
             model = pretrained_model(name, size)
             model.reset_classifier(num_classes)
         else:
-            model = create(name, size, num_classes=num_classes)
+            model, _ = create_sized(name, {"num_classes": num_classes, "img_size": size})
         family_of(model)  # raises for models without a token view, before they are trained
         config = resolve_data_config({}, model=model)
         return FitModel(model, Preprocessing(size, config["mean"], config["std"], config["interpolation"]))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from timm.data import infer_imagenet_subset, resolve_data_config
 from torch import Tensor, nn
 
@@ -23,21 +22,29 @@ from everytoken.annotate.classes import ClassList, imagenet_classes
 from everytoken.annotate.imagenet_registry import MEAN, NAMES, STD, registry_model
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models import TokenModel, family_of_name
-from everytoken.models.load import Description, describe, find_weights, load_model
+from everytoken.models.load import (
+    Description,
+    classifier_size,
+    create_sized,
+    describe,
+    find_weights,
+    load_model,
+    with_own_head,
+)
 from everytoken.models.weights import load_weights, read_weights
 
 Size = tuple[int, int]
 
 
 class CellScores(nn.Module):
-    """The class head at every cell: [B, 3, H, W] -> [B, h, w, K]."""
+    """The class head at every cell, or the token head that a backbone brings: [B, 3, H, W] -> [B, h, w, K]."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, known: Description | None = None) -> None:
         super().__init__()
-        self.model = TokenModel(backbone)
+        self.model = with_own_head(backbone, known)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model.cell_logits(images)
+        return self.model.class_and_cell_logits(images)[1]
 
 
 class TokenScores(nn.Module):
@@ -78,7 +85,7 @@ def from_timm(name: str, size: Size | None = None, checkpoint: str = "") -> Anno
         settings["checkpoint"] = path.name
     else:
         backbone, known = pretrained_model(name, size), None
-    module = CellScores(backbone)
+    module = CellScores(backbone, known)
     config = resolve_data_config({}, model=backbone)
     preprocessing = Preprocessing(
         size or tuple(config["input_size"][1:]), config["mean"], config["std"], config["interpolation"]
@@ -106,21 +113,9 @@ def _timm_classes(backbone: nn.Module, count: int, known: Description | None, ow
     return imagenet_classes(subset) if subset else ClassList(count)
 
 
-def create(name: str, size: Size | None, **arguments: Any) -> nn.Module:
-    """timm's model for an input size; convolutional networks take any and have no such argument."""
-    try:
-        sized = {} if size is None else {"img_size": size}
-        model: nn.Module = timm.create_model(name, **arguments, **sized)
-    except TypeError:
-        if size is None:
-            raise
-        model = timm.create_model(name, **arguments)
-    return model
-
-
 def pretrained_model(name: str, size: Size | None) -> nn.Module:
     try:
-        return create(name, size, pretrained=True)
+        return create_sized(name, {} if size is None else {"img_size": size}, pretrained=True)[0]
     except EverytokenError:
         raise
     except Exception as error:  # the hub's client raises many kinds: network, disk, authorisation
@@ -140,11 +135,11 @@ def _with_weights(name: str, path: Path, size: Size | None) -> tuple[nn.Module, 
     if known is not None and known.architecture != name.split(".")[0]:
         raise AnnotatorError(f"{path} holds a {known.architecture}, not a {name}: use timm:{known.architecture}.")
     state = read_weights(path)
-    arguments: dict[str, Any] = (
-        dict(known.arguments) if known is not None else {"num_classes": _head_size(name, path, state)}
-    )
-    model_size = size or (known.img_size if known is not None and arguments.pop("img_size", None) else None)
-    backbone = create(name, model_size, **arguments)
+    arguments: dict[str, Any]
+    arguments = {"num_classes": _head_size(name, path, state)} if known is None else dict(known.arguments)
+    if size is not None:
+        arguments["img_size"] = size
+    backbone, _ = create_sized(name, arguments)
     report = load_weights(backbone, state)
     if report.missing or report.left_out:
         wrong = ", ".join([*report.left_out, *report.missing][:3])
@@ -156,16 +151,11 @@ def _with_weights(name: str, path: Path, size: Size | None) -> tuple[nn.Module, 
 
 def _head_size(name: str, path: Path, state: dict[str, Tensor]) -> int:
     """Classes of a foreign checkpoint, from the shape of its classifier."""
-    with torch.device("meta"):
-        config = timm.create_model(name).pretrained_cfg
-    heads = config.get("classifier") or ()
-    for head in (heads,) if isinstance(heads, str) else heads:
-        for part in ("weight", "bias"):
-            if f"{head}.{part}" in state:
-                return int(state[f"{head}.{part}"].shape[0])
-    raise AnnotatorError(
-        f"{path} has no classifier of {name} ({heads}); it cannot label. It has {', '.join(list(state)[-3:])}."
-    )
+    size = classifier_size(name, state)
+    if size is None:
+        found = ", ".join(list(state)[-3:])
+        raise AnnotatorError(f"{path} has no classifier of {name}, so it cannot label. It has {found}.")
+    return size
 
 
 def from_registry(name: str, size: Size | None = None, checkpoint: str = "") -> Annotator:

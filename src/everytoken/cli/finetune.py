@@ -18,7 +18,7 @@ class Finetune(Train):
     """Go on from trained weights: at a larger resolution, or on other classes (transfer).
 
     Position embeddings are resized, heads for other classes are made anew, and token targets follow the new grid.
-    Without a recipe, the papers' settings are used: AdamW, lr 5e-6 at a batch of 512, weight decay 1e-8, 30 epochs; on
+    Without a recipe, the papers' settings are used: AdamW, a constant lr of 5e-6, weight decay 1e-8, 30 epochs; on
     other classes lr 5e-4 and weight decay 0.05.
 
     Examples:
@@ -41,4 +41,4 @@ def main(argv: list[str], prog: str) -> int:
 
     plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
     given = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    return train(finetune_options(plain, options.source, given), dry_run=options.dry_run)
+    return train(finetune_options(plain, options.source, given, options.set), dry_run=options.dry_run)

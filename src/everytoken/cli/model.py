@@ -61,6 +61,7 @@ def _facts(options: Model) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from everytoken.models import TokenModel, family_of_name
+    from everytoken.models.load import create_sized
     from everytoken.train.distributed import best_device
 
     if not timm.is_model(options.name.split(".")[0]):
@@ -70,11 +71,7 @@ def _facts(options: Model) -> dict[str, Any]:
     arguments: dict[str, Any] = {"num_classes": options.num_classes}
     if options.img_size:
         arguments["img_size"] = options.img_size if len(options.img_size) == 2 else options.img_size[0]
-    try:
-        backbone = timm.create_model(options.name, **arguments)
-    except TypeError:  # convolutional networks take any size and have no such argument
-        arguments.pop("img_size", None)
-        backbone = timm.create_model(options.name, **arguments)
+    backbone: Any = create_sized(options.name, arguments)[0]
     model = TokenModel(backbone).to(device).eval()
     size = options.img_size or backbone.pretrained_cfg["input_size"][1:]
     height, width = size if len(size) == 2 else (size[0], size[0])

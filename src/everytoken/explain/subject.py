@@ -15,14 +15,13 @@ from torch import Tensor
 
 from everytoken.annotate.classes import ClassList, imagenet_classes
 from everytoken.annotate.imagenet_registry import MEAN, STD, registry_model
-from everytoken.annotate.networks import create
 from everytoken.data import placement as pl
 from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.evaluate.run import view_of
 from everytoken.models import TokenModel
-from everytoken.models.load import Description, load_model
+from everytoken.models.load import Description, create_sized, load_model
 
 Area = tuple[float, float, float, float]
 
@@ -177,7 +176,7 @@ def _untrained(source: str, name: str, img_size: int) -> Subject:
     if not timm.is_model(name.split(".")[0]):
         raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
     torch.manual_seed(0)
-    backbone = create(name, (img_size, img_size) if img_size else None)
+    backbone, _ = create_sized(name, {"img_size": (img_size, img_size)} if img_size else {})
     config = resolve_data_config({}, model=backbone)
     side = (img_size, img_size) if img_size else (config["input_size"][1], config["input_size"][2])
     about = Description(

@@ -69,8 +69,8 @@ class MapBatch:
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> MapBatch:
         """The same maps with every tensor changed in one way."""
-        tensors = (change(t) for t in (self.scores, self.local, self.classes, self.area))
-        return MapBatch(*tensors, self.num_classes, self.cut)
+        scores, local, classes, area = map(change, (self.scores, self.local, self.classes, self.area))
+        return MapBatch(scores, local, classes, area, self.num_classes, self.cut)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MapBatch:
         """The same maps on another device."""

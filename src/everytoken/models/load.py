@@ -7,14 +7,16 @@ and normalisation. For weights from elsewhere, name the architecture.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from safetensors import SafetensorError, safe_open
 from timm.data import resolve_data_config
+from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models.view import TokenModel
@@ -96,6 +98,55 @@ def describe(path: Path) -> Description | None:
         raise EverytokenError(f"{path} is not a readable safetensors file: {error}") from error
 
 
+def token_head_file(weights: Path) -> Path:
+    """Where the token head of a weights file is kept, if it is not part of the backbone."""
+    return weights.with_name(weights.name.removesuffix(".safetensors") + ".token_head.safetensors")
+
+
+def create_sized(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """timm's model, and the arguments that it took: convolutional networks have no `img_size` and work at any."""
+    used = dict(arguments)
+    try:
+        return timm.create_model(name, **used, **more), used
+    except TypeError as error:
+        if "img_size" not in used or "img_size" not in str(error):
+            raise
+    del used["img_size"]
+    return timm.create_model(name, **used, **more), used
+
+
+def classifier_size(architecture: str, state: Mapping[str, Tensor]) -> int | None:
+    """Classes of foreign weights, from the shape of their classifier; None if they have none."""
+    with torch.device("meta"):
+        model = timm.create_model(architecture)
+    for head in _classifiers(model):
+        for part in ("weight", "bias"):
+            if f"{head}.{part}" in state:
+                return int(state[f"{head}.{part}"].shape[0])
+    return None
+
+
+def _classifiers(model: nn.Module) -> tuple[str, ...]:
+    """Names of a timm model's classifiers, that of the class token first."""
+    config: Any = model.pretrained_cfg
+    heads = (config or {}).get("classifier") or ()
+    return (heads,) if isinstance(heads, str) else tuple(heads)
+
+
+def with_own_head(backbone: nn.Module, known: Description | None) -> TokenModel:
+    """The token view, with the token head that the backbone brings (LV-ViT, VOLO) where it learnt the same classes.
+
+    Args:
+        backbone: with its weights.
+        known: what they say about themselves. Weights from elsewhere have trained their token head; those written here
+            say which classes it learnt, and none if it was not trained.
+    """
+    trained = known is None or (bool(known.token_class_names) and known.token_class_names == known.class_names)
+    own = getattr(backbone, "aux_head", None)
+    fits = isinstance(own, nn.Linear) and own.out_features == backbone.num_classes
+    return TokenModel(backbone, own.out_features if trained and fits and own is not None else None)
+
+
 def load_model(
     source: str | Path, architecture: str = "", num_classes: int = 0, img_size: Sequence[int] | int | None = None
 ) -> LoadedModel:
@@ -113,17 +164,14 @@ def load_model(
     known = describe(path)
     if known is None:
         known = _describe_foreign(path, architecture, num_classes)
-    arguments = dict(known.arguments)
-    size = known.img_size
-    if img_size is not None:
-        size = (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
-        if "img_size" in arguments:
-            arguments["img_size"] = size
-    backbone = timm.create_model(known.architecture, **arguments)
-    head = path.with_name(path.name.removesuffix(".safetensors") + ".token_head.safetensors")
+    size = _pair(img_size) or known.img_size
+    asked = {} if img_size is None else {"img_size": size}
+    backbone, arguments = create_sized(known.architecture, {**known.arguments, **asked})
     model = TokenModel(backbone, len(known.token_class_names) or None)
     report = load_weights(backbone, path)
+    _check_classifier(backbone, report, path)
     if model.token_head is not None:
+        head = token_head_file(path)
         if not head.is_file():
             raise EverytokenError(f"the token head of {path} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
@@ -131,18 +179,33 @@ def load_model(
     return LoadedModel(model.eval(), description, str(path), report)
 
 
+def _pair(img_size: Sequence[int] | int | None) -> tuple[int, int] | None:
+    if img_size is None:
+        return None
+    return (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
+
+
+def _check_classifier(backbone: nn.Module, report: LoadReport, path: Path) -> None:
+    """A classifier with fresh values would answer noise."""
+    head = (*_classifiers(backbone), "head")[0]
+    wrong = [name for name in (*report.left_out, *report.missing) if name.startswith(f"{head}.")]
+    if wrong:
+        raise EverytokenError(
+            f"{path} does not fill the classifier ({', '.join(wrong)}), so its answers would be noise. Give weights "
+            "with a classifier, or train one: everytoken finetune DATA --from FILE --model NAME"
+        )
+
+
 def _from_timm(name: str, img_size: Sequence[int] | int | None) -> LoadedModel:
     if not timm.is_model(name.split(".")[0]):
         raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
-    arguments: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    asked = {} if img_size is None else {"img_size": _pair(img_size)}
     try:
-        backbone = timm.create_model(name, pretrained=True, **arguments)
+        backbone, arguments = create_sized(name, asked, pretrained=True)
     except (RuntimeError, OSError) as error:
         raise EverytokenError(f"the pretrained weights of {name} could not be had: {str(error)[:200]}") from error
     config = resolve_data_config({}, model=backbone)
-    size = (config["input_size"][1], config["input_size"][2])
-    if img_size is not None:
-        size = (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
+    size = _pair(img_size) or (config["input_size"][1], config["input_size"][2])
     description = Description(
         name, arguments, img_size=size, mean=config["mean"], std=config["std"],
         crop_pct=config["crop_pct"], interpolation=config["interpolation"],
@@ -156,12 +219,7 @@ def _describe_foreign(path: Path, architecture: str, num_classes: int) -> Descri
     if not timm.is_model(architecture):
         raise EverytokenError(f"timm knows no model {architecture!r}.{did_you_mean(architecture, timm.list_models())}")
     probe = timm.create_model(architecture)
-    if not num_classes:
-        state = read_weights(path)
-        names = probe.pretrained_cfg.get("classifier", ())
-        names = (names,) if isinstance(names, str) else names
-        bias = next((state[f"{n}.bias"] for n in names if f"{n}.bias" in state), None)
-        num_classes = 1000 if bias is None else bias.shape[0]
+    num_classes = num_classes or classifier_size(architecture, read_weights(path)) or 1000
     config = resolve_data_config({}, model=probe)
     return Description(
         architecture, {"num_classes": num_classes}, img_size=tuple(config["input_size"][1:]), mean=config["mean"],

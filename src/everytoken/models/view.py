@@ -111,11 +111,13 @@ class TokenModel(nn.Module):
         self._slot.mix = token_mix
         shares = None
         forward: Any = self.backbone.forward_features
-        if self.aligner is None or mix is None:
-            features = forward(images)
-        else:
-            features, shares = self.aligner.run(forward, images, mix)
-        self._slot.mix = None
+        try:
+            if self.aligner is None or mix is None:
+                features = forward(images)
+            else:
+                features, shares = self.aligner.run(forward, images, mix)
+        finally:  # after an error that the caller survives, the next batch must not be mixed
+            self._slot.mix = None
         grid, prefix = self.split(features, (images.shape[-2], images.shape[-1]))
         logits, distill = self._class_logits(features)
         if token_mix is not None:
@@ -155,9 +157,11 @@ class TokenModel(nn.Module):
         return self._cells(self.backbone.forward_features(images), (images.shape[-2], images.shape[-1]))  # type: ignore[operator]
 
     def class_and_cell_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Class logits [B, K] and `cell_logits`, from one pass through the backbone."""
+        """Class logits [B, K] and logits [B, h, w, C] of every cell, the token head's or `cell_logits`; one pass."""
+        size = (images.shape[-2], images.shape[-1])
         features = self.backbone.forward_features(images)  # type: ignore[operator]
-        return self._class_logits(features)[0], self._cells(features, (images.shape[-2], images.shape[-1]))
+        tokens = self.token_logits(self.split(features, size)[0])
+        return self._class_logits(features)[0], self._cells(features, size) if tokens is None else tokens
 
     def _cells(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         if self.family.layout == "tokens":

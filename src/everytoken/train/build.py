@@ -18,7 +18,7 @@ from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.labels import Store
 from everytoken.models import TokenModel, probe
-from everytoken.models.load import Description, find_weights, load_model
+from everytoken.models.load import Description, describe, find_weights, load_model, token_head_file, with_own_head
 from everytoken.models.weights import load_weights
 from everytoken.objectives import OBJECTIVES
 from everytoken.train.checks import ContradictionError, check_objectives, check_options
@@ -55,11 +55,13 @@ def build(options: TrainOptions, world: World) -> Parts:
         )
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
+    class_names = tuple(train_set.class_names)
     token_names: tuple[str, ...] = ()
     if any("token_logits" in _needs(name, fields) for name, fields in settings.items()):
-        token_names = tuple(store.manifest.class_names) if store is not None else tuple(train_set.class_names)
+        token_names = class_names if store is None else _names(store)
     backbone, arguments = build_backbone(options, num_classes)
     model = TokenModel(backbone, len(token_names) or None)
+    notes += _start_heads(model, options, class_names, token_names)
     own = getattr(backbone, "aux_head", None)
     if own is not None and not model.uses_own_head:
         own.requires_grad_(False)  # nothing trains it, and DDP wants every trained weight to have a gradient
@@ -69,7 +71,7 @@ def build(options: TrainOptions, world: World) -> Parts:
     augment = build_augment(options, config)
     if any("distill_logits" in o.needs for o in objectives):
         backbone.set_distilled_training(True)  # type: ignore[operator]
-    teacher = build_teacher(options, config, num_classes, tuple(train_set.class_names))
+    teacher = build_teacher(options, config, num_classes, class_names)
     step = TokenStep(
         model, objectives, build_mixer(options.mixing), teacher,
         compile=options.model.torchcompile,
@@ -79,7 +81,7 @@ def build(options: TrainOptions, world: World) -> Parts:
     description = Description(
         architecture=options.model.model,
         arguments=arguments,
-        class_names=tuple(train_set.class_names),
+        class_names=class_names,
         token_class_names=token_names,
         img_size=(size, size),
         mean=tuple(config["mean"]),
@@ -132,10 +134,38 @@ def _resolve_class_targets(
             settings[name]["class_target"] = "truth"  # whatever the recipe says: the maps cannot label whole images
             notes.append(
                 f"the score maps speak {store.manifest.num_classes} classes of their own (such as "
-                f"{store.manifest.class_names[0]!r}), the data has {train_set.num_classes} (such as "
+                f"{store.manifest.class_name(0)!r}), the data has {train_set.num_classes} (such as "
                 f"{train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
             )
     return settings, notes
+
+
+def _names(store: Store) -> tuple[str, ...]:
+    """One name per class of the maps, also where they have none of their own."""
+    return tuple(store.manifest.class_name(i) for i in range(store.manifest.num_classes))
+
+
+def _start_heads(
+    model: TokenModel, options: TrainOptions, class_names: tuple[str, ...], token_names: tuple[str, ...]
+) -> list[str]:
+    """Heads of the initial weights go on where they learnt the same classes, and start anew where they did not."""
+    if not options.model.initial_checkpoint:
+        return []
+    path, notes = find_weights(options.model.initial_checkpoint), []
+    about = describe(path)
+    if about is not None and about.class_names and about.class_names != class_names:
+        count = int(model.backbone.num_classes)  # type: ignore[arg-type]
+        if len(about.class_names) == count:  # they fit in number, but mean other things
+            model.backbone.reset_classifier(count)  # type: ignore[operator]
+        notes.append(f"{path} was trained on other classes: the classifier starts anew")
+    if model.token_head is not None:
+        kept = token_head_file(path)
+        if about is not None and about.token_class_names == token_names and kept.is_file():
+            load_weights(model.token_head, kept)
+            notes.append(f"token head from {kept}")
+        else:
+            notes.append("the token head starts anew")
+    return notes
 
 
 def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -216,4 +246,13 @@ def build_teacher(
             "these classes with --teacher-checkpoint"
         )
     about = loaded.description
-    return FrozenTeacher(loaded.model, student, (about.mean, about.std))
+    if about.class_names and about.class_names != class_names:
+        raise EverytokenError(
+            f"the teacher {loaded.source} has the classes {', '.join(about.class_names[:3])}, ..., and the data "
+            f"{', '.join(class_names[:3])}, ...: in this order its answers would be taken for other classes"
+        )
+    model = loaded.model
+    if about.token_class_names != about.class_names or not about.class_names:
+        # its token head speaks of other classes, or is not known to be one
+        model = with_own_head(model.backbone, about if about.class_names else None)
+    return FrozenTeacher(model, student, (about.mean, about.std))

@@ -48,6 +48,7 @@ def plan_facts(parts: Parts, options: TrainOptions, world: World, steps: int) ->
     step_seconds, load_seconds = _time_steps(task, options, world, steps)
     per_update = max(step_seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
     epochs = optim.epochs + optim.cooldown_epochs
+    rate = learning_rate(optim, global_batch)
     return {
         "model": options.model.model,
         "parameters": f"{weights:,}" + (f" (+ {extra:,} only while training)" if extra else ""),
@@ -59,8 +60,8 @@ def plan_facts(parts: Parts, options: TrainOptions, world: World, steps: int) ->
         "mixing": ", ".join(options.mixing) or "none",
         "batch": f"{data.batch_size} x {world.size} processes x {optim.grad_accum_steps} accumulated = {global_batch}",
         "updates": f"{updates} per epoch, {updates * epochs:,} in all, {epochs} epochs",
-        "learning rate": f"{learning_rate(optim, global_batch):.3g} ({optim.sched}, {optim.warmup_epochs:g} warm-up "
-        f"epochs, down to {optim.min_lr:g})",
+        "learning rate": f"{rate:.3g} ({optim.sched}, {optim.warmup_epochs:g} warm-up epochs, "
+        f"down to {min(optim.min_lr, rate):.3g})",
         "memory": _memory(world),
         "one step": f"{step_seconds:.2f} s, {data.batch_size / step_seconds:.1f} images/s per process",
         "loading": f"{data.batch_size / load_seconds:.1f} images/s per worker, {data.workers} workers",

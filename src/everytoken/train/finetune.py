@@ -6,20 +6,19 @@ objectives and mixing kept. Dense relative localization, supplement (other class
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from everytoken.errors import EverytokenError
-from everytoken.models.load import describe, find_weights
+from everytoken.models.load import Description, classifier_size, describe, find_weights
+from everytoken.models.weights import read_weights
 from everytoken.train.options import TrainOptions
-from everytoken.train.recipe import apply
+from everytoken.train.recipe import apply, flat, overrides
 from everytoken.train.runfolder import RunFolder
 
 RESOLUTION: dict[str, Any] = {
-    "lr_base": 5e-6,
-    "lr_base_size": 512,
+    "lr": 5e-6,  # at any batch: scaled to a laptop's, it would not move at all
     "min_lr": 5e-6,
     "warmup_lr": 5e-6,
     "warmup_epochs": 0.0,
@@ -35,13 +34,16 @@ TRANSFER: dict[str, Any] = {
 }
 
 
-def finetune_options(options: TrainOptions, source: str, given: Set[str]) -> TrainOptions:
+def finetune_options(
+    options: TrainOptions, source: str, given: Set[str], assignments: Sequence[str] = ()
+) -> TrainOptions:
     """Options of a fine-tuning run.
 
     Args:
         options: as parsed, with a recipe's values in place.
         source: run folder or weights file.
         given: names of the flags that were given, which are left alone.
+        assignments: those of --set, which change what the source had and come last.
     """
     weights = find_weights(source)
     about = describe(weights)
@@ -56,18 +58,24 @@ def finetune_options(options: TrainOptions, source: str, given: Set[str]) -> Tra
     if not options.recipe:
         old = RunFolder(source, writable=False).read_config() if Path(source).is_dir() else {}
         for name in ("objectives", "mixing", "aa", "reprob", "smoothing", "drop_path"):
-            if name in old and name not in given and "set" not in given:
+            if name in old and name not in given:
                 values[name] = old[name]
-        values |= TRANSFER if _other_classes(options, about) else RESOLUTION
+        values |= TRANSFER if _other_classes(options, about, weights) else RESOLUTION
+    if "lr_base" in given:
+        values.pop("lr", None)
     values = {name: value for name, value in values.items() if name == "initial_checkpoint" or name not in given}
-    return apply(dataclasses.replace(options), values, "finetune")
+    options = apply(options, values, "finetune")
+    return apply(options, overrides(assignments, flat(options)), "--set")
 
 
-def _other_classes(options: TrainOptions, about: Any) -> bool:
-    """Whether the data has other classes than the weights were trained on; unknown counts as the same."""
-    if about is None or not about.class_names or not options.data:
+def _other_classes(options: TrainOptions, about: Description | None, weights: Path) -> bool:
+    """Whether the data has other classes than the weights were trained on, by name, or by number for foreign ones."""
+    if not options.data:
         return False
     from everytoken.data.find import open_dataset
 
     data = open_dataset(options.data, "train", val_split=options.dataset.val_split)
-    return list(data.class_names) != list(about.class_names)
+    if about is not None and about.class_names:
+        return list(data.class_names) != list(about.class_names)
+    classes = classifier_size(options.model.model if about is None else about.architecture, read_weights(weights))
+    return classes != (options.dataset.num_classes or data.num_classes)

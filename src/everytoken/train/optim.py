@@ -49,8 +49,10 @@ def _ends_with_any(name: str, exempt: set[str]) -> bool:
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:
     """timm's schedule, stepped every update; also the number of epochs with cool-down.
 
-    "linear" is timm's "poly" with a power of 1 (its own default, 0.1, is nearly constant).
+    "linear" is timm's "poly" with a power of 1 (its own default, 0.1, is nearly constant). Warm-up and end are never
+    above the learning rate itself, which a small batch may have made smaller than them.
     """
+    highest = max(group["lr"] for group in optimizer.param_groups)
     linear = options.sched == "linear"
     more: dict[str, Any] = {"decay_rate": 1.0} if linear else {}
     if options.sched == "multistep":
@@ -61,8 +63,8 @@ def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoc
         **more,
         num_epochs=options.epochs,
         cooldown_epochs=options.cooldown_epochs,
-        min_lr=options.min_lr,
-        warmup_lr=options.warmup_lr,
+        min_lr=min(options.min_lr, highest),
+        warmup_lr=min(options.warmup_lr, highest),
         warmup_epochs=options.warmup_epochs,
         warmup_prefix=False,
         step_on_epochs=False,

@@ -124,7 +124,12 @@ def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, 
         path, sign, raw = text.partition("=")
         if not sign:
             raise RecipeError(f"--set takes NAME=VALUE, for example objectives.drloc.weight=0.1, not {text!r}")
-        value = yaml.safe_load(raw)
+        try:
+            value = yaml.safe_load(raw)
+        except yaml.YAMLError as error:
+            raise RecipeError(
+                f"--set {text}: the value is not valid YAML ({getattr(error, 'problem', None) or error})"
+            ) from error
         first, *rest = path.split(".")
         if not rest:
             out[first] = value

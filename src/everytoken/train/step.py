@@ -192,7 +192,7 @@ def build_objectives(
     wanted = {ALIASES.get(name, name): dict(fields) for name, fields in settings.items()}
     if "token_labeling" in settings and "weight" in wanted["token"]:
         wanted["token"]["beta"] = wanted["token"].pop("weight")
-    if not CLASS_TERMS & set(wanted) or (set(wanted) & CLASS_TERMS == {"token"} and not _class_term(wanted["token"])):
+    if not any(_teaches_class_token(name, fields) for name, fields in wanted.items()):
         wanted = {"hard": {}, **wanted}
     for name, fields in wanted.items():
         if name not in OBJECTIVES:
@@ -210,8 +210,8 @@ def build_objectives(
     return out
 
 
-def _class_term(fields: Mapping[str, Any]) -> bool:
-    return bool(fields.get("class_term", True))
+def _teaches_class_token(name: str, fields: Mapping[str, Any]) -> bool:
+    return name in CLASS_TERMS and bool(fields.get("class_term", True)) and fields.get("class_target") != "none"
 
 
 def build_mixer(settings: Mapping[str, Mapping[str, Any]]) -> Mixer | OneOf | None:
