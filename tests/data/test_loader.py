@@ -189,8 +189,10 @@ def test_score_maps_travel_with_their_images(data, workers):
 
 def test_a_missing_map_raises_unless_it_is_allowed(data):
     lacking = FakeStore(without={data.key(3)})
-    with pytest.raises(DataError, match="no map of"):
+    with pytest.raises(DataError, match=rf"no map of 1 of the 25 images(.|\n)*'{data.key(3)}' is not in it"):
         list(Loader(data, TrainTransform(CONFIG), 5, train=True, store=lacking).epoch(0))
+    with pytest.raises(DataError, match="no map of any of the 25 images"):
+        list(Loader(data, TrainTransform(CONFIG), 5, train=True, store=FakeStore(set(data.keys()))).epoch(0))
     loader = Loader(data, EvalTransform(CONFIG), 5, train=False, store=lacking, missing_maps=True)
     batch = next(iter(loader))
     assert batch.maps.area[3].min() > 1  # out of every image's reach: weight 0

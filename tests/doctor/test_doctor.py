@@ -130,6 +130,16 @@ def test_classes_out_of_balance_tiny_or_only_in_val_are_found(capsys, tree):
     assert "12 times" in found["imbalance"]["what"]
 
 
+def test_few_images_per_class_are_worth_a_note(capsys, tmp_path):
+    for number in range(24):
+        path = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(path)
+    code, found = ask(capsys, str(tmp_path / "photos"))
+    assert code == 0
+    assert "12 (median)" in found["few-images"]["what"]
+
+
 def test_maps_in_another_order_of_classes_are_an_error(capsys, tree, tmp_path):
     code, found = ask(capsys, tree, make_store(tmp_path / "maps", tree, ("class-1", "class-0", "class-2")))
     assert code == 1

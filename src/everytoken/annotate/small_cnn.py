@@ -11,7 +11,6 @@ from __future__ import annotations
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
-NAME = "small"
 WIDTHS = (48, 96, 192)
 
 

@@ -107,11 +107,6 @@ class Prefetcher:
         self.mean, self.std, self.dtype, self.channels_last = mean, std, dtype, channels_last
         self.waited = self.worked = 0.0
 
-    @property
-    def waiting_share(self) -> float:
-        """Part of the time so far that was spent waiting for data, 0..1."""
-        return self.waited / max(self.waited + self.worked, 1e-9)
-
     def __iter__(self) -> Iterator[Batch]:
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         source = iter(self.batches)

@@ -35,6 +35,7 @@ from everytoken.data.batch import Batch
 from everytoken.data.decode import Alpha, ImageError
 from everytoken.data.sampler import BatchSampler, Request
 from everytoken.data.sources import DataError, DataSet
+from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps as stack_maps
 
 _FEW = 5  # bad images that are no reason to stop
@@ -171,7 +172,30 @@ class _Samples:
         """The score maps of a batch."""
         if self.store is None or self.collate is None:
             return None
-        return self.collate([None if self.missing and key not in self.store else self.store[key] for key in keys])
+        try:
+            maps = [None if self.missing and key not in self.store else self.store[key] for key in keys]
+        except (KeyError, EverytokenError) as error:
+            lacking = next((key for key in keys if key not in self.store), None)
+            if lacking is None:  # something else is wrong
+                raise
+            raise DataError(self.without_map(self.store, lacking)) from error
+        return self.collate(maps)
+
+    def without_map(self, store: MapStore, example: str) -> str:
+        """How many images have no map, and what to do about it."""
+        count = sum(key not in store for key in self.data.keys())  # noqa: SIM118
+        where = getattr(store, "path", "the store")
+        if count == len(self.data):
+            key = getattr(store, "key", None)
+            such = f" Its keys are paths relative to the annotated folder, such as {key(0)!r}." if key else ""
+            return f"{where} has no map of any of the {count:,} images of {self.data.name}, such as {example!r}.{such}"
+        why = getattr(store, "skipped", {}).get(example)
+        first = f"{example!r} was skipped ({why})" if why else f"{example!r} is not in it"
+        return (
+            f"{where} has no map of {count:,} of the {len(self.data):,} images of {self.data.name}: {first}. Images "
+            "that came later, or that another --val-split had set aside, need a new store of all images (`everytoken "
+            "annotate`); skipped ones are tried again with --retry-skipped. `everytoken doctor DATA MAPS` lists them."
+        )
 
 
 def _as_it_is(batch: Any) -> Any:

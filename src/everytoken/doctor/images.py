@@ -15,6 +15,7 @@ from everytoken.doctor.scan import Look, equal_groups, look_at_all, near_pairs
 from everytoken.errors import EverytokenError, did_you_mean
 
 TINY = 10  # images of a class below which it can hardly be learned
+FEW = 50  # images per class (median) below which training from scratch learns little
 IMBALANCE = 10.0  # largest class / smallest class
 Tell = Callable[[int, int], None]
 
@@ -134,6 +135,11 @@ def _classes(data: DataSet, part_name: str) -> list[Finding]:
         todo = "Collect more images of them, or leave them out: so few can hardly be learned or judged."
         what = f"{counted(tiny, 'class', 'classes')} with fewer than {TINY} images"
         findings.append(Finding("warning", "tiny-class", what, data.name, todo, some(named[:tiny]), tiny))
+    usual = float(np.median(counts)) if len(counts) else 0.0
+    if 0 < usual < FEW and tiny < len(counts):
+        todo = "From scratch that gives little: begin with pretrained weights (recipe small_224_token, or finetune)."
+        what = f"few images per class: {usual:.0f} (median)"
+        findings.append(Finding("note", "few-images", what, data.name, todo))
     smallest = max(1, int(counts.min()))
     if counts.max() / smallest > IMBALANCE:
         what = f"the largest class has {counts.max() / smallest:.0f} times as many images as the smallest"

@@ -119,7 +119,7 @@ def _disk(places: Sequence[Path]) -> list[Finding]:
         seen.add(device)
         free = shutil.disk_usage(folder).free
         if free < LITTLE_DISK:
-            todo = "Free some: a run keeps two checkpoints of 16 bytes per parameter, maps take 1 to 4 KB per image."
+            todo = "Free some: a run keeps two checkpoints of 16 bytes per parameter; maps take 1 to 7 KB per image."
             level = "error" if free < LITTLE_DISK / 25 else "warning"
             findings.append(
                 Finding(level, "disk", f"{free / 1e9:.1f} GB are free", str(folder), todo)  # type: ignore[arg-type]

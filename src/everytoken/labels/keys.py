@@ -144,7 +144,7 @@ class KeyTable:
         if not found and self._total:
             at = self._bisect(str(key).encode("utf-8", "surrogatepass"))
             around = list(self.iterate(max(0, at - 16), min(self._total, at + 16)))
-            found = difflib.get_close_matches(str(key), around, n=limit, cutoff=0.6)
+            found = difflib.get_close_matches(str(key), around, n=limit, cutoff=0.8)  # further off is no help
         return found[:limit]
 
     def _bisect(self, raw: bytes) -> int:

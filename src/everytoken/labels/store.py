@@ -154,7 +154,7 @@ class Store(Mapping[str, ScoreMap]):
         if position in self._reasons:
             return UnknownKeyError(
                 f"{self.path} has no map of {key!r}: the image was skipped ({self._reasons[position]}). "
-                "Mend the image and annotate again with retry of skipped images, or leave it out of training."
+                "Mend the image and annotate again with --retry-skipped, or leave it out of training."
             )
         if position >= 0:
             return UnknownKeyError(f"{self.path} has no map of {key!r} yet: the store is not finished.")
