@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from everytoken.errors import EverytokenError
-from everytoken.evaluate.accuracy import Predictions, calibration_error, read_real, real_accuracy
+from everytoken.evaluate.accuracy import Predictions, calibration_error, imagenet_numbers, read_real, real_accuracy
 from everytoken.evaluate.kept import keep, kept
 
 
@@ -94,3 +94,17 @@ def test_kept_predictions_are_used_for_the_same_note_alone(tmp_path):
     assert kept(tmp_path / "none.npz", "a note") is None
     path.write_bytes(path.read_bytes()[:-40])
     assert kept(path, "a note") is None
+
+
+def test_real_labels_are_compared_with_imagenets_number_of_each_answer():
+    keys = ["ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG"]
+    labels = {keys[0]: [0], keys[1]: [217]}  # tench, English springer
+    p = Predictions(np.arange(2), np.zeros(2, int), np.array([[1], [0]]), np.ones(2), np.zeros(2))
+    numbers = imagenet_numbers(("n02102040", "n01440764_tench"), 2)
+    assert numbers.tolist() == [217, 0]
+    assert real_accuracy(p, keys, labels, numbers)["real_top1"] == 100
+    assert real_accuracy(p, keys, labels)["real_top1"] == 0
+    assert imagenet_numbers((), 1000).tolist() == list(range(1000))
+    for names, outputs in ((("my cat", "n01440764"), 2), ((), 10)):
+        with pytest.raises(EverytokenError, match="ImageNet's classes"):
+            imagenet_numbers(names, outputs)

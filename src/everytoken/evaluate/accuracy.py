@@ -116,14 +116,39 @@ def calibration_error(confidence: np.ndarray, correct: np.ndarray, bins: int = 1
 
 
 def real_accuracy(
-    predictions: Predictions, keys: Sequence[str], labels: Mapping[str, Sequence[int]]
+    predictions: Predictions,
+    keys: Sequence[str],
+    labels: Mapping[str, Sequence[int]],
+    numbers: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """ReaL accuracy: `labels` maps an image's file name to its set of right classes; empty sets are left out."""
+    """ReaL accuracy; images without labels are left out.
+
+    Args:
+        predictions: of a model; keys: of all images.
+        labels: an image's file name -> its right classes among ImageNet's 1,000.
+        numbers: ImageNet's class for each class that was answered (`imagenet_numbers`); None: the same.
+    """
     sets = real_sets([keys[i] for i in predictions.index], labels)
-    judged = [(row, s) for row, s in zip(predictions.top, sets, strict=True) if s]
+    top = predictions.top if numbers is None else numbers[predictions.top]
+    judged = [(row, s) for row, s in zip(top, sets, strict=True) if s]
     hits = [row[0] in s for row, s in judged]
     hits5 = [any(c in s for c in row) for row, s in judged]
     return {"real_top1": 100 * float(np.mean(hits)), "real_top5": 100 * float(np.mean(hits5)), "real_images": len(hits)}
+
+
+def imagenet_numbers(names: Sequence[str], outputs: int) -> np.ndarray:
+    """ImageNet's class for each output of a model, by name; a model with 1,000 outputs and no names has its order."""
+    if not names and outputs == 1000:
+        return np.arange(1000)
+    from everytoken.annotate.classes import imagenet_classes
+
+    known = imagenet_classes()
+    found = [known.find(name) for name in names]
+    strange = [name for name, number in zip(names, found, strict=True) if number is None or number < 0]
+    if strange or not names:
+        what = f"such as {strange[0]!r}" if strange else f"{outputs} without names"
+        raise EverytokenError(f"ReaL labels are for models of ImageNet's classes; this one has others, {what}")
+    return np.array(found, np.int64)
 
 
 def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:

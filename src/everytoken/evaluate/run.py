@@ -21,7 +21,7 @@ from everytoken.data.loader import BadImages, Loader
 from everytoken.data.places import part
 from everytoken.data.sources import DataError, DataSet
 from everytoken.errors import EverytokenError
-from everytoken.evaluate.accuracy import Predictions, predict, read_real, real_accuracy
+from everytoken.evaluate.accuracy import Predictions, imagenet_numbers, predict, read_real, real_accuracy
 from everytoken.evaluate.held_out import NAMED, Origin, held_out
 from everytoken.models import TokenModel
 from everytoken.models.load import Description, LoadedModel, load_model
@@ -106,6 +106,7 @@ def evaluate_on(
     check_vote(loaded, token_vote)
     lookup = class_lookup(loaded, dataset)
     about = loaded.description
+    imagenet = imagenet_numbers(about.class_names, int(loaded.model.backbone.num_classes)) if real else None  # type: ignore[arg-type]
     augment = eval_view(loaded, crop_pct)
     bad = BadImages(on_bad_image)
     loader = Loader(
@@ -131,7 +132,7 @@ def evaluate_on(
     numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
     numbers["parameters"] = sum(p.numel() for p in loaded.model.backbone.parameters())
     if real:
-        numbers |= real_accuracy(predictions, keys, read_real(real))
+        numbers |= real_accuracy(predictions, keys, read_real(real), imagenet)
     names = list(about.class_names) or list(dataset.class_names)
     return Evaluation(numbers, predictions, names, keys, dict(bad.seen))
 

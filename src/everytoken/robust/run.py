@@ -20,7 +20,7 @@ from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import DataSet, Subset
-from everytoken.evaluate.accuracy import Predictions, predict, read_real, real_sets
+from everytoken.evaluate.accuracy import Predictions, imagenet_numbers, predict, read_real, real_sets
 from everytoken.evaluate.kept import keep, kept
 from everytoken.evaluate.run import open_part
 from everytoken.evaluate.run import view_of as view_of_weights
@@ -163,7 +163,12 @@ def evaluate_suite(subject: Subject, suite: Suite, settings: Settings, folder: P
         keep(path, known[0], about, known[1])
     if known[1]:
         notes.append(f"{suite.name}: {len(known[1])} unreadable images are left out")
-    return replace(_result(suite, known[0], keys, settings), notes=tuple(notes))
+    if suite.kind == "real":
+        numbers = imagenet_numbers(subject.about.class_names, subject.outputs)
+        made = _real_result(suite, known[0], keys, settings, numbers if pair.columns is None else numbers[pair.columns])
+    else:
+        made = _result(suite, known[0], keys)
+    return replace(made, notes=tuple(notes))
 
 
 def _facts(subject: Subject, data: DataSet, pair: Match, keys: Sequence[str]) -> dict[str, Any]:
@@ -213,15 +218,18 @@ def match_classes(subject: Subject, data: DataSet, suite: Suite, settings: Setti
     return match(names, subject.outputs, data.class_names, subset=suite.subset, restrict=settings.restrict, where=where)
 
 
-def _result(suite: Suite, known: Predictions, keys: list[str], settings: Settings) -> Result:
-    own = [keys[i] for i in known.index]
-    if suite.kind == "real":
-        sets = real_sets(own, real_labels(settings.real))
-        judged = [i for i, s in enumerate(sets) if s]
-        hits = np.array([known.top[i, 0] in sets[i] for i in judged], dtype=np.bool_)
-        return Result(suite, hits, [own[i] for i in judged])
+def _result(suite: Suite, known: Predictions, keys: list[str]) -> Result:
     numbers = known.summary()
-    return Result(suite, known.correct, own, numbers["top5"], numbers["ece"])
+    return Result(suite, known.correct, [keys[i] for i in known.index], numbers["top5"], numbers["ece"])
+
+
+def _real_result(suite: Suite, known: Predictions, keys: list[str], settings: Settings, numbers: np.ndarray) -> Result:
+    """Judged by ReaL labels; `numbers` are ImageNet's classes of the answers."""
+    own = [keys[i] for i in known.index]
+    sets = real_sets(own, real_labels(settings.real))
+    judged = [i for i, s in enumerate(sets) if s]
+    hits = np.array([numbers[known.top[i, 0]] in sets[i] for i in judged], dtype=np.bool_)
+    return Result(suite, hits, [own[i] for i in judged])
 
 
 def real_labels(path: str) -> dict[str, list[int]]:
