@@ -35,6 +35,7 @@ class Toy:
     """Regression; batches are a function of (epoch, position)."""
 
     batches_per_epoch = 6
+    score_name = "score"
 
     def __init__(self, trouble=None):
         self.module = Step()

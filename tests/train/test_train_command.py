@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import torch
 
 from everytoken.cli import main
 from everytoken.models.load import load_model
+from everytoken.train.classify import default_output
+from everytoken.train.options import ModelOptions, TrainOptions
 
 TINY = [
     *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--workers", "0", "--batch-size", "8", "--epochs", "2"),
@@ -221,3 +224,38 @@ def test_missing_data_is_explained(tmp_path, capsys):
     assert "everytoken train DATA" in capsys.readouterr().err
     assert main(["train", str(tmp_path / "nowhere"), *TINY]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_run_is_named_before_anything_is_loaded(photos, tmp_path, capsys):
+    words = ["train", str(photos), *TINY, "--epochs", "1", "--output", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert "epoch 1/1: validation top-1" in capsys.readouterr().out
+    kept = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    for more, what in (
+        (["--img-size", "48"], r"img_size 32 and not 48"),
+        (["--seed", "5"], r"seed 42 and not 5"),
+        (["--set", "model_kwargs.depth=3"], "model_kwargs"),
+    ):
+        assert main([*words, "--epochs", "2", *more]) == 2
+        assert re.search(what, capsys.readouterr().err)
+    assert main([*words, "--lr", "0.5"]) == 0  # finished: its record stays as it was
+    assert "nothing to do" in capsys.readouterr().out
+    now = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    assert {n for n in now if now[n] != kept.get(n)} <= {"log.txt"}
+    moved = photos.parent / "moved"
+    moved.symlink_to(photos)
+    assert main([*words[:1], str(moved), *words[2:], "--epochs", "2"]) == 0  # the same place by another name
+
+
+def test_fine_tuning_has_a_folder_of_its_own_for_each_size():
+    plain = TrainOptions(data="photos", model=ModelOptions(model="test_vit", img_size=64))
+    assert default_output(plain) == "runs/train-test_vit-photos-seed42"
+    tuned = TrainOptions(data="photos", model=ModelOptions("test_vit", 64, initial_checkpoint="runs/a"))
+    assert default_output(tuned) == "runs/finetune-test_vit-64px-photos-seed42"
+
+
+def test_one_class_is_nothing_to_learn(photos, tmp_path, capsys):
+    shutil.copytree(photos / "train/class-0", tmp_path / "one/train/class-0")
+    shutil.copytree(photos / "val/class-0", tmp_path / "one/val/class-0")
+    assert main(["train", str(tmp_path / "one"), *TINY, "--output", str(tmp_path / "r")]) == 2
+    assert "one class only (class-0)" in capsys.readouterr().err

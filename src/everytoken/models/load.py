@@ -7,6 +7,7 @@ and normalisation. For weights from elsewhere, name the architecture.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,8 @@ def find_weights(source: str | Path) -> Path:
     path = Path(source)
     if path.is_dir():
         candidates = [path / "best.safetensors", path / "ema.safetensors", path / "model.safetensors"]
-        for folder in sorted(path.glob("checkpoints/step-*"), reverse=True):
+        found = [p for p in path.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
+        for folder in sorted(found, reverse=True):
             candidates += [folder / "ema.safetensors", folder / "model.safetensors"]
         for candidate in candidates:
             if candidate.is_file():

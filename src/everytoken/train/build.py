@@ -49,6 +49,12 @@ def build(options: TrainOptions, world: World) -> Parts:
     train_set, val_set, more = open_splits(options)
     notes += more
     num_classes = options.dataset.num_classes or train_set.num_classes
+    if num_classes < 2:
+        only = ", ".join(train_set.class_names)
+        raise EverytokenError(
+            f"{options.data} has one class only ({only}), so there is nothing to tell apart: give every class a folder "
+            "of its own, at least two"
+        )
     if num_classes < train_set.num_classes:
         raise EverytokenError(
             f"--num-classes {num_classes} is fewer than the {train_set.num_classes} classes of {options.data}"

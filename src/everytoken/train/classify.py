@@ -59,6 +59,8 @@ class Classification:
         size = data.val_batch_size or data.batch_size
         self.val_loader = Loader(parts.val_set, EvalTransform(parts.augment), size, train=False, **common)
         self.batches_per_epoch = len(self.loader)
+        self.score_name = "top-1"
+        self.latest: Predictions | None = None  # of the last validation
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Training batches on the device. Where maps are sampled is planned while placements are still on the host."""
@@ -108,7 +110,8 @@ class Classification:
 
     def score(self, module: nn.Module) -> dict[str, float]:
         """Validation numbers; "score" is top-1."""
-        summary = self.predictions(module).summary()
+        self.latest = self.predictions(module)
+        summary = self.latest.summary()
         return {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -131,10 +134,12 @@ class Classification:
 
 
 def default_output(options: TrainOptions) -> str:
-    """runs/<recipe>-<model>-<data>-seed<seed>."""
-    recipe = Path(options.recipe).stem if options.recipe else "train"
+    """runs/<recipe>-<model>-<data>-seed<seed>, and the size of the images for one that starts from weights."""
+    start = options.model.initial_checkpoint
+    recipe = Path(options.recipe).stem if options.recipe else "finetune" if start else "train"
+    size = f"-{options.model.img_size}px" if start else ""
     data = Path(options.data.split(":")[-1]).name or "data"
-    return str(Path("runs") / f"{recipe}-{options.model.model}-{data}-seed{options.run.seed}")
+    return str(Path("runs") / f"{recipe}-{options.model.model}{size}-{data}-seed{options.run.seed}")
 
 
 def train(options: TrainOptions, dry_run: bool = False) -> int:
@@ -176,8 +181,9 @@ def _introduce(task: Classification, loop: Loop) -> str:
 def _finish(
     task: Classification, loop: Loop, folder: RunFolder, summary: dict[str, Any], log: Callable[[str], None]
 ) -> None:
-    module = loop.ema.module if loop.ema is not None else task.module
-    predictions = task.predictions(module) if task.world.size == 1 else None
+    predictions = task.latest  # of the last epoch, with averaged weights if there are any
+    if predictions is None and task.world.size == 1:  # a run that was killed after its last checkpoint
+        predictions = task.predictions(loop.ema.module if loop.ema is not None else task.module)
     if predictions is not None:
         names = task.parts.train_set.class_names
         folder.write("classes.json", json.dumps(predictions.per_class(names), indent=1))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from everytoken.errors import EverytokenError
@@ -16,6 +17,8 @@ from everytoken.train.runfolder import RunFolder, lock_run
 from everytoken.train.track import build_trackers
 
 Log = Callable[[str], None]
+_WHICH_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "labels", "initial_checkpoint")
+_PLACES = ("data", "labels", "initial_checkpoint")
 _HARMLESS = {"workers", "output", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
 
 
@@ -67,8 +70,21 @@ def _drive(loop: Loop, introduce: Callable[[Loop], str], finish: Callable[[Loop,
             say(text)
         folder.say(text)
 
-    resumed = loop.resume(log)
-    _check_same_run(folder, options, resumed, log)
+    changed = _changes(folder, options)
+    if any(folder.checkpoints.glob("step-*")):
+        _refuse_another_run(folder, changed)
+    try:
+        resumed = loop.resume(log)
+    except (RuntimeError, KeyError) as error:  # a network of another shape
+        why = str(error).strip().splitlines()[0]
+        raise EverytokenError(
+            f"{folder.path} holds another run{_told(changed)} ({why}). Choose another --output."
+        ) from error
+    if resumed and loop.epoch >= loop.epochs and folder.is_finished(loop.step):
+        return 0  # its record stays as it is
+    if resumed:
+        for key, (before, now) in changed.items():
+            log(f"note: going on with another {key}: {before!r} before, {now!r} now")
     folder.write_config(flat(options))
     if world.is_main:
         folder.trackers = build_trackers(options, folder.path, flat(options))
@@ -92,11 +108,28 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _check_same_run(folder: RunFolder, options: LoopOptions, resumed: bool, log: Log) -> None:
-    """When a run goes on with other options, say which; some changes are harmless, others are the user's will."""
-    if not resumed:
-        return
+def _changes(folder: RunFolder, options: LoopOptions) -> dict[str, tuple[Any, Any]]:
+    """What the run in the folder had, and what it would get now; harmless changes are left out."""
     old, new = folder.read_config(), flat(options)
-    changed = [k for k in new if k in old and old[k] != new[k] and k not in _HARMLESS]
-    for key in changed:
-        log(f"note: going on with another {key}: {old[key]!r} before, {new[key]!r} now")
+    return {k: (old[k], new[k]) for k in new if k in old and old[k] != new[k] and k not in _HARMLESS}
+
+
+def _refuse_another_run(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Going on with other settings is the user's will; with another network or other data it is a mistake."""
+    other = {k: v for k, v in changed.items() if k in _WHICH_RUN and not (k in _PLACES and _moved(*v))}
+    if other:
+        raise EverytokenError(
+            f"{folder.path} holds another run{_told(other)}. Choose another --output, or repeat the command as it was "
+            "to go on with that one."
+        )
+
+
+def _moved(before: Any, now: Any) -> bool:
+    """Whether two paths may mean the same thing: equal, or the old one is gone."""
+    if not before or not now:
+        return False
+    return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
+
+
+def _told(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return "".join(f", {k} {before!r} and not {now!r}" for k, (before, now) in list(changed.items())[:3])

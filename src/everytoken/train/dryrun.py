@@ -34,7 +34,7 @@ def print_plan(parts: Parts, options: TrainOptions, world: World, steps: int = 3
 
 def plan_facts(parts: Parts, options: TrainOptions, world: World, steps: int) -> dict[str, Any]:
     """The rows of the table."""
-    from everytoken.train.classify import Classification
+    from everytoken.train.classify import Classification, default_output
 
     optim, data = options.optim, options.dataset
     folder = RunFolder(".", writable=False)
@@ -66,7 +66,7 @@ def plan_facts(parts: Parts, options: TrainOptions, world: World, steps: int) ->
         "one step": f"{step_seconds:.2f} s, {data.batch_size / step_seconds:.1f} images/s per process",
         "loading": f"{data.batch_size / load_seconds:.1f} images/s per worker, {data.workers} workers",
         "time": f"about {clock(per_update * updates * epochs)} without validation",
-        "run folder": options.run.output or "(default)",
+        "run folder": options.run.output or default_output(options),
     }
 
 

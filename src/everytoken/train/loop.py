@@ -46,6 +46,8 @@ class Task(Protocol):
     """Called as module(batch, moment) in training mode; returns loss terms, of which "loss" is minimised."""
     backbone: nn.Module
     batches_per_epoch: int
+    score_name: str
+    """How people call the score: top-1, mIoU."""
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Batches of an epoch for this rank, on the device, from position `start`."""
@@ -317,6 +319,7 @@ class Loop:
             score = row.get("ema_score", row["score"])
             if not self.best or score > self.best["score"]:
                 self.best = {"score": score, "epoch": epoch, "step": self.step}
+            self._tell_score(score)
         # before the checkpoint: a run that is killed between the two drops the row and redoes it
         self.folder.record(row)
         self.save()
@@ -324,6 +327,14 @@ class Loop:
             self._write_best()
         if self.world.any(bool(self.stop_code)) and epoch < self.epochs:
             raise Stopped(self.stop_code or 143)
+
+    def _tell_score(self, score: float) -> None:
+        best = f" (best {self.best['score']:.2f} at epoch {self.best['epoch']:.0f})"
+        text = f"epoch {self.epoch}/{self.epochs}: validation {self.task.score_name} {score:.2f}"
+        text += "" if self.best["epoch"] == self.epoch else best
+        if self.world.is_main:
+            print(text, flush=True)
+        self.folder.say(text)
 
     def _write_best(self) -> None:
         state = module_state(self.task.module if self.ema is None else self.ema.module, self.fsdp)

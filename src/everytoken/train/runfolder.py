@@ -71,6 +71,11 @@ class RunFolder:
         path = self.path / "config.yaml"
         return yaml.safe_load(path.read_text()) if path.exists() else {}
 
+    def is_finished(self, updates: int) -> bool:
+        """Whether the result of a run of so many updates has been written."""
+        path = self.path / "summary.json"
+        return path.exists() and json.loads(path.read_text()).get("updates") == updates
+
     def say(self, text: str) -> None:
         """A line in log.txt, with the time."""
         if self.writable:

@@ -60,6 +60,8 @@ class DetectStep(nn.Module):
 class Detection:
     """What the loop needs to train a detector; see `loop.Task`."""
 
+    score_name = "mAP"
+
     def __init__(
         self,
         detector: Detector,

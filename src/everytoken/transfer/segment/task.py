@@ -72,6 +72,7 @@ class Segmentation:
     """What the loop needs to train a segmenter; see `loop.Task`. An epoch of the loop is `updates` updates."""
 
     counts_updates = True
+    score_name = "mIoU"
 
     def __init__(
         self,
