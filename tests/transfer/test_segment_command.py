@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from everytoken.cli import main
+from everytoken.data.given import result_stems
 from everytoken.models.load import Description
 from everytoken.transfer.backbone import build_features
-from everytoken.transfer.files import result_stems
 from everytoken.transfer.options import BackboneOptions
 from everytoken.transfer.segment import task as task_module
 from everytoken.transfer.segment.draw import as_palette_image, overlay, palette

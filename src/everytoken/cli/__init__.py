@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a classifier on every token",
     "finetune": "go on from trained weights, at another resolution or on other classes",
     "eval": "accuracy of a trained model, with a table of classes",
+    "predict": "the classes of images that nobody has labelled",
     "robust": "one table of shifted data, corruptions and attacks; two models compared",
     "transfer": "fine-tune on several data sets (CIFAR, Flowers, Cars, your own) and tabulate",
     "report": "one page about runs: result, comparison, curves, classes, sample predictions",

@@ -64,24 +64,27 @@ class Eval:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(Eval, prog, argv)
+    from everytoken.cli.labels_progress import Meter
     from everytoken.evaluate.run import evaluate
     from everytoken.train.distributed import best_device
 
-    result = evaluate(
-        options.source,
-        options.data,
-        split=options.split,
-        architecture=options.model,
-        img_size=options.img_size or None,
-        crop_pct=options.crop_pct,
-        batch_size=options.batch_size,
-        workers=options.workers,
-        device=options.device or best_device(),
-        amp=options.amp,
-        token_vote=options.token_vote,
-        real=options.real,
-        on_bad_image=options.on_bad_image,
-    )
+    with Meter("eval", "images") as meter:
+        result = evaluate(
+            options.source,
+            options.data,
+            split=options.split,
+            architecture=options.model,
+            img_size=options.img_size or None,
+            crop_pct=options.crop_pct,
+            batch_size=options.batch_size,
+            workers=options.workers,
+            device=options.device or best_device(),
+            amp=options.amp,
+            token_vote=options.token_vote,
+            real=options.real,
+            on_bad_image=options.on_bad_image,
+            tell=meter,
+        )
     rows = [row for row in result.predictions.per_class(result.class_names) if row["images"]]
     if options.out:
         stem = options.out.removesuffix(".json").removesuffix(".csv")

@@ -76,6 +76,7 @@ def evaluate(
     token_vote: float = 0.0,
     real: str = "",
     on_bad_image: str = "raise",
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a run, a weights file or timm:NAME on a data set. See `everytoken eval --help` for the options."""
     loaded = load_model(source, architecture, img_size=img_size)
@@ -84,7 +85,7 @@ def evaluate(
         print(f"note: {note}", file=sys.stderr)
     return evaluate_on(
         loaded, dataset, crop_pct=crop_pct, batch_size=batch_size, workers=workers, device=device, amp=amp,
-        token_vote=token_vote, real=real, on_bad_image=on_bad_image,
+        token_vote=token_vote, real=real, on_bad_image=on_bad_image, tell=tell,
     )  # fmt: skip
 
 

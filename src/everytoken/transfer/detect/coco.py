@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from everytoken.data.given import gather_images
 from everytoken.data.places import DEFAULT_VAL_SPLIT
 from everytoken.data.sources import DataError, DataSet, Strings, split_off
 from everytoken.transfer.detect.data import Annotations, InstanceSet
 from everytoken.transfer.detect.masks import check
 from everytoken.transfer.detect.options import CocoOptions
-from everytoken.transfer.files import gather_images
 
 SPLITS = {
     "train": ("train2017", "train", "training"),

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from everytoken.data.batch import Batch
+from everytoken.data.given import gather_images, result_stems
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
@@ -26,7 +27,6 @@ from everytoken.transfer.detect.infer import Found, Inference
 from everytoken.transfer.detect.metrics import Precision, precision
 from everytoken.transfer.detect.model import DetectorDescription, load_detector
 from everytoken.transfer.detect.options import CocoOptions, FindOptions
-from everytoken.transfer.files import gather_images, result_stems
 from everytoken.transfer.segment.draw import sheet
 
 

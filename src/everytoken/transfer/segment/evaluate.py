@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from everytoken.data.given import gather_images, result_stems
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.evaluate.held_out import held_out
-from everytoken.transfer.files import gather_images, result_stems
 from everytoken.transfer.segment.data import EvalSamples, MaskSet
 from everytoken.transfer.segment.draw import as_palette_image, overlay, panel, sheet
 from everytoken.transfer.segment.infer import Inference
