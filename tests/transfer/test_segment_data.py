@@ -74,6 +74,18 @@ def test_without_a_validation_part_images_are_held_out_by_name(tmp_path):
     assert not divided(str(tmp_path), options)
 
 
+def test_images_for_testing_are_never_trained_on(tmp_path):
+    for split, count in (("train", 20), ("test", 10)):
+        for i in range(count):
+            picture(tmp_path / split / "images" / f"{i}.png")
+            save(tmp_path / split / "masks" / f"{i}.png", np.zeros((4, 6)))
+    (tmp_path / "classes.txt").write_text("one\ntwo")
+    sizes = {s: len(open_masks(str(tmp_path), s)) for s in ("train", "val", "test", "all")}
+    assert sizes["train"] + sizes["val"] == 20
+    assert sizes["test"] == 10
+    assert all("/test/" not in open_masks(str(tmp_path), "train").where(i) for i in range(sizes["train"]))
+
+
 def test_ade20k_reduces_the_zero_label(tmp_path):
     picture(tmp_path / "images" / "training" / "x.jpg")
     picture(tmp_path / "images" / "validation" / "y.jpg")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from everytoken.annotate.networks import pretrained_model
 from everytoken.annotate.small_cnn import small_cnn
 from everytoken.data.keyed import digest
 from everytoken.errors import did_you_mean
+from everytoken.labels.files import write_atomically
 from everytoken.models import family_of
 from everytoken.models.load import create_sized
 
@@ -71,9 +71,9 @@ def save_fold(folder: Path, number: int, model: nn.Module, plan: Mapping[str, An
     """Weights first, then the note that makes them count: a kill in between costs the training, not the truth."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    _replace(folder / f"fold-{number}.safetensors", save(weights))
+    write_atomically(folder / f"fold-{number}.safetensors", save(weights))
     note = json.dumps({"plan": plan, "facts": dict(facts)}, indent=1, sort_keys=True)
-    _replace(folder / f"fold-{number}.json", note.encode())
+    write_atomically(folder / f"fold-{number}.json", note.encode())
 
 
 def load_fold(folder: Path, number: int, plan: Mapping[str, Any]) -> SavedFold | None:
@@ -119,13 +119,3 @@ def kept_network(store: Path) -> tuple[FitModel, tuple[str, ...]]:
         raise AnnotatorError(f"{note.with_suffix('.safetensors')} is missing; annotate again to have it trained anew.")
     made.backbone.load_state_dict(found.weights)
     return made, names
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Put a file in its place in one step, on the disk."""
-    work = path.with_name(f".{path.name}.new")
-    with work.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(work, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,7 +94,10 @@ def check_options(options: TrainOptions) -> list[str]:
     _check_model(options)
     optim, notes = options.optim, []
     if optim.warmup_epochs >= optim.epochs:
-        notes.append(f"warm-up ({optim.warmup_epochs} epochs) lasts for the whole training ({optim.epochs} epochs)")
+        notes.append(
+            f"warm-up ({optim.warmup_epochs:g} epochs) lasts for the whole training ({optim.epochs} epochs): the rate "
+            "only rises. A tenth of the training is usual (--warmup-epochs)"
+        )
     for name in options.mixing:
         if name not in MIXERS:
             raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
@@ -128,7 +132,7 @@ def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> 
     if wanting and not options.labels:
         raise ContradictionError(
             f"objective {wanting[0]!r} needs score maps and --labels names none. Make them with\n"
-            f"  everytoken annotate {options.data} --out MAPS --annotator fit\n"
+            f"  everytoken annotate {shlex.quote(options.data)} --out MAPS --annotator fit\n"
             f"or train without: --set objectives.{wanting[0]}=null"
         )
     if options.labels and not wanting:

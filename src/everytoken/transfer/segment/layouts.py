@@ -47,7 +47,8 @@ def open_masks(data: str, split: str, options: MaskOptions | None = None) -> Dat
     root, layout = _place(data, options)
     reader = {"ade20k": _ade20k, "coco": _coco, "voc": _voc, "folders": _folders}[layout]
     if split in ("train", "val") and not divided(data, options):
-        whole = reader(root, "all", options)
+        # of images for training and testing, those for training; without any parts, all
+        whole = reader(root, "train", options) or reader(root, "all", options)
         if whole is not None:
             kept, aside = split_off(
                 whole, options.val_split or DEFAULT_VAL_SPLIT, seed=0
