@@ -142,7 +142,7 @@ def test_export_and_import_are_a_round_trip(data, capsys):
 
 
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
-    from everytoken.cli.labels_progress import Meter
+    from everytoken._meter import Meter
 
     with Meter("job", "maps", every=0) as meter:
         meter(0, 200)

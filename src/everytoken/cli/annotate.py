@@ -180,7 +180,7 @@ def _say(text: str) -> None:
 @contextmanager
 def _meter(what: str, team: Team) -> Iterator[Any]:
     """Progress of one process; in a team, rank 0 speaks for all (its share is done as fast as the others')."""
-    from everytoken.cli.labels_progress import Meter
+    from everytoken._meter import Meter
 
     if team.rank == 0:
         with Meter(what, "images") as meter:

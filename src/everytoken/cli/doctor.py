@@ -78,7 +78,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
 @contextmanager
 def _meter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    from everytoken.cli.labels_progress import Meter
+    from everytoken._meter import Meter
 
     with Meter(title, unit) as meter:
         yield meter

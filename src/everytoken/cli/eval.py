@@ -64,7 +64,7 @@ class Eval:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(Eval, prog, argv)
-    from everytoken.cli.labels_progress import Meter
+    from everytoken._meter import Meter
     from everytoken.evaluate.run import evaluate
     from everytoken.train.distributed import best_device
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from everytoken._meter import Meter
 from everytoken.cli._parse import parse
-from everytoken.cli.labels_progress import Meter
 from everytoken.errors import EverytokenError
 
 

@@ -59,8 +59,8 @@ class Predict:
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print or write."""
     options = parse(Predict, prog, argv)
+    from everytoken._meter import Meter
     from everytoken.annotate.classes import shown_name
-    from everytoken.cli.labels_progress import Meter
     from everytoken.errors import EverytokenError
     from everytoken.evaluate.predict import predict_images
     from everytoken.labels.files import write_atomically

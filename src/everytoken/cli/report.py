@@ -88,7 +88,7 @@ def main(argv: list[str], prog: str) -> int:
 
 @contextmanager
 def _meter(title: str) -> Iterator[Callable[[int, int], None]]:
-    from everytoken.cli.labels_progress import Meter
+    from everytoken._meter import Meter
 
     sys.stdout.flush()
     with Meter(title, "images") as meter:

@@ -26,6 +26,7 @@ from everytoken.train.distributed import World, join_world
 from everytoken.train.drive import drive, say
 from everytoken.train.loop import Loop
 from everytoken.train.options import TrainOptions
+from everytoken.train.progress import watched
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import Moment
 
@@ -94,7 +95,7 @@ class Classification:
         was = module.training
         module.eval()
         parts = []
-        for batch in self._on_device(self.val_loader.epoch(0)):
+        for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.parts.val_set), self.world):
             logits = module(Batch(batch.images), Moment())["output"]
             parts.append(Predictions.of_batch(batch.indices, batch.labels, logits))
         if self.options.run.fsdp and self.world.size > 1:

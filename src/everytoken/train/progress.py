@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from everytoken._meter import Meter
+from everytoken.train.distributed import World
 from everytoken.train.sharding import mean_over
 
 if TYPE_CHECKING:
@@ -21,6 +23,22 @@ def clock(seconds: float) -> str:
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+B = TypeVar("B", bound=Sized)
+
+
+def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
+    """Hand batches on and show how far validation is: a bar on a terminal, a plain line every half minute elsewhere."""
+    if not world.is_main:
+        yield from batches
+        return
+    done = 0
+    with Meter("validation", "images", every=30, keep=False) as meter:
+        for batch in batches:
+            yield batch
+            done += len(batch) * world.size
+            meter(min(done, total), total)
 
 
 class Progress:

@@ -25,6 +25,7 @@ from everytoken.train.checks import check_loop
 from everytoken.train.distributed import World, join_world
 from everytoken.train.drive import drive, say
 from everytoken.train.loop import Loop
+from everytoken.train.progress import watched
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import Moment
 from everytoken.transfer.detect.augment import DetectTransform
@@ -130,7 +131,7 @@ class Detection:
         ask, mine = self.inference(module), {}
         optim = self.options.optim
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[optim.amp_dtype]
-        for batch in self.val_loader.epoch(0):
+        for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
             with torch.autocast(self.world.device.type, dtype, enabled=optim.amp):
                 (answer,) = ask(batch, self.world.device)
             mine[int(batch.indices[0])] = answer

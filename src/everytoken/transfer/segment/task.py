@@ -26,6 +26,7 @@ from everytoken.train.checks import check_loop
 from everytoken.train.distributed import World, join_world
 from everytoken.train.drive import drive, say
 from everytoken.train.loop import Loop
+from everytoken.train.progress import watched
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import Moment
 from everytoken.transfer.options import default_output, in_epochs
@@ -146,7 +147,7 @@ class Segmentation:
         module.eval()
         ask = self.inference(module)
         counts = Confusion(len(self.about.class_names))
-        for batch in self.val_loader.epoch(0):
+        for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
             with torch.autocast(
                 self.world.device.type, _dtype(self.options.optim.amp_dtype), enabled=self.options.optim.amp
             ):

@@ -16,9 +16,10 @@ class Meter:
         what: name of the job.
         unit: what is counted, "files" for example; "B" for bytes.
         every: seconds between plain lines.
+        keep: leave the bar on the terminal when the job is done.
     """
 
-    def __init__(self, what: str, unit: str, every: float = 10.0) -> None:
+    def __init__(self, what: str, unit: str, every: float = 10.0, keep: bool = True) -> None:
         self.what, self.unit, self.every = what, unit, every
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
@@ -31,7 +32,7 @@ class Meter:
                 TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
             )
-            self._bar = Progress(*columns, console=self._console)
+            self._bar = Progress(*columns, console=self._console, transient=not keep)
             self._task = self._bar.add_task(what, total=None, rate="")
 
     def __call__(self, done: int, total: int) -> None:
