@@ -13,7 +13,7 @@ from everytoken.cli import main
 from everytoken.report.charts import Series, interval_chart, line_chart, thin, ticks
 from everytoken.report.groups import Estimate
 from everytoken.report.matrix import contrast, level_colours
-from everytoken.report.predictions import CACHE, predict_run
+from everytoken.report.predictions import CACHE, predict_run, validation_set
 from everytoken.report.runs import read_run
 
 
@@ -111,6 +111,16 @@ def test_predictions_are_those_of_eval_and_are_kept(trained, photos, capsys):
     (run.path / CACHE).write_bytes(b"torn")
     predict_run(run, "cpu", tell=lambda done, total: told.append(done))
     assert told[-1] == 12
+
+
+def test_images_are_found_from_any_folder(trained, photos, tmp_path, monkeypatch):
+    shutil.copytree(trained / "runs/token-seed1", tmp_path / "project/runs/one")
+    (tmp_path / "project/photos").symlink_to(photos)
+    config = tmp_path / "project/runs/one/config.yaml"
+    config.write_text(re.sub(r"^data: .*$", "data: photos", config.read_text(), flags=re.MULTILINE))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()  # of the same name, and not it
+    assert len(validation_set(read_run(tmp_path / "project/runs/one"))) == 12
 
 
 def test_runs_in_trouble_are_shown_and_told(trained, tmp_path, capsys):

@@ -161,6 +161,7 @@ def _add_predictions(report: Report, data: str, count: int, device: str, workers
 
 
 def _add_agreements(report: Report, data: str) -> None:
+    from everytoken.evaluate.held_out import origin_of
     from everytoken.labels import Store
     from everytoken.report.predictions import splits
     from everytoken.report.samples import annotator_agreement
@@ -171,8 +172,9 @@ def _add_agreements(report: Report, data: str) -> None:
         if not where or where in seen:
             continue
         seen.add(where)
+        origin = origin_of(str(run.path))
         try:
-            store = Store(where, partial=True)
+            store = Store(str((origin and origin.there("labels")) or where), partial=True)
         except (EverytokenError, OSError) as error:
             report.notes.append(f"{run.name}: nothing about its score maps, because {_first_line(error)}")
             continue

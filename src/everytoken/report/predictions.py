@@ -18,6 +18,7 @@ import numpy as np
 
 from everytoken.data.sources import DataSet
 from everytoken.evaluate.accuracy import Predictions
+from everytoken.evaluate.held_out import origin_of
 from everytoken.evaluate.kept import keep, kept
 from everytoken.report.runs import Run
 
@@ -53,6 +54,9 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
     from everytoken.train.options import TrainOptions
     from everytoken.train.recipe import apply
 
+    origin = origin_of(str(run.path))
+    there = origin.there() if origin is not None and not data else None  # from whatever folder the run was started in
+    data = data or (str(there) if there is not None else "")
     known = {k: v for k, v in run.config.items() if k in ("data", "val_split")}
     options = apply(TrainOptions(), known, f"{run.path}/config.yaml")
     if data:
