@@ -63,12 +63,12 @@ class DetectEval:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(DetectEval, prog, argv)
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
     from everytoken.transfer.detect.evaluate import evaluate
 
     result = evaluate(
         options.source, options.data, options.find, options.coco, split=options.split, workers=options.workers,
-        device=options.device or best_device(), amp=options.amp, on_bad_image=options.on_bad_image,
+        device=pick_device(options.device), amp=options.amp, on_bad_image=options.on_bad_image,
         pictures=options.pictures, picture_count=options.picture_count, sure=options.sure, results=options.results,
     )  # fmt: skip
     rows = result.precision.classes

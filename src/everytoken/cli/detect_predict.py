@@ -45,12 +45,12 @@ class DetectPredict:
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print."""
     options = parse(DetectPredict, prog, argv)
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
     from everytoken.transfer.detect.evaluate import predict
 
     rows = predict(
         options.source, options.images, options.output, options.find, workers=options.workers,
-        device=options.device or best_device(), amp=options.amp, sure=options.sure,
+        device=pick_device(options.device), amp=options.amp, sure=options.sure,
     )  # fmt: skip
     for row in rows:
         if options.json:

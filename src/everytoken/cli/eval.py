@@ -66,7 +66,7 @@ def main(argv: list[str], prog: str) -> None:
     options = parse(Eval, prog, argv)
     from everytoken._meter import Meter
     from everytoken.evaluate.run import evaluate
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
 
     with Meter("eval", "images") as meter:
         result = evaluate(
@@ -78,7 +78,7 @@ def main(argv: list[str], prog: str) -> None:
             crop_pct=options.crop_pct,
             batch_size=options.batch_size,
             workers=options.workers,
-            device=options.device or best_device(),
+            device=pick_device(options.device),
             amp=options.amp,
             token_vote=options.token_vote,
             real=options.real,

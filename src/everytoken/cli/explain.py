@@ -71,9 +71,9 @@ def main(argv: list[str], prog: str) -> int:
     from everytoken.explain.run import Wanted, explain_images, explain_mix
     from everytoken.explain.subject import load_subject
     from everytoken.labels import Store
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
 
-    device, names = options.device or best_device(), read_names(options.names)
+    device, names = pick_device(options.device), read_names(options.names)
     sources = [(options.source, options.checkpoint, options.model)]
     if options.compare:
         sources.append((options.compare, options.compare_checkpoint, ""))

@@ -62,12 +62,12 @@ def _facts(options: Model) -> dict[str, Any]:
 
     from everytoken.models import TokenModel, family_of_name
     from everytoken.models.load import create_sized
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
 
     if not timm.is_model(options.name.split(".")[0]):
         near = did_you_mean(options.name, timm.list_models())
         raise EverytokenError(f"timm knows no model {options.name!r}.{near}")
-    device = torch.device(options.device or best_device())
+    device = torch.device(pick_device(options.device))
     arguments: dict[str, Any] = {"num_classes": options.num_classes}
     if options.img_size:
         arguments["img_size"] = options.img_size if len(options.img_size) == 2 else options.img_size[0]

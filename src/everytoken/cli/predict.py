@@ -64,7 +64,7 @@ def main(argv: list[str], prog: str) -> None:
     from everytoken.errors import EverytokenError
     from everytoken.evaluate.predict import predict_images
     from everytoken.labels.files import write_atomically
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
 
     if options.top < 1:
         raise EverytokenError(f"--top is {options.top}; it takes 1 or more")
@@ -72,7 +72,7 @@ def main(argv: list[str], prog: str) -> None:
         answers, bad = predict_images(
             options.source, options.images, top=options.top, architecture=options.model,
             img_size=options.img_size or None, crop_pct=options.crop_pct, token_vote=options.token_vote,
-            batch_size=options.batch_size, workers=options.workers, device=options.device or best_device(),
+            batch_size=options.batch_size, workers=options.workers, device=pick_device(options.device),
             amp=options.amp, on_bad_image=options.on_bad_image, tell=meter,
         )  # fmt: skip
     if options.out:

@@ -111,7 +111,7 @@ def main(argv: list[str], prog: str) -> None:
     from everytoken.robust.report import table_of_one, table_of_two
     from everytoken.robust.run import Settings, notes_on
     from everytoken.robust.table import FORMATS
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
 
     default = ("4/255",) if options.norm == "linf" else ("3",)
     eps = [radius(text) for text in options.eps or default]
@@ -129,7 +129,7 @@ def main(argv: list[str], prog: str) -> None:
     )  # fmt: skip
     common: dict[str, Any] = {
         "architecture": options.model, "img_size": options.img_size, "crop_pct": options.crop_pct,
-        "token_vote": options.token_vote, "device": options.device or best_device(),
+        "token_vote": options.token_vote, "device": pick_device(options.device),
     }  # fmt: skip
     for note in notes_on(suites, settings.sources):
         print(f"note: {note}", file=sys.stderr)

@@ -72,13 +72,13 @@ class SegmentEval:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(SegmentEval, prog, argv)
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
     from everytoken.transfer.segment.evaluate import evaluate
 
     result = evaluate(
         options.source, options.data, options.evaluation, options.masks, split=options.split, head=options.head,
         class_map=options.class_map, architecture=options.model, img_size=options.img_size, resize=options.resize,
-        workers=options.workers, device=options.device or best_device(), amp=options.amp,
+        workers=options.workers, device=pick_device(options.device), amp=options.amp,
         on_bad_image=options.on_bad_image, pictures=options.pictures, picture_count=options.picture_count,
     )  # fmt: skip
     rows = result.confusion.per_class(result.class_names)

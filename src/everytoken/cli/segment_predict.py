@@ -55,13 +55,13 @@ class SegmentPredict:
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print."""
     options = parse(SegmentPredict, prog, argv)
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
     from everytoken.transfer.segment.evaluate import predict
 
     rows, notes = predict(
         options.source, options.images, options.output, options.evaluation, head=options.head,
         class_map=options.class_map, architecture=options.model, img_size=options.img_size, resize=options.resize,
-        workers=options.workers, device=options.device or best_device(), amp=options.amp,
+        workers=options.workers, device=pick_device(options.device), amp=options.amp,
     )  # fmt: skip
     for note in () if options.json else notes:
         print(f"note: {note}")

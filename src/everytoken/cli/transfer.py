@@ -51,10 +51,10 @@ def main(argv: list[str], prog: str) -> None:
     from everytoken.robust.report import table_of_one, table_of_two
     from everytoken.robust.table import FORMATS
     from everytoken.robust.transfer_suite import parse_targets, transfer
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
 
     targets = parse_targets(options.suite, options.recipe)
-    device = options.device or best_device()
+    device = pick_device(options.device)
     words = ["--device", device, "--workers", str(options.workers), *argv[cut + 1 :]]
     own = Path(options.source)
     folder = Path(options.out or (own / "transfer" if own.is_dir() else Path("transfer") / slug(own.name)))

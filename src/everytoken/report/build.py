@@ -119,7 +119,7 @@ def collect(
 def _add_predictions(report: Report, data: str, count: int, device: str, workers: int, meter: Meter | None) -> None:
     from everytoken.report.predictions import confusion, predict_run
     from everytoken.report.samples import samples
-    from everytoken.train.distributed import best_device
+    from everytoken.train.distributed import pick_device
 
     shown: list[tuple[str, Run, Predicted]] = []
     for group in report.groups:
@@ -134,10 +134,10 @@ def _add_predictions(report: Report, data: str, count: int, device: str, workers
                 continue
             try:
                 if meter is None:
-                    predicted = predict_run(run, device or best_device(), data, workers)
+                    predicted = predict_run(run, pick_device(device), data, workers)
                 else:
                     with meter(f"evaluating {run.name}") as tell:
-                        predicted = predict_run(run, device or best_device(), data, workers, tell)
+                        predicted = predict_run(run, pick_device(device), data, workers, tell)
             except (EverytokenError, OSError, RuntimeError) as error:
                 report.notes.append(f"{run.name}: no predictions, because {_first_line(error)}")
                 continue

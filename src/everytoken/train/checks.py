@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import timm
-import torch
 from timm.optim import get_optimizer_class, list_optimizers
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import MIXERS
 from everytoken.models import family_of_name
 from everytoken.objectives import Objective
+from everytoken.train.distributed import check_device
 from everytoken.train.options import LoopOptions, TrainOptions
 from everytoken.train.recipe import flat
 
 SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
-DEVICES = ("cpu", "cuda", "mps")
 _LEAST = {
     **dict.fromkeys(("epochs", "batch_size", "grad_accum_steps", "lr_base_size", "iters", "val_iters"), 1),
     **dict.fromkeys(("keep", "log_interval", "val_interval", "bad_loss_limit", "repeat_augment"), 1),
@@ -52,21 +51,6 @@ def check_loop(options: LoopOptions) -> None:
             f"--sched is {optim.sched!r}; it can be {', '.join(SCHEDULES)}.{did_you_mean(optim.sched, SCHEDULES)}"
         )
     check_device(run.device)
-
-
-def check_device(name: str) -> None:
-    """Raise if torch cannot compute there; an empty name stands for the best there is."""
-    kind, _, number = name.partition(":")
-    if not name or kind == "cpu":
-        return
-    if kind not in DEVICES or (number and not number.isdecimal()):
-        raise EverytokenError(f"--device is {name!r}; it can be cpu, cuda, cuda:1 and so on, or mps")
-    there = torch.cuda.device_count() if kind == "cuda" else int(torch.backends.mps.is_available())
-    if int(number or 0) >= there:
-        raise EverytokenError(
-            f"--device is {name!r}, and torch finds {there or 'no'} such device{'s' if there != 1 else ''} on this "
-            "machine; take --device cpu, or leave it out for the best there is (`everytoken doctor` tells more)"
-        )
 
 
 def _check_optimizer(name: str) -> None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from everytoken.errors import EverytokenError
 
+DEVICES = ("cpu", "cuda", "mps")
+
 
 class LostPeerError(EverytokenError):
     """Another process of the job ended."""
@@ -79,13 +81,34 @@ def best_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def check_device(name: str) -> None:
+    """Raise if torch cannot compute there; an empty name stands for the best there is."""
+    kind, _, number = name.partition(":")
+    if not name or kind == "cpu":
+        return
+    if kind not in DEVICES or (number and not number.isdecimal()):
+        raise EverytokenError(f"--device is {name!r}; it can be cpu, cuda, cuda:1 and so on, or mps")
+    there = torch.cuda.device_count() if kind == "cuda" else int(torch.backends.mps.is_available())
+    if int(number or 0) >= there:
+        raise EverytokenError(
+            f"--device is {name!r}, and torch finds {there or 'no'} such device{'s' if there != 1 else ''} on this "
+            "machine; take --device cpu, or leave it out for the best there is (`everytoken doctor` tells more)"
+        )
+
+
+def pick_device(name: str) -> str:
+    """The device that was asked for, if it is there; the best one if none was."""
+    check_device(name)
+    return name or best_device()
+
+
 @contextmanager
 def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[World]:
     """Join the processes that torchrun started, or be alone.
 
     A lost peer ends the job with one clear message instead of a long traceback.
     """
-    kind = device or best_device()
+    kind = pick_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     if kind == "cuda" and size > 1:
