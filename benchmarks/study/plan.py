@@ -174,9 +174,7 @@ def table(part: str, rows: dict[str, tuple[tuple[str, ...], str]], model: str, s
 def recipes(seeds: range) -> list[Run]:
     """The shipped pair for 32 pixels, as it is, but for ten epochs."""
     pair = (("plain", "small_32", ""), ("token, fitted", "small_32_token", "maps-fit"))
-    return [
-        Run("recipe", name, CIFAR, (), seed, 10, 0, maps, recipe) for seed in seeds for name, recipe, maps in pair
-    ]
+    return [Run("recipe", name, CIFAR, (), seed, 10, 0, maps, recipe) for seed in seeds for name, recipe, maps in pair]
 
 
 def plan() -> list[Run]:
