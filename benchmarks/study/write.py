@@ -22,7 +22,7 @@ PLOT = PAGE.parent / "img" / "results.png"
 T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 PARTS = {
     "main": "CIFAR-10, 3,000 training images, a small LV-ViT at 32 pixels",
-    "imagenette": "Imagenette, 3,000 training images, LV-ViT at 64 pixels, annotated by an ImageNet network",
+    "imagenette": "Imagenette, 3,000 training images, LV-ViT at 64 pixels",
     "swin": "CIFAR-10, 3,000 training images, a small Swin",
     "vit": "CIFAR-10, 3,000 training images, a small ViT",
     "longer": "CIFAR-10, 3,000 training images, LV-ViT, three times as many epochs",
@@ -112,6 +112,7 @@ def plot(rows: list[dict]) -> None:
             else:
                 panel.errorbar(made[0], at, xerr=made[1], fmt="o", color="C0", capsize=3)
         panel.set_yticks(range(len(names)), names)
+        panel.set_ylim(-0.6, len(names) - 0.4)
         panel.set_title(textwrap.fill(PARTS[part], 60), fontsize=9, loc="left")
         panel.tick_params(labelsize=8)
     panels[-1, 0].set_xlabel(
