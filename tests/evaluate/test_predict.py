@@ -65,6 +65,8 @@ def test_what_is_wrong_is_named(weights, tmp_path, capsys):
     assert "bad.jpg" in capsys.readouterr().err
     assert main(["predict", str(weights), str(tmp_path / "nothing"), *FAST]) == 2
     assert "nothing" in capsys.readouterr().err
+    assert main(["predict", str(weights), *FAST]) == 2
+    assert "name the images" in capsys.readouterr().err
     assert main(["predict", str(weights), str(bad), "--top", "0", *FAST]) == 2
     assert "--top is 0" in capsys.readouterr().err
     assert main(["predict", str(weights), str(bad), "--device", "gpu"]) == 2
@@ -79,3 +81,13 @@ def test_unreadable_images_can_be_left_out(photos, weights, tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.count("class-0") == 12
     assert "1 images could not be read" in text
+
+
+def test_outputs_without_a_folder_have_numbers(photos, tmp_path, capsys):
+    """A run with --num-classes 5 and three folders."""
+    model = timm.create_model("test_vit", num_classes=5, img_size=32)
+    about = Description("test_vit", {"num_classes": 5, "img_size": 32}, NAMES, img_size=(32, 32))
+    save_file(model.state_dict(), tmp_path / "best.safetensors", metadata=about.to_metadata())
+    image = next((photos / "val/class-0").iterdir())
+    assert main(["predict", str(tmp_path / "best.safetensors"), str(image), "--json", "--top", "5", *FAST]) == 0
+    assert set(json.loads(capsys.readouterr().out)["classes"]) == {*NAMES, "class 3", "class 4"}

@@ -12,6 +12,8 @@ from everytoken.errors import EverytokenError
 
 def gather_images(images: Sequence[str]) -> tuple[Path, list[str]]:
     """A common folder and the paths below it, of files and folders of images."""
+    if not images:
+        raise DataError("name the images: files, or folders with images in them")
     found: list[Path] = []
     for name in images:
         path = Path(name).resolve()

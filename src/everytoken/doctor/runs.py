@@ -38,9 +38,9 @@ def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
 
 
 def _checkpoints(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
-    from everytoken.train.checkpoint import problems
+    from everytoken.train.checkpoint import checkpoints_in, problems
 
-    folders = sorted(p for p in (path / "checkpoints").glob("step-*") if p.is_dir())
+    folders = checkpoints_in(path / "checkpoints")
     wrong: dict[str, list[str]] = {}
     for done, folder in enumerate(folders):
         found = problems(folder)

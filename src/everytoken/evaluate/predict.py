@@ -79,10 +79,8 @@ def predict_images(
 
 def _class_names(names: Sequence[str], count: int) -> list[str]:
     """One name per output; ImageNet's for a model that has its number of classes and says no more."""
-    if names:
-        return list(names)
-    if count == 1000:
+    if not names and count == 1000:
         from everytoken.annotate.classes import imagenet_classes
 
         return list(imagenet_classes().names)
-    return [f"class {i}" for i in range(count)]
+    return [*names, *(f"class {i}" for i in range(len(names), count))]  # --num-classes may be more than the folders

@@ -145,8 +145,9 @@ def with_own_head(backbone: nn.Module, known: Description | None) -> TokenModel:
     """
     trained = known is None or (bool(known.token_class_names) and known.token_class_names == known.class_names)
     own = getattr(backbone, "aux_head", None)
-    fits = isinstance(own, nn.Linear) and own.out_features == backbone.num_classes
-    return TokenModel(backbone, own.out_features if trained and fits and own is not None else None)
+    if trained and isinstance(own, nn.Linear) and own.out_features == backbone.num_classes:
+        return TokenModel(backbone, own.out_features)
+    return TokenModel(backbone)
 
 
 def load_model(

@@ -15,6 +15,7 @@ from everytoken.models.load import find_weights
 from everytoken.robust.models import open_subject, slug
 from everytoken.robust.run import Result, Settings, Tell, evaluate_suite
 from everytoken.robust.suites import Suite
+from everytoken.train.checkpoint import checkpoints_in
 
 NAMED = {"cifar10": "torchvision:CIFAR10", "cifar100": "torchvision:CIFAR100", "cars": "torchvision:StanfordCars"}
 NAMES = ("cifar10", "cifar100", "flowers", "cars")
@@ -82,5 +83,5 @@ def transfer(
 
 def last_weights(place: Path) -> Path:
     """The weights of a run's last checkpoint."""
-    steps = sorted((place / "checkpoints").glob("step-*"))
+    steps = checkpoints_in(place / "checkpoints")
     return find_weights(steps[-1]) if steps else find_weights(place)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from timm.data import resolve_data_config
 from torch import nn
@@ -18,7 +17,15 @@ from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.labels import Store
 from everytoken.models import TokenModel, probe
-from everytoken.models.load import Description, describe, find_weights, load_model, token_head_file, with_own_head
+from everytoken.models.load import (
+    Description,
+    create_sized,
+    describe,
+    find_weights,
+    load_model,
+    token_head_file,
+    with_own_head,
+)
 from everytoken.models.weights import load_weights
 from everytoken.objectives import OBJECTIVES
 from everytoken.train.checks import ContradictionError, check_objectives, check_options
@@ -182,22 +189,18 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
     extra: dict[str, Any] = {"pretrained": chosen.pretrained, "drop_path_rate": chosen.drop_path}
     if chosen.drop:
         extra["drop_rate"] = chosen.drop
-    backbone = None
-    while backbone is None:
+    while True:
         try:
-            backbone = timm.create_model(chosen.model, **arguments, **extra)
+            backbone, arguments = create_sized(chosen.model, arguments, **extra)
+            break
         except TypeError as error:
-            if "img_size" in str(error) and "img_size" in arguments:
-                del arguments["img_size"]  # convolutional networks take any size
-            elif "drop_path_rate" in str(error) and extra.get("drop_path_rate") == 0:
-                del extra["drop_path_rate"]
-            else:
+            if "drop_path_rate" not in str(error) or extra.pop("drop_path_rate", 1):  # 0: none, where there is none
                 raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
     if chosen.initial_checkpoint:
         report = load_weights(backbone, find_weights(chosen.initial_checkpoint))
         print(f"weights from {chosen.initial_checkpoint}: {report}")
     if chosen.grad_checkpointing:
-        backbone.set_grad_checkpointing(True)
+        backbone.set_grad_checkpointing(True)  # type: ignore[operator]
     if chosen.channels_last:
         backbone = backbone.to(memory_format=torch.channels_last)
     return backbone, arguments

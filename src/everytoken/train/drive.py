@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from everytoken.errors import EverytokenError
+from everytoken.train.checkpoint import checkpoints_in
 from everytoken.train.distributed import World
 from everytoken.train.loop import Loop, Stopped, Task
 from everytoken.train.options import LoopOptions
@@ -71,7 +72,7 @@ def _drive(loop: Loop, introduce: Callable[[Loop], str], finish: Callable[[Loop,
         folder.say(text)
 
     changed = _changes(folder, options)
-    if any(folder.checkpoints.glob("step-*")):
+    if checkpoints_in(folder.checkpoints):
         _refuse_another_run(folder, changed)
     try:
         resumed = loop.resume(log)

@@ -25,7 +25,7 @@ from everytoken.train.checkpoint import load_state, newest_good, save_checkpoint
 from everytoken.train.distributed import World
 from everytoken.train.optim import build_optimizer, build_schedule, learning_rate
 from everytoken.train.options import LoopOptions
-from everytoken.train.progress import Progress
+from everytoken.train.progress import Progress, tell_score
 from everytoken.train.resume import place_in_epochs, refuse_to_overwrite
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.sharding import (
@@ -319,7 +319,7 @@ class Loop:
             score = row.get("ema_score", row["score"])
             if not self.best or score > self.best["score"]:
                 self.best = {"score": score, "epoch": epoch, "step": self.step}
-            self._tell_score(score)
+            tell_score(self, score)
         # before the checkpoint: a run that is killed between the two drops the row and redoes it
         self.folder.record(row)
         self.save()
@@ -327,14 +327,6 @@ class Loop:
             self._write_best()
         if self.world.any(bool(self.stop_code)) and epoch < self.epochs:
             raise Stopped(self.stop_code or 143)
-
-    def _tell_score(self, score: float) -> None:
-        best = f" (best {self.best['score']:.2f} at epoch {self.best['epoch']:.0f})"
-        text = f"epoch {self.epoch}/{self.epochs}: validation {self.task.score_name} {score:.2f}"
-        text += "" if self.best["epoch"] == self.epoch else best
-        if self.world.is_main:
-            print(text, flush=True)
-        self.folder.say(text)
 
     def _write_best(self) -> None:
         state = module_state(self.task.module if self.ema is None else self.ema.module, self.fsdp)

@@ -41,6 +41,16 @@ def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
             meter(min(done, total), total)
 
 
+def tell_score(loop: Loop, score: float) -> None:
+    """A line about the validation of the epoch that has just ended."""
+    text = f"epoch {loop.epoch}/{loop.epochs}: validation {loop.task.score_name} {score:.2f}"
+    if loop.best["epoch"] != loop.epoch:
+        text += f" (best {loop.best['score']:.2f} at epoch {loop.best['epoch']:.0f})"
+    if loop.world.is_main:
+        print(text, flush=True)
+    loop.folder.say(text)
+
+
 class Progress:
     """Progress of one epoch. Loss terms stay on the device until they are shown, so showing costs no wait per step."""
 
