@@ -78,6 +78,25 @@ def test_one_table_of_clean_corrupted_and_attacked_images(photos, weights, tmp_p
     assert all((tmp_path / f"table.{end}").exists() for end in ("txt", "csv", "md", "html", "json"))
 
 
+def test_real_labels_judge_answers_among_some_of_the_classes_by_imagenets_numbers(photos, weights, tmp_path):
+    ids = ("n01514668", "n01443537", "n01440764")  # ImageNet's 7, 1 and 0, in another order than ours
+    about = Description("vit_tiny_patch16_224", TINY, ids, img_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3,
+                        crop_pct=1.0)  # fmt: skip
+    save_file(load_file(weights[0]), tmp_path / "ids.safetensors", metadata=about.to_metadata())
+    sets = []
+    for name, wordnet, number in zip(NAMES[1:], ids[1:], (1, 0), strict=True):  # the first class has no images
+        for path in sorted((photos / "val" / name).iterdir()):
+            sets.append([number])
+            file = tmp_path / "val" / wordnet / f"ILSVRC2012_val_{len(sets):08d}{path.suffix}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, file)
+    (tmp_path / "real.json").write_text(json.dumps(sets))
+    suites = ("--suite", f"val={tmp_path / 'val'}", "real", "--restrict", "--real", tmp_path / "real.json")
+    assert robust(tmp_path / "ids.safetensors", tmp_path / "out", *suites) == 0
+    rows = rows_of(tmp_path / "out")
+    assert float(rows["real"]["top-1"]) == float(rows["val"]["top-1"]) > 50
+
+
 def test_the_second_time_predictions_come_from_the_folder(photos, weights, tmp_path, monkeypatch, capsys):
     words = ("--suite", f"val={photos / 'val'}", "corrupt", "--corruptions", "fog", "--severities", "2")
     robust(weights[0], tmp_path, *words)
