@@ -9,6 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+def clock(seconds: float) -> str:
+    """90 -> '1:30'; 7300 -> '2:01:40'."""
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
 class Meter:
     """Call it with (done, total); a context manager.
 
@@ -35,17 +42,22 @@ class Meter:
             self._bar = Progress(*columns, console=self._console, transient=not keep)
             self._task = self._bar.add_task(what, total=None, rate="")
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, doing: str = "") -> None:
+        """Show how far it is; `doing` is said behind the name of the job."""
         now = time.monotonic()
         self._first = done if self._first is None else self._first
         rate = (done - self._first) / max(now - self._begin, 1e-9)
-        words = f"{self._amount(done)} of {self._amount(total)}, {self._amount(rate)}/s"
+        words = f"{self._amount(done)} of {self._amount(total)}, {self._rate(rate)}/s"
+        what = f"{self.what} {doing}".rstrip()
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, rate=words)
+            self._bar.update(self._task, description=what, completed=done, total=total, rate=words)
         elif now - self._last >= self.every:
             self._last = now
-            left = (total - done) / rate if rate > 0 else 0.0
-            print(f"{self.what}: {words}, {left:.0f} s left", file=sys.stderr)
+            left = f", {clock((total - done) / rate)} left" if rate > 0 else ""
+            print(f"{what}: {words}{left}", file=sys.stderr, flush=True)
+
+    def _rate(self, number: float) -> str:
+        return f"{number:.2g} {self.unit}" if number < 10 and self.unit != "B" else self._amount(number)
 
     def _amount(self, number: float) -> str:
         if self.unit != "B":

@@ -151,10 +151,13 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
     assert len(lines) == 2
     assert "100 maps of 200 maps" in lines[1]
     assert "left" in lines[1]
+    assert "left" not in lines[0]  # nothing is known about the rate yet
     monkeypatch.setenv("FORCE_COLOR", "1")
     with Meter("job", "B") as meter:
-        meter(5 * 10**6, 2 * 10**9)
-    assert "5.0 MB of 2.00 GB" in capsys.readouterr().err
+        meter(5 * 10**6, 2 * 10**9, "now")
+    shown = capsys.readouterr().err
+    assert "5.0 MB of 2.00 GB" in shown
+    assert "job now" in shown
 
 
 def test_maps_of_any_class_count_can_be_shown(tmp_path, capsys):

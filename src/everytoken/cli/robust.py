@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from everytoken._machine import default_workers
+from everytoken._meter import Meter
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
 
@@ -176,33 +176,29 @@ def _evaluate(subject: Subject, suites: list[Suite], settings: Settings, folder:
     from everytoken.robust.run import attack_suites, evaluate_suite
 
     tell = _Progress(subject.name)
-    out = []
-    attack = [s for s in suites if s.kind == "attack"]
-    for suite in suites:
-        if suite.kind != "attack":
-            out.append(evaluate_suite(subject, suite, settings, folder, tell))
-    if attack:
-        out += attack_suites(subject, attack, settings, folder, tell)
-    tell.end()
-    return out
+    try:
+        out = [evaluate_suite(subject, s, settings, folder, tell) for s in suites if s.kind != "attack"]
+        attack = [s for s in suites if s.kind == "attack"]
+        return out + (attack_suites(subject, attack, settings, folder, tell) if attack else [])
+    finally:
+        tell.end()
 
 
 class _Progress:
-    """One line that is rewritten on a terminal, a line every half minute elsewhere."""
+    """A meter for each suite in turn."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.live, self.last, self.width = name, sys.stderr.isatty(), time.monotonic(), 0
+        self.name, self.suite = name, ""
+        self.meter: Meter | None = None
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        text = f"{self.name}: {what} {done}/{total}"
-        if self.live:
-            print("\r" + text.ljust(self.width), end="", file=sys.stderr, flush=True)
-            self.width = len(text)
-        elif now - self.last > 30:
-            self.last = now
-            print(text, file=sys.stderr, flush=True)
+    def __call__(self, suite: str, done: int, total: int, doing: str = "") -> None:
+        if self.meter is None or suite != self.suite:
+            self.end()
+            self.suite, self.meter = suite, Meter(f"{self.name}: {suite}", "images", every=30, keep=False)
+            self.meter.__enter__()
+        self.meter(done, total, doing)
 
     def end(self) -> None:
-        if self.live:
-            print("\r" + " " * self.width + "\r", end="", file=sys.stderr, flush=True)
+        if self.meter is not None:
+            self.meter.__exit__()
+            self.meter = None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from everytoken._meter import clock
 from everytoken.report.build import Report
 from everytoken.report.runs import Run
 from everytoken.report.words import interval_words, progress
@@ -23,11 +24,9 @@ class Table:
     text: frozenset[int] = frozenset({0})
 
 
-def clock(seconds: float | None) -> str:
-    """90 -> '1:30'; 7300 -> '2:01:40'."""
-    from everytoken.train.progress import clock as spell  # imports torch
-
-    return "–" if seconds is None else spell(seconds)
+def time_taken(seconds: float | None) -> str:
+    """A time, or a dash."""
+    return "–" if seconds is None else clock(seconds)
 
 
 def number(value: float | None, form: str = ".2f") -> str:
@@ -52,7 +51,7 @@ def group_table(report: Report) -> Table:
                 f"{len(group.finished)} of {len(group.runs)}",
                 interval_words(group.accuracy),
                 gain,
-                clock(sum(seconds) / len(seconds) if seconds else None),
+                time_taken(sum(seconds) / len(seconds) if seconds else None),
             ]
         )
     against = f"gain over {report.groups[0].name}, paired"
@@ -97,7 +96,7 @@ def _run_row(run: Run, terms: Sequence[str]) -> list[str]:
         number(losses[-1][1] if losses else None, ".3f"),
         *(number(run.last(term), ".3f") for term in terms),
         number(lr, ".2g"),
-        clock(run.seconds),
+        time_taken(run.seconds),
         number(run.mean("images_per_second"), ",.0f"),
         "–" if waiting is None else f"{waiting:.0%}",
     ]

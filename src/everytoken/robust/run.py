@@ -34,7 +34,7 @@ from everytoken.robust.subsets import Match, match
 from everytoken.robust.suites import Suite
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
-Tell = Callable[[str, int, int], None]  # what, done, of how many
+Tell = Callable[..., None]  # what, done, of how many, and perhaps which attack
 _OWN = ("val", "own", "corrupt", "attack")  # suites whose images may be the user's training images
 
 
@@ -299,7 +299,7 @@ def _attack(
             add([])  # nothing of a batch could be read
         labels = torch.from_numpy(pair.labels)[batch.labels].to(subject.device)
         done = len(log.batches) * size
-        say = lambda attack, left, done=done: tell(f"{suite.name} {attack}", done, len(data))  # noqa: E731
+        say = lambda attack, left, done=done: tell(suite.name, done, len(data), attack)  # noqa: E731
         add(_attack_batch(model, batch, labels, parts, suite, settings, fallen, say))
     while len(log.batches) < len(sizes):
         add([])

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from everytoken._meter import clock
 from everytoken.train.build import Parts
 from everytoken.train.distributed import World
 from everytoken.train.optim import learning_rate
 from everytoken.train.options import TrainOptions
-from everytoken.train.progress import clock
 from everytoken.train.runfolder import RunFolder
 from everytoken.train.step import Moment
 

@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from everytoken._meter import Meter
+from everytoken._meter import Meter, clock
 from everytoken.train.distributed import World
 from everytoken.train.sharding import mean_over
 
 if TYPE_CHECKING:
     from everytoken.train.loop import Loop
-
-
-def clock(seconds: float) -> str:
-    """90 -> '1:30'; 7300 -> '2:01:40'."""
-    whole = int(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 B = TypeVar("B", bound=Sized)
