@@ -98,3 +98,13 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     (tmp_path / ".writing-00000009-1").mkdir(parents=True)
     save(tmp_path, 1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_metrics_are_json_that_every_program_reads(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.record({"kind": "epoch", "step": 1, "epoch": 1, "loss": float("nan"), "val_top1": 50.0})
+    folder.record({"kind": "epoch", "step": 2, "epoch": 2, "loss": float("inf"), "val_top1": 51.0})
+    folder.forget_after(1)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert folder.rows() == [{"kind": "epoch", "step": 1, "epoch": 1, "loss": None, "val_top1": 50.0}]

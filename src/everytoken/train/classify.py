@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everytoken._json import plain_json
 from everytoken.data.augment import TrainTransform
 from everytoken.data.batch import Batch as LoadedBatch
 from everytoken.data.batch import Prefetcher
@@ -187,7 +187,7 @@ def _finish(
         predictions = task.predictions(loop.ema.module if loop.ema is not None else task.module)
     if predictions is not None:
         names = task.parts.train_set.class_names
-        folder.write("classes.json", json.dumps(predictions.per_class(names), indent=1))
+        folder.write("classes.json", plain_json(predictions.per_class(names)))
         low, high = predictions.interval()
         log(f"top-1 {predictions.summary()['top1']:.2f} % (95 % interval {low:.2f} to {high:.2f})")
     log(f"best top-1 {summary['best']['score']:.2f} % at epoch {summary['best']['epoch']}; weights: "

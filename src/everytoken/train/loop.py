@@ -19,6 +19,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from everytoken._json import plain_json
 from everytoken.data.keyed import generator
 from everytoken.errors import EverytokenError
 from everytoken.train.checkpoint import load_state, newest_good, save_checkpoint, write_weights
@@ -345,5 +346,5 @@ class Loop:
             "seconds": round(self.seconds, 1),
             "updates left out": self.bad_total,
         }
-        self.folder.write("summary.json", json.dumps(summary, indent=1))
+        self.folder.write("summary.json", plain_json(summary))
         return summary

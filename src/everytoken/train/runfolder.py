@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from everytoken._json import plain_json
 from everytoken._version import version
 from everytoken.errors import EverytokenError
 from everytoken.labels.errors import StoreBusyError, StoreError
@@ -87,7 +88,7 @@ class RunFolder:
         if not self.writable:
             return
         with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(plain_json(row, None) + "\n")
         for tracker in self.trackers:
             tracker.record(row)
         if row.get("kind") == "epoch":
@@ -107,7 +108,7 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop the metrics of updates that a resumed run will do again."""
         kept = [row for row in self.rows() if row["step"] <= step]
-        self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        self.write("metrics.jsonl", "".join(plain_json(row, None) + "\n" for row in kept))
         if self.writable:
             self._write_csv()
 
