@@ -91,6 +91,11 @@ def build(options: TrainOptions, world: World) -> Parts:
     ).to(world.device)  # fmt: skip
     size = options.model.img_size
     step.grid = grid = probe(model, (size, size))
+    if size % grid[0] or size % grid[1]:
+        notes.append(
+            f"--img-size {size} does not divide into {grid[0]} x {grid[1]} equal tokens, so labels and tokens are a "
+            "little apart; choose a multiple of the patch size"
+        )
     description = Description(
         architecture=options.model.model,
         arguments=arguments,
