@@ -144,8 +144,8 @@ def test_the_learning_rate_never_rises_above_itself(photos, tmp_path):
         assert rates == pytest.approx([wanted] * 12)
 
 
-def test_a_size_that_tokens_do_not_divide_is_told(photos):
+def test_a_size_that_is_no_multiple_of_the_patch_is_told(photos):
     for size, told in ((32, False), (36, True)):
         model = ModelOptions(model="vit_tiny_patch16_224", img_size=size, model_kwargs=dict(VIT))
         parts = build(TrainOptions(data=str(photos), model=model, objectives={"hard": {}}), ALONE)
-        assert any("does not divide" in note for note in parts.notes) == told
+        assert any("no multiple" in note for note in parts.notes) == told

@@ -91,10 +91,11 @@ def build(options: TrainOptions, world: World) -> Parts:
     ).to(world.device)  # fmt: skip
     size = options.model.img_size
     step.grid = grid = probe(model, (size, size))
-    if size % grid[0] or size % grid[1]:
+    patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
+    if isinstance(patch, tuple) and any(size % side for side in patch):
         notes.append(
-            f"--img-size {size} does not divide into {grid[0]} x {grid[1]} equal tokens, so labels and tokens are a "
-            "little apart; choose a multiple of the patch size"
+            f"--img-size {size} is no multiple of the patch size {patch[0]}, so tokens and their labels are a little "
+            "apart at the right and at the bottom"
         )
     description = Description(
         architecture=options.model.model,
