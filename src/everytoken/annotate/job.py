@@ -31,6 +31,7 @@ from everytoken._machine import default_workers
 from everytoken.annotate.annotator import Annotator, AnnotatorError
 from everytoken.annotate.classes import ClassPlan, plan_classes
 from everytoken.annotate.reading import BatchReader, ImageBatch, batches, store_order
+from everytoken.annotate.reuse import copy_known, open_known
 from everytoken.data.sources import DataSet, hidden
 from everytoken.errors import EverytokenError
 from everytoken.labels import Manifest, StoreMeta, StoreWriter
@@ -54,6 +55,7 @@ class JobOptions:
         foreign_classes: keep the annotator's classes.
         shard_size: images per shard; 0: the store's choice.
         retry_skipped: try images again that were skipped.
+        reuse: another store; maps that it has are copied, see `reuse`.
     """
 
     top_k: int = 0
@@ -65,6 +67,7 @@ class JobOptions:
     foreign_classes: bool = False
     shard_size: int = 0
     retry_skipped: bool = False
+    reuse: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("top_k", 0), ("batch_size", 1), ("workers", 0), ("shard_size", 0)):
@@ -98,12 +101,14 @@ class Outcome:
         done: images annotated or skipped by this process in this run.
         seconds: that it took.
         notes: sentences the user should read.
+        copied: maps that came from another store.
     """
 
     plan: ClassPlan
     done: int
     seconds: float
     notes: tuple[str, ...] = ()
+    copied: int = 0
 
 
 def check_out(data: DataSet, out: Path, annotator: str) -> None:
@@ -152,6 +157,7 @@ def annotate(
     grid = annotator.grid(team.device)
     settings = {**annotator.describe(), "amp": options.amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
+    known = open_known(Path(options.reuse), out, meta) if options.reuse else None
     with StoreWriter.create_or_resume(
         out,
         data.keys(),
@@ -165,14 +171,16 @@ def annotate(
         shards = writer.pending_shards()
         mine = range(team.rank, writer.manifest.num_shards, team.size)
         total = sum(len(writer.shard_range(i)) for i in mine)
-        done = before = total - sum(len(writer.shard_range(i)) for i in shards)
+        done = total - sum(len(writer.shard_range(i)) for i in shards)
+        copied = frozenset() if known is None else copy_known(writer, shards, known)
+        done = before = done + len(copied)
         tell = progress or (lambda _done, _total: None)
         tell(done, total)
         started = time.perf_counter()
-        if shards:
+        if done < total:
             reader = BatchReader(data, store_order(data), annotator.preprocessing, options.resize)
             pin = team.device.type == "cuda"
-            stream = batches(reader, writer, shards, options.batch_size, options.workers, pin)
+            stream = batches(reader, writer, shards, options.batch_size, options.workers, pin, copied)
             with closing(fill(writer, annotator, plan, stream, options.amp_dtype, team.device)) as counts:
                 for count in counts:
                     done += count
@@ -182,7 +190,7 @@ def annotate(
         if team.rank == 0:
             writer.finalize()
         team.meet()
-    return Outcome(plan, done - before, seconds, tuple(_notes(annotator, plan, grid)))
+    return Outcome(plan, done - before, seconds, tuple(_notes(annotator, plan, grid)), len(copied))
 
 
 def fill(

@@ -58,7 +58,7 @@ class ImageBatch:
         failures: place in the batch -> why the image could not be read.
     """
 
-    positions: range
+    positions: Sequence[int]
     indices: np.ndarray
     pixels: Tensor
     sizes: np.ndarray
@@ -74,7 +74,7 @@ class ImageBatch:
 
 
 class BatchReader(Dataset[ImageBatch]):
-    """Batches by their range of positions.
+    """Batches by their positions.
 
     Args:
         data: the images.
@@ -86,13 +86,13 @@ class BatchReader(Dataset[ImageBatch]):
         self.data, self.order = data, order
         self.view = eval_view(preprocessing, resize)
 
-    def __getitem__(self, positions: range) -> ImageBatch:
+    def __getitem__(self, positions: Sequence[int]) -> ImageBatch:
         height, width = self.view.config.size
         pixels = np.zeros((len(positions), height, width, 3), dtype=np.uint8)
         sizes = np.zeros((len(positions), 2), dtype=np.int64)
         areas = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(positions), 1))
         failures: dict[int, str] = {}
-        indices = self.order[positions.start : positions.stop]
+        indices = self.order[np.asarray(positions)]
         for place, index in enumerate(indices.tolist()):
             try:
                 picture = self.data.picture(index)
@@ -117,26 +117,34 @@ def store_order(data: DataSet) -> np.ndarray:
 
 
 class _Batches:
-    """Ranges of positions, batch after batch, shard after shard; a sampler that holds no list."""
+    """Positions, batch after batch, shard after shard; a sampler that holds no list."""
 
-    def __init__(self, writer: StoreWriter, shards: Sequence[int], batch_size: int) -> None:
-        self.writer, self.shards, self.batch_size = writer, shards, batch_size
+    def __init__(self, writer: StoreWriter, shards: Sequence[int], batch_size: int, done: frozenset[int]) -> None:
+        self.writer, self.shards, self.batch_size, self.done = writer, shards, batch_size, done
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[Sequence[int]]:
         for shard in self.shards:
-            span = self.writer.shard_range(shard)
-            for start in range(span.start, span.stop, self.batch_size):
-                yield range(start, min(start + self.batch_size, span.stop))
+            span: Sequence[int] = self.writer.shard_range(shard)
+            left = [position for position in span if position not in self.done] if self.done else span
+            for start in range(0, len(left), self.batch_size):
+                yield left[start : start + self.batch_size]
 
 
 def batches(
-    reader: BatchReader, writer: StoreWriter, shards: Sequence[int], batch_size: int, workers: int, pin: bool
+    reader: BatchReader,
+    writer: StoreWriter,
+    shards: Sequence[int],
+    batch_size: int,
+    workers: int,
+    pin: bool,
+    done: frozenset[int] = frozenset(),
 ) -> Iterator[ImageBatch]:
-    """All batches of some shards, decoded ahead by `workers` processes (0: in this one, when asked for)."""
+    """All batches of some shards without the positions that are `done`, decoded ahead by `workers` processes (0: in
+    this one, when asked for)."""
     loader: DataLoader[ImageBatch] = DataLoader(
         reader,
         batch_size=None,
-        sampler=_Batches(writer, shards, batch_size),
+        sampler=_Batches(writer, shards, batch_size, done),
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=2 if workers else None,

@@ -31,6 +31,7 @@ class Annotate:
         everytoken annotate photos --out maps --annotator fit --folds 5
         everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
         everytoken annotate photos --out maps2 --annotator self:runs/first
+        everytoken annotate photos --out maps3 --annotator self:runs/first --reuse maps2
         everytoken annotate photos --out maps --annotator python:my_labels:score
         everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
         torchrun --nproc-per-node 8 -m everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --amp
@@ -74,6 +75,9 @@ class Annotate:
     """Its type. float16 is as fine as the stored scores; networks that overflow in it need bfloat16."""
     retry_skipped: bool = False
     """Try images again that could not be read."""
+    reuse: str = ""
+    """An older store of the same settings: its maps are copied, and only images that came later are looked at. An image
+    that was changed under the same name keeps its old map."""
     folds: int = 1
     """fit: train so many networks, so that each image is annotated by one that did not train on it. 5 is usual."""
     fit_model: str = ""
@@ -137,6 +141,7 @@ def _job(options: Annotate) -> Any:
         class_map=options.class_map,
         foreign_classes=options.foreign_classes or options.unlabelled,
         retry_skipped=options.retry_skipped,
+        reuse=options.reuse,
     )
 
 
@@ -156,6 +161,8 @@ def _annotator(options: Annotate, data: DataSet, team: Team) -> Annotator:
             flags = ", ".join("--" + name.replace("_", "-") for name in used)
             raise EverytokenError(f"{flags} can only be used with --annotator fit, not with {options.annotator}.")
         return build_annotator(options.annotator, size, options.checkpoint)
+    if options.reuse:
+        raise EverytokenError("--reuse is not for --annotator fit, which learns from all images, the new ones too.")
     if options.checkpoint:
         raise EverytokenError(
             "--annotator fit trains its own weights; for yours use --annotator timm:NAME --checkpoint FILE."
@@ -213,6 +220,8 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
     table.add_row("bytes per image", f"{made.bytes_per_image:,.0f}")
     rate = f", {outcome.done / outcome.seconds:,.1f} images/s" if outcome.done else ""
     whose = " by this process" if team.size > 1 else ""
+    if outcome.copied:
+        table.add_row("copied", f"{outcome.copied:,} maps of {options.reuse}")
     table.add_row("this run", f"{outcome.done:,} images{whose} in {outcome.seconds:,.1f} s{rate}")
     console = Console()
     console.print(table)

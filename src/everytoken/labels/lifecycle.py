@@ -87,7 +87,8 @@ def mismatch(folder: Path, differences: Sequence[str], most: int = 3) -> StoreMi
     return StoreMismatchError(
         f"{folder} was begun with other settings or images, so it cannot be continued:\n  "
         + "\n  ".join(lines)
-        + "\nRun with the old settings, or give another folder for the new store."
+        + "\nRun with the old settings, or give another folder for the new store (for new images: with --reuse, "
+        "which copies the maps that are here)."
     )
 
 

@@ -162,7 +162,8 @@ class Store(Mapping[str, ScoreMap]):
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         return UnknownKeyError(
             f"{self.path} has no map of {key!r}.{hint} Keys are paths relative to the annotated folder, such as "
-            f"{self._keys.key(0)!r}; images that came later need a new store."
+            f"{self._keys.key(0)!r}; images that came later need a new store (`annotate "
+            "--reuse` copies the maps that are here)."
         )
 
     def __eq__(self, other: object) -> bool:
