@@ -73,6 +73,20 @@ def test_the_small_network_has_maps_of_eight_cells_or_more(side, cells):
     assert made.shape == (2, cells, cells, 4)
 
 
+@pytest.mark.parametrize("side", [32, 64, 128])
+def test_cells_of_the_small_network_lie_in_the_middle_of_their_pixels(side):
+    model = TokenModel(small_cnn(4, side)).eval()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Conv2d):  # kernels that a flip leaves alone, so only the geometry is left
+            part.weight.data += part.weight.data.flip(2)
+            part.weight.data += part.weight.data.flip(3)
+    images = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        for axes in ((2,), (3,)):
+            cells = model.cell_logits(images.flip(axes)).flip([axis - 1 for axis in axes])
+            torch.testing.assert_close(cells, model.cell_logits(images), rtol=1e-3, atol=1e-3)
+
+
 def test_fit_learns_colours_and_labels_every_cell_with_them(photos_of, tmp_path):
     data = open_dataset(photos_of(per_class=16))
     said: list[str] = []

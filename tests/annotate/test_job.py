@@ -167,6 +167,14 @@ def test_more_classes_per_cell_than_there_are_is_an_error(data, tmp_path):
     assert Store(tmp_path / "maps").manifest.top_k == 2
 
 
+@pytest.mark.parametrize(("classes", "kept"), [(3, 3), (20, 20), (21, 5)])
+def test_all_of_a_few_classes_are_kept_and_five_of_many(photos, tmp_path, classes, kept):
+    names = tuple(f"c{i}" for i in range(classes))
+    many = function(lambda images: blocks(images)[..., :1] * torch.linspace(-1, 1, classes), names)
+    annotate(open_dataset(photos), tmp_path / "maps", many, JobOptions(workers=0, foreign_classes=True))
+    assert Store(tmp_path / "maps").manifest.top_k == kept
+
+
 def test_options_that_make_no_sense_are_refused():
     for wrong in ({"batch_size": 0}, {"workers": -1}, {"top_k": -2}):
         with pytest.raises(EverytokenError, match="must be at least"):

@@ -8,7 +8,8 @@ or shared by several processes, ends in the same store, byte for byte. (On the s
 number of threads and the same batch size: other sums round differently.)
 
 Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
-Differently: any k, exact class numbers, the whole image (the released script sees its central square only).
+Differently: any k, all of a few classes, exact class numbers, the whole image (the released script sees its central
+square only).
 Cost: 0.95 or more of the bare network's speed, benchmarks/annotate.py.
 """
 
@@ -38,6 +39,7 @@ from everytoken.labels import Manifest, StoreMeta, StoreWriter
 from everytoken.labels.lifecycle import check_folder, mismatch
 from everytoken.labels.manifest import MANIFEST
 
+_FEW = 20  # of so few classes all are kept: those that are not count as 0, and the fifth best of ten often has less
 _AHEAD = 3  # batches of maps that may wait for the writing thread
 
 
@@ -46,7 +48,7 @@ class JobOptions:
     """How to annotate.
 
     Attributes:
-        top_k: classes kept per cell; 0: five, or all if there are fewer.
+        top_k: classes kept per cell; 0: five, but all where there are no more than 20.
         resize: "squash" (whole image, stretched) or "letterbox" (aspect kept, padded).
         batch_size: images per step, within a shard. Changing it changes scores in the last bit.
         workers: decoding processes; 0 decodes in the main process.
@@ -214,7 +216,7 @@ def _top_k(wanted: int, plan: ClassPlan) -> int:
         raise EverytokenError(
             f"--top-k {wanted} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
         )
-    return wanted or min(5, plan.scored)
+    return wanted or (plan.scored if plan.scored <= _FEW else 5)
 
 
 def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iterator[str]:

@@ -50,7 +50,7 @@ class Annotate:
     resize: Literal["squash", "letterbox"] = "squash"
     """squash: stretch the whole image. letterbox: keep its aspect and pad."""
     top_k: int = 0
-    """Classes to keep per cell. 0: five, or all if there are fewer."""
+    """Classes to keep per cell. 0: five, but all where there are no more than 20."""
     class_map: str = ""
     """csv, json or yaml file: class of the data set -> the annotator's. `order`: trust that the orders are equal."""
     foreign_classes: bool = False
