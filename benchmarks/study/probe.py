@@ -1,8 +1,8 @@
 """How well tokens say what is where: the left half of one validation image next to the right half of another.
 
-The two come from different classes, so a token that answers with its own half's class has located it; a model that
-only knows what the image as a whole shows cannot be right on both sides. Chance with 10 classes is 10 %; saying the
-same class everywhere gives at most 50 %.
+The two come from different classes. Counted are the tokens that name the class of their own half, and those that name
+the class of the other half; the difference is what they know about places. A model that says the same class everywhere
+has a difference of 0, whatever it knows about classes.
 Answers come from the token head if it speaks the data set's classes, otherwise from the class head at every token.
 """
 
@@ -20,15 +20,15 @@ from everytoken.models.load import load_model
 
 
 @torch.inference_mode()
-def halves(run: Path, data: Path, pairs: int = 500) -> float:
-    """Part of the tokens, in percent, that name the class of their own half."""
+def halves(run: Path, data: Path, pairs: int = 500) -> tuple[float, float]:
+    """Parts of the tokens, in percent, that name the class of their own half and of the other half."""
     loaded = load_model(run)
     model, about = loaded.model.eval(), loaded.description
     images = open_dataset(data, "val")
     transform = EvalTransform(AugmentConfig(img_size=about.img_size, crop_pct=1.0, mean=about.mean, std=about.std))
     rng = np.random.default_rng(0)
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (about.mean, about.std))
-    right = total = 0
+    counts, total = [0, 0], 0
     for _ in range(pairs // 50):
         left, other = rng.integers(0, len(images), (2, 50))
         keep = images.labels[left] != images.labels[other]
@@ -44,8 +44,8 @@ def halves(run: Path, data: Path, pairs: int = 500) -> float:
         said = answers.argmax(-1)  # [B, h, w]
         middle = said.shape[2] // 2
         truth = torch.from_numpy(np.stack((images.labels[left], images.labels[other]), 1))
-        right += int(
-            (said[:, :, :middle] == truth[:, :1, None]).sum() + (said[:, :, middle:] == truth[:, 1:, None]).sum()
-        )
+        for i, (here, there) in enumerate(((0, 1), (1, 0))):
+            counts[i] += int((said[:, :, :middle] == truth[:, here, None, None]).sum())
+            counts[i] += int((said[:, :, middle:] == truth[:, there, None, None]).sum())
         total += said.numel()
-    return 100 * right / total
+    return 100 * counts[0] / total, 100 * counts[1] / total

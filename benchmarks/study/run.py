@@ -63,7 +63,7 @@ def prepare(work: Path, imagenette: str, runs: list[study.Run]) -> None:
     from everytoken.demo.images import find_images, write_tree
 
     needed = {r.data for r in runs} | {f"{r.data}-{r.maps}" for r in runs}
-    needed |= {f"{r.data}-maps-fit" for r in runs if "--teacher" in r.words}
+    needed |= {f"{r.data}-maps-fit" for r in runs if "--teacher" in r.words or r.maps == "maps-mean"}
     common = ["--workers", "0", "--device", "cpu"]
     fit = ["--annotator", "fit", *common]
     for name, count in ((study.CIFAR, 3000), ("cifar-10000", 10_000)):
@@ -75,8 +75,10 @@ def prepare(work: Path, imagenette: str, runs: list[study.Run]) -> None:
         for maps, words in (("maps-fit", []), ("maps-cross", ["--folds", "3"])):
             if f"{name}-{maps}" in needed:
                 annotate(work / name, work / f"{name}-{maps}", [*fit, *words])
+    if f"{study.CIFAR}-maps-mean" in needed:
+        means(work / f"{study.CIFAR}-maps-fit", work / f"{study.CIFAR}-maps-mean")
     if f"{study.CIFAR}-maps-self" in needed:
-        own = next(r for r in study.plan() if r.part == "tune" and r.name == study.SELF)
+        own = next(r for r in study.plan() if r.part == "main" and r.name == study.SELF)
         run = run_folder(own, work)
         annotate(work / study.CIFAR, work / f"{study.CIFAR}-maps-self", ["--annotator", f"self:{run}", *common])
     originals = work / f"{study.NETTE}-originals"
@@ -114,6 +116,33 @@ def image_label_everywhere(images: Path, out: Path) -> None:
             shape = (1, 8, 8, 5)
             scores = np.broadcast_to([10.0, 0, 0, 0, 0], shape)
             writer.put([at], scores, np.broadcast_to(classes, shape), [[0, 0]], [[0.0, 0.0, 1.0, 1.0]])
+        writer.finalize()
+    (out / "done").touch()
+
+
+def means(source: Path, out: Path) -> None:
+    """The maps of a store with the mean of all cells in every cell."""
+    import numpy as np
+
+    from everytoken.labels import ScoreMap, Store, StoreMeta, StoreWriter
+
+    if (out / "done").exists():
+        return
+    store = Store(source)
+    known = store.manifest
+    meta = StoreMeta(known.grid, known.top_k, known.class_names, annotator={"name": "means"})
+    if known.top_k != known.num_classes:
+        raise RuntimeError(f"{source} does not keep all classes, so its means cannot be known")
+    with StoreWriter.create_or_resume(out, list(store), meta) as writer:
+        for at in range(len(store)):
+            one = store[writer.key(at)]
+            dense = np.zeros(one.scores.shape, np.float32)
+            np.put_along_axis(dense, one.classes.astype(np.int64), one.scores.astype(np.float32), -1)
+            mean = dense.mean((0, 1))
+            order = np.argsort(-mean)
+            shape = one.scores.shape
+            made = ScoreMap(np.broadcast_to(mean[order], shape), np.broadcast_to(order, shape), one.size, one.area)
+            writer.put([at], made.scores[None], made.classes[None], [made.size], [made.area])
         writer.finalize()
     (out / "done").touch()
 
@@ -176,7 +205,7 @@ def train(run: study.Run, work: Path) -> None:
     from probe import halves
 
     with _write:  # the probe uses torch in this process
-        located = halves(folder, work / run.data)
+        own, other = halves(folder, work / run.data)
     last = summary["last"]
     row = {
         "key": run.key,
@@ -186,20 +215,30 @@ def train(run: study.Run, work: Path) -> None:
         "top1": round(last["val_top1"], 2),
         "loss": round(last["val_loss"], 4),
         "ece": round(last["val_ece"], 2),
-        "halves": round(located, 2),
+        "own_half": round(own, 2),
+        "other_half": round(other, 2),
         "epochs": run.epochs,
         "updates": summary["updates"],
         "lr": run.lr,
         "train_seconds": round(summary["seconds"], 1),
         "cpu_seconds": cpu and round(cpu, 1),
+        "code": version_of_code(),
         "words": " ".join(run.words),
     }
     with _write, RESULTS.open("a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    print(f"{run.key}: {row['top1']:.2f} %, halves {row['halves']:.1f} %, {time.time() - begun:.0f} s", flush=True)
+    print(f"{run.key}: {row['top1']:.2f} %, own half {own:.1f} %, {time.time() - begun:.0f} s", flush=True)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def version_of_code() -> str:
+    """Commit of the package that is run."""
+    import everytoken
+
+    words = ["git", "-C", str(Path(everytoken.__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> int:
@@ -208,10 +247,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--parts", nargs="+", default=[])
     parser.add_argument("--names", nargs="+", default=[], help="only rows with one of these words in their name")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[])
     parser.add_argument("--imagenette", default="")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args()
-    runs = [r for r in study.plan() if not given.parts or r.part in given.parts]
+    runs = [r for r in {r.key: r for r in study.plan()}.values() if not given.parts or r.part in given.parts]
+    runs = [r for r in runs if not given.seeds or r.seed in given.seeds]
     runs = [r for r in runs if not given.names or any(word in r.name for word in given.names)]
     runs = [r for r in runs if r.data != study.NETTE or given.imagenette]
     done = finished()
