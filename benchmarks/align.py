@@ -12,6 +12,7 @@ median with 95 % confidence. CPU time of the process is shown next to wall time:
 on the machine take. Others still slow each instruction down (caches, shared cores), never up, so `quiet` compares the
 means of the fastest quarter of the steps (CPU time, bootstrapped 95 % interval); trust that one on a busy machine.
 Memory is the peak of all tensors in a step, above what was there before it (weights).
+Exit code 1 when `quiet` is above a model's limit, the whole interval of it.
 """
 
 from __future__ import annotations
@@ -231,7 +232,14 @@ def compare_kernels(rounds: int) -> None:
         print(f"{how:10s} {1e3 * statistics.median(seconds):7.1f} ms   {shown(median_interval(ratios))}")
 
 
-def main() -> None:
+def verdict(ratio: tuple[float, float, float], limit: float) -> str:
+    """Whether a limit is held, as far as the interval tells."""
+    if ratio[1] > limit:
+        return "BROKEN"
+    return "held" if ratio[2] <= limit else "not decided, it is inside the interval"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(LIMITS))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
@@ -243,8 +251,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.kernels:
         compare_kernels(args.rounds)
-        return
-    rows = []
+        return 0
+    rows, code = [], 0
     for name in args.models:
         steps = {variant: make_step(name, variant, args.batch, args.device) for variant in args.variants}
         times = time_steps(steps, args.rounds)
@@ -261,11 +269,16 @@ def main() -> None:
             ratios = f"wall {shown(row['wall'])}   cpu {shown(row['cpu'])}   quiet {shown(row['quiet'])}"
             held = f"memory {memory[variant]:6.0f} MB {row['memory']:.3f}"
             print(f"  {variant:8s} {row['seconds']:7.3f} s   {ratios}   {held}")
-        if name in LIMITS:
-            print(f"  limits: time {LIMITS[name]}, memory 1.02")
+        ours = [row for row in rows if row["model"] == name and row["variant"] == "aligned"]
+        if name in LIMITS and ours:
+            said = verdict(ours[0]["quiet"], LIMITS[name])
+            memory_said = "held" if ours[0]["memory"] <= 1.02 else "BROKEN"
+            print(f"  limits: time {LIMITS[name]}: {said}; memory 1.02: {memory_said}")
+            code |= "BROKEN" in (said, memory_said)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
+    return int(code)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -77,8 +77,8 @@ def kept() -> dict[str, str]:
 
 def write(parts: dict[str, str]) -> None:
     about = (
-        "Ratios measured in one run each, with interleaved repeats; made by `make bench`. What each number means is in "
-        "the head of its script."
+        "Made by `make bench`. Ratios come from one run each, with interleaved repeats (corruptions are rates). What "
+        "each number means is in the head of its script."
     )
     body = "\n".join(parts[name] for name in SCRIPTS if name in parts)
     PAGE.write_text(f"# Benchmarks\n\n{about}\n\n{machine()}. One thread.\n\n{body}")
