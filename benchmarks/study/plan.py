@@ -180,6 +180,7 @@ def budget() -> list[Run]:
 def plan() -> list[Run]:
     """Every run, the most telling first."""
     pair, drloc = some("plain", "token"), some("plain", "drloc")
+    louder = {name: ABLATIONS[name] for name in ("drloc alone, λ 0.1",)}
     mixed = {name: (MAIN | ABLATIONS)[name] for name in ("plain, CutMix", "token, MixToken")}
     return [
         *tune(),
@@ -190,14 +191,15 @@ def plan() -> list[Run]:
         *table("imagenette", dict(list(FOREIGN.items())[:4]), "lvvit64", range(1, 3)),
         *table("main", MAIN, "lvvit", range(1, 3)),
         *table("main", ABLATIONS, "lvvit", range(1)),
-        *table("vit", drloc | pair, "vit", range(1)),
+        *table("main", louder, "lvvit", range(1, 3)),
+        *table("vit", drloc | pair | louder, "vit", range(1)),
         *recipes(range(3)),
         *table("longer", pair | mixed, "lvvit", range(1), epochs=3 * EPOCHS),
         *table("swin", VARIANTS, "swin", range(1)),
         *table("imagenette", WEAKER, "lvvit64", range(1)),
         *budget(),
         *table("more", pair, "lvvit", range(1), data="cifar-10000"),
-        *table("vit", drloc | pair, "vit", range(1, 3)),
+        *table("vit", drloc | pair | louder, "vit", range(1, 3)),
         *table("longer", pair | mixed, "lvvit", range(1, 3), epochs=3 * EPOCHS),
         *table("main", ABLATIONS, "lvvit", range(1, 3)),
         *table("more", pair, "lvvit", range(1, 3), data="cifar-10000"),

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -246,14 +247,14 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--parts", nargs="+", default=[])
-    parser.add_argument("--names", nargs="+", default=[], help="only rows with one of these words in their name")
+    parser.add_argument("--names", nargs="+", default=[], help="only these rows; * stands for anything")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     parser.add_argument("--imagenette", default="")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args()
     runs = [r for r in {r.key: r for r in study.plan()}.values() if not given.parts or r.part in given.parts]
     runs = [r for r in runs if not given.seeds or r.seed in given.seeds]
-    runs = [r for r in runs if not given.names or any(word in r.name for word in given.names)]
+    runs = [r for r in runs if not given.names or any(fnmatchcase(r.name, one) for one in given.names)]
     runs = [r for r in runs if r.data != study.NETTE or given.imagenette]
     done = finished()
     left = [r for r in runs if r.key not in done]

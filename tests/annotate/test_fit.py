@@ -7,9 +7,11 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from everytoken.annotate import AnnotatorError, FitOptions, JobOptions, Team, annotate, fit_annotator
 from everytoken.annotate import training as training_module
+from everytoken.annotate.fit_model import kept_network
 from everytoken.annotate.folds import make_folds
 from everytoken.annotate.small_cnn import small_cnn
 from everytoken.data.find import open_dataset
@@ -190,3 +192,13 @@ def test_any_timm_model_can_be_fitted_at_its_own_size(data, tmp_path):
         fit(data, tmp_path / "other", FitOptions(model="test_mambaout", size=(64, 64)))
     with pytest.raises(AnnotatorError, match="test_resnet"):
         fit(data, tmp_path / "other", FitOptions(model="test_resnot", size=(64, 64)))
+
+
+def test_a_network_of_another_version_is_refused_in_words(data, tmp_path):
+    fit(data, tmp_path / "maps", FitOptions(size=(32, 32), epochs=1, batch_size=8, workers=0))
+    file = tmp_path / "maps/annotator/fold-0.safetensors"
+    save_file({name.replace("layer1", "stage1"): value for name, value in load_file(file).items()}, file)
+    with pytest.raises(EverytokenError, match="another version"):
+        fit(data, tmp_path / "maps", FitOptions(size=(32, 32), epochs=1, batch_size=8, workers=0))
+    with pytest.raises(EverytokenError, match="another version"):
+        kept_network(tmp_path / "maps")

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from everytoken.cli import main
+from everytoken.data import open_dataset
 from everytoken.doctor import machine
 from everytoken.doctor.examine import kind_of
 from everytoken.doctor.scan import Look, fingerprint, near_pairs
@@ -160,6 +161,19 @@ def test_missing_and_stale_maps_are_found(capsys, tree, tmp_path):
     assert found["maps-missing"]["count"] == 2
     assert found["maps-stale"]["examples"] == ["class-1/photo.4.png: 40x36 when annotated, 20x18 now"]
     assert found["maps-older"]["examples"] == ["class-2/photo.5.png"]
+
+
+def test_images_that_a_split_holds_out_need_no_map(capsys, tree, tmp_path):
+    shutil.rmtree(tree / "val")
+    data = open_dataset(tree / "train", val_split=0.2)
+    meta = StoreMeta(grid=(2, 2), top_k=2, class_names=list(data.class_names))
+    one = ScoreMap(np.ones((2, 2, 2), np.float16), np.tile(np.array([0, 1], np.uint8), (2, 2, 1)), (40, 36))
+    with StoreWriter.create_or_resume(tmp_path / "maps", list(data.keys()), meta) as writer:
+        writer.write_shard(0, [one for _ in writer.shard_range(0)])
+        writer.finalize()
+    code, found = ask(capsys, tree / "train", tmp_path / "maps")
+    assert code == 0
+    assert "--val-split 0.2 holds out" in found["maps-held-out"]["what"]
 
 
 def test_damaged_maps_are_found(capsys, tree, tmp_path):

@@ -91,3 +91,12 @@ def test_outputs_without_a_folder_have_numbers(photos, tmp_path, capsys):
     image = next((photos / "val/class-0").iterdir())
     assert main(["predict", str(tmp_path / "best.safetensors"), str(image), "--json", "--top", "5", *FAST]) == 0
     assert set(json.loads(capsys.readouterr().out)["classes"]) == {*NAMES, "class 3", "class 4"}
+
+
+def test_a_table_never_lands_on_an_image(photos, weights, tmp_path, capsys):
+    image = tmp_path / "mine.png"
+    image.write_bytes(next((photos / "val").rglob("*.png")).read_bytes())
+    kept = image.read_bytes()
+    assert main(["predict", str(weights), str(image), "--out", str(image), *FAST]) == 2
+    assert "one of the images" in capsys.readouterr().err
+    assert image.read_bytes() == kept

@@ -149,3 +149,15 @@ def test_a_size_that_is_no_multiple_of_the_patch_is_told(photos):
         model = ModelOptions(model="vit_tiny_patch16_224", img_size=size, model_kwargs=dict(VIT))
         parts = build(TrainOptions(data=str(photos), model=model, objectives={"hard": {}}), ALONE)
         assert any("no multiple" in note for note in parts.notes) == told
+
+
+def test_fine_tuning_keeps_the_augmentation_of_the_run(photos, tmp_path):
+    source = a_run(tmp_path / "run")
+    had = {"scale": [0.5, 1.0], "hflip": 0.0, "clip_grad": 1.0, "aa": "", "mixing": {"mixtoken": {}}}
+    (source / "config.yaml").write_text(yaml.safe_dump(had))
+    kept = finetune_options(TrainOptions(data=str(photos)), str(source), {"hflip"})
+    assert kept.augment.scale == (0.5, 1.0)
+    assert kept.augment.aa == ""
+    assert kept.augment.hflip == 0.5  # given on the command line
+    assert kept.optim.clip_grad == 1.0
+    assert kept.mixing == {"mixtoken": {}}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from everytoken._machine import default_workers
 from everytoken.annotate.annotator import Annotator, AnnotatorError, Preprocessing, weights_hash
 from everytoken.annotate.classes import ClassList
-from everytoken.annotate.fit_model import FOLDER, build_model, load_fold, save_fold
+from everytoken.annotate.fit_model import FOLDER, build_model, load_fold, load_network, save_fold
 from everytoken.annotate.folds import make_folds
 from everytoken.annotate.job import Team, check_out
 from everytoken.annotate.networks import CellScores
@@ -142,7 +142,7 @@ def fit_annotator(
         if found is None:
             raise AnnotatorError(f"{folder} lacks fold {fold.number}; was it removed while this command ran?")
         model = build_model(options.model, False, len(data.class_names), side, options.seed)
-        model.backbone.load_state_dict(found.weights)
+        load_network(model.backbone, found, folder)
         models.append(CellScores(model.backbone))
         right, held = right + found.facts["held_out_right"], held + found.facts["held_out"]
     what = f"{len(folds)} networks, each image held out once" if len(folds) > 1 else "one network"

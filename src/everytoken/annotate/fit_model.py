@@ -67,6 +67,17 @@ class SavedFold:
     facts: dict[str, Any]
 
 
+def load_network(model: nn.Module, fold: SavedFold, where: Path) -> None:
+    """Give a network the weights of a finished fold."""
+    try:
+        model.load_state_dict(fold.weights)
+    except RuntimeError as error:
+        raise AnnotatorError(
+            f"the networks in {where} are of another kind than those that `fit` trains now (they come from another "
+            "version of everytoken or of timm). The maps can be used; to annotate or to teach, fit a new store."
+        ) from error
+
+
 def save_fold(folder: Path, number: int, model: nn.Module, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Weights first, then the note that makes them count: a kill in between costs the training, not the truth."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,5 +128,5 @@ def kept_network(store: Path) -> tuple[FitModel, tuple[str, ...]]:
     found = load_fold(note.parent, 0, plan)
     if found is None:
         raise AnnotatorError(f"{note.with_suffix('.safetensors')} is missing; annotate again to have it trained anew.")
-    made.backbone.load_state_dict(found.weights)
+    load_network(made.backbone, found, note.parent)
     return made, names

@@ -128,7 +128,7 @@ class Show:
     """Paths of images relative to the image folder."""
     images: Path | None = None
     """The image folder that was annotated. Without it the cells are drawn on grey."""
-    out: Path = Path("sheet.png")
+    out: Path = Path("maps.png")
     """Picture to write."""
     names: Path | None = None
     """Text file with one readable class name per line, in the order of the ids, to use in the legend."""

@@ -16,7 +16,7 @@ from everytoken.errors import EverytokenError, did_you_mean
 
 @dataclass(frozen=True)
 class Models:
-    """List the backbones that every objective works on.
+    """List the backbones that have a token view, which all objectives but alignment and transmix work on.
 
     Without a pattern: one line per family. With one: the matching model names.
 

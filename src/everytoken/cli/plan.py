@@ -43,7 +43,7 @@ class Plan:
     top_k: int = 5
     """Scores kept per cell."""
     num_classes: int = 1000
-    """Classes of the annotator; above 65,536 their numbers need four bytes."""
+    """Classes of the annotator; above 65,535 their numbers need four bytes."""
     parameters: float = 26e6
     """Of the model."""
     json: bool = False
@@ -59,7 +59,7 @@ def main(argv: list[str], prog: str) -> None:
         image_bytes=options.image_bytes,
         map_cells=options.map_size**2,
         top_k=options.top_k,
-        class_bytes=2 if options.num_classes <= 65_536 else 4,
+        class_bytes=2 if options.num_classes <= 65_535 else 4,
         loader_rate=options.loader_rate,
         annotator_rate=options.annotator_rate,
         train_rate=options.train_rate,

@@ -61,6 +61,7 @@ def main(argv: list[str], prog: str) -> None:
     options = parse(Predict, prog, argv)
     from everytoken._meter import Meter
     from everytoken.annotate.classes import shown_name
+    from everytoken.data.given import check_is_no_input
     from everytoken.errors import EverytokenError
     from everytoken.evaluate.predict import predict_images
     from everytoken.labels.files import write_atomically
@@ -68,6 +69,8 @@ def main(argv: list[str], prog: str) -> None:
 
     if options.top < 1:
         raise EverytokenError(f"--top is {options.top}; it takes 1 or more")
+    if options.out:
+        check_is_no_input(Path(options.out), options.images)
     with Meter("predict", "images") as meter:
         answers, bad = predict_images(
             options.source, options.images, top=options.top, architecture=options.model,

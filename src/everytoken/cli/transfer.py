@@ -27,7 +27,8 @@ class Transfer:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
     """A run folder or a weights file."""
     suite: tuple[str, ...] = ()
-    """cifar10, cifar100, flowers, cars, each with =FOLDER for data in folders, or NAME=FOLDER. Default: all four."""
+    """cifar10, cifar100, flowers, cars, each with =FOLDER for data in folders, or NAME=FOLDER. Default: all but
+    flowers, which needs a folder."""
     compare: str = ""
     """A second model, fine-tuned in the same way: side by side, with paired differences."""
     recipe: str = ""

@@ -58,6 +58,14 @@ def result_stems(root: Path, names: Sequence[str], output: Path, endings: Sequen
     return {name: output / stem for name, stem in stems.items()}
 
 
+def check_is_no_input(target: Path, images: Sequence[str]) -> None:
+    """Refuse to write a result over one of the images that it is about."""
+    if target.exists() and target.is_file():
+        root, names = gather_images(images)
+        if _identity(target) in {_identity(root / name) for name in names}:
+            raise EverytokenError(f"--out {target} is one of the images; choose another name for the result")
+
+
 def _identity(path: Path) -> tuple[int, int]:
     """The same for all names of a file."""
     status = path.stat()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everytoken.annotate.classes import class_finder
-from everytoken.data.sources import DataSet
+from everytoken.data.sources import DataSet, split_off
 from everytoken.doctor.findings import Finding, some
 from everytoken.doctor.images import Images
 from everytoken.errors import EverytokenError
@@ -87,8 +87,13 @@ def _missing(store: Store, data: DataSet) -> list[Finding]:
         if key not in store and key not in skipped:
             lacking.append(key)
     findings = []
-    if lacking:
-        todo = "Annotate all images into a new store (`everytoken annotate ... --out NEW`)."
+    share = _held_out(data, set(lacking)) if lacking else 0.0
+    if share:
+        what = f"{len(lacking):,} images have no map: those that --val-split {share:g} holds out for validation"
+        todo = f"Train with --val-split {share:g}, too."
+        findings.append(Finding("note", "maps-held-out", what, str(store.path), todo))
+    elif lacking:
+        todo = "Annotate all images into a new store (`everytoken annotate ... --out NEW --reuse OLD` does only these)."
         what = f"{len(lacking):,} of {len(data):,} training images have no map"
         findings.append(Finding("error", "maps-missing", what, str(store.path), todo, some(lacking), len(lacking)))
     left = [key for key in store if key not in keys]
@@ -97,6 +102,15 @@ def _missing(store: Store, data: DataSet) -> list[Finding]:
         todo = "Harmless: images held out for validation, or removed since."
         findings.append(Finding("note", "maps-left-over", what, str(store.path), todo, some(left), len(left)))
     return findings
+
+
+def _held_out(data: DataSet, keys: set[str]) -> float:
+    """The --val-split that holds out exactly these images; 0 if none of the usual ones does."""
+    about = round(len(keys) / len(data), 2)
+    for share in dict.fromkeys((0.1, 0.2, 0.05, 0.15, 0.25, 0.3, about)):
+        if 0 < share < 1 and {data.key(i) for i in split_off(data, share, 0)[1].tolist()} == keys:
+            return share
+    return 0.0
 
 
 def _stale(store: Store, data: DataSet, images: Images) -> list[Finding]:

@@ -80,6 +80,7 @@ FAMILIES: dict[str, Family] = {
         ("densenet", "DenseNet", _CNN),
         ("metaformer", "PoolFormer, CAFormer", _CNN),
         ("byobnet", "ByobNet, MobileViT", _CNN),
+        ("mobilevit", "ByobNet, MobileViT", _CNN),  # the module of its names; the models are ByobNets
         ("pvt_v2", "PVT v2", _CNN),
         ("davit", "DaViT", _CNN),
         ("focalnet", "FocalNet", _CNN),

@@ -276,7 +276,8 @@ def _attack(
         "view": _digest([json.dumps(asdict(config))]), "attack": settings.attack, "norm": settings.norm,
         "eps": suite.eps, "batch": size, "budget": asdict(settings.budget), "fallen": _digest(sorted(fallen)),
     }  # fmt: skip
-    name = f"{settings.attack}-{settings.norm}-{suite.eps:.6g}.jsonl"
+    other = _digest([json.dumps(facts, sort_keys=True, default=str)])[:8]  # other settings, another log
+    name = f"{settings.attack}-{settings.norm}-{suite.eps:.6g}-{other}.jsonl"
     sizes = [min(size, len(data) - at) for at in range(0, len(data), size)]
     log = AttackLog(folder / "attacks" / name, facts, sizes)
     model = Normalised(subject.net, config.mean, config.std, pair.columns)

@@ -31,9 +31,9 @@ class Target:
 
 
 def parse_targets(words: Sequence[str], recipe: str = "") -> list[Target]:
-    """`cifar10`, `cars=FOLDER`, `mine=FOLDER` (with a recipe) -> targets."""
+    """`cifar10`, `cars=FOLDER`, `mine=FOLDER` (with a recipe) -> targets; nothing: all that need no folder."""
     out = []
-    for word in words or NAMES:
+    for word in words or NAMED:
         name, _, data = word.partition("=")
         if not data and name == "flowers":
             raise EverytokenError(

@@ -1,19 +1,21 @@
 """What fine-tuning changes in the options: the model of the source, and the papers' settings where none were given.
 
 Papers: All Tokens Matter, supplement section 1 (another resolution): batch 512, lr 5e-6, weight decay 1e-8, 30 epochs,
-objectives and mixing kept. Dense relative localization, supplement (other classes): lr 5e-4, 10 warm-up epochs.
+objectives, mixing and augmentation kept. Dense relative localization, supplement (other classes): lr 5e-4, 10 warm-up
+epochs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from everytoken.errors import EverytokenError
 from everytoken.models.load import Description, classifier_size, describe, find_weights
 from everytoken.models.weights import read_weights
-from everytoken.train.options import TrainOptions
+from everytoken.train.options import AugmentOptions, TrainOptions
 from everytoken.train.recipe import apply, flat, overrides
 from everytoken.train.runfolder import RunFolder
 
@@ -57,7 +59,7 @@ def finetune_options(
         raise EverytokenError(f"{weights} does not say which model it belongs to; name it with --model")
     if not options.recipe:
         old = RunFolder(source, writable=False).read_config() if Path(source).is_dir() else {}
-        for name in ("objectives", "mixing", "aa", "reprob", "smoothing", "drop_path"):
+        for name in ("objectives", "mixing", "drop_path", "clip_grad", *(f.name for f in fields(AugmentOptions))):
             if name in old and name not in given:
                 values[name] = old[name]
         values |= TRANSFER if _other_classes(options, about, weights) else RESOLUTION

@@ -7,7 +7,6 @@ stage's weight. What is sampled in a step is drawn from torch's generator, which
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken._json import plain_json
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.places import DEFAULT_VAL_SPLIT
@@ -248,7 +248,7 @@ def _finish(
     if task.world.size == 1:
         found = task.found(module)
         made = task.precision(found)
-        folder.write("classes.json", json.dumps(made.classes, indent=1))
+        folder.write("classes.json", plain_json(made.classes))
         log(", ".join(f"{name} {value:.1f}" for name, value in made.numbers.items() if name[-1] not in "sml"))
         panels = []
         for i in sorted(found)[:_PICTURES]:

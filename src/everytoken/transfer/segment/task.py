@@ -8,7 +8,6 @@ few labels weighs less, and one without any gives zero.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everytoken._json import plain_json
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.places import DEFAULT_VAL_SPLIT
@@ -238,7 +238,7 @@ def _finish(
     module = loop.ema.module if loop.ema is not None else task.module
     if task.world.size == 1:
         counts = task.confusion(module)
-        folder.write("classes.json", json.dumps(counts.per_class(task.about.class_names), indent=1))
+        folder.write("classes.json", plain_json(counts.per_class(task.about.class_names)))
         numbers = counts.summary()
         log(f"mIoU {numbers['mIoU']:.2f}, mAcc {numbers['mAcc']:.2f}, pixels right {numbers['aAcc']:.2f} %")
         module.eval()
