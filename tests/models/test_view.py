@@ -54,6 +54,7 @@ SWEEP: dict[str, dict] = {
     "regnety_002": {},
     "densenet121": {"block_config": (2, 2, 2, 2)},
     "test_byobnet": {},
+    "mobilevit_xxs": {},
     "poolformer_s12": {},
     "pvt_v2_b0": {},
     "focalnet_tiny_srf": {},

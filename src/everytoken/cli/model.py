@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -24,7 +24,7 @@ class Model:
         everytoken model swin_tiny_patch4_window7_224 --img-size 224 320
     """
 
-    name: tyro.conf.Positional[str]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """A timm model name (`everytoken models`)."""
     img_size: tuple[int, ...] = ()
     """Side of the image in pixels, or height and width. Default: the model's own."""

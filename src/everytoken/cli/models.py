@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -26,7 +27,7 @@ class Models:
         everytoken models lvvit
     """
 
-    pattern: tyro.conf.Positional[str] = ""
+    pattern: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PATTERN]")] = ""
     """Part of a name, or a pattern with * and ?."""
     json: bool = False
     """Print JSON instead of a table."""

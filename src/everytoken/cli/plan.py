@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -24,7 +25,7 @@ class Plan:
     Measure the rates with `everytoken model NAME` (training) and `everytoken annotate` (it prints images/s).
     """
 
-    images: tyro.conf.Positional[str] = ""
+    images: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGES]")] = ""
     """A number of images, or imagenet-1k, imagenet-21k, billion. Default: all three."""
     epochs: int = 300
     """Passes over the data."""

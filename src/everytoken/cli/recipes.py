@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -26,7 +27,7 @@ class Recipes:
         everytoken recipes lvvit_s_token > mine.yaml
     """
 
-    name: tyro.conf.Positional[str] = ""
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = ""
     """Print this recipe (or a file of your own), or list those whose names match: part of a name, or with * and ?."""
 
 

@@ -147,7 +147,8 @@ class RunOptions:
     """The run."""
 
     output: str = ""
-    """The run's folder. Default: runs/<recipe>-<model>-<data>-seed<seed>."""
+    """The run's folder. Default: runs/<recipe or command>-<model>-<data>-seed<seed>, with the size when it
+    starts from weights."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on where the folder's last good checkpoint stopped. never: refuse a folder that has one."""
     seed: int = 42

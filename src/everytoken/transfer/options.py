@@ -25,7 +25,8 @@ class BackboneOptions:
     drop_path: float = 0.1
     """Stochastic depth, rising linearly to this rate in the last block."""
     taps: tuple[int, ...] = ()
-    """Blocks of a plain transformer to take features from, from 0; default: four, the last and every third before."""
+    """Blocks of a plain transformer to take features from, from 0; default: four, the last and every third before.
+    Detection uses the last of them only."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
@@ -40,6 +41,8 @@ class IterOptim(OptimOptions):
     """Updates of the weights, warm-up included."""
     warmup_iters: int = 1500
     """Updates of linear warm-up."""
+    decay_milestones: tuple[int, ...] = ()
+    """Validations (see --val-iters) after which sched=multistep multiplies the learning rate by --decay-rate."""
     epochs: tyro.conf.Suppress[int] = 1
     warmup_epochs: tyro.conf.Suppress[float] = 0.0
     cooldown_epochs: tyro.conf.Suppress[int] = 0
