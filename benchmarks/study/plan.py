@@ -34,7 +34,7 @@ class Run:
         data: folder of images in the work folder; maps: folder of score maps there, or "".
         words: what is different about it, as the command line wants it.
         seed, epochs, lr: as everywhere.
-        recipe: a shipped recipe, of which only the number of epochs is changed; lr is then 0.
+        recipe: a shipped recipe, of which only the numbers of epochs and of warm-up epochs are changed; lr is then 0.
     """
 
     part: str
@@ -93,6 +93,7 @@ ABLATIONS: Rows = {
     "token, MixToken": (sets(token=TOKEN, mixtoken=HALF), "maps-fit"),
     "token, beta 0.5": (sets(token="{beta: 0.5, class_target: both, rho: 0.5}"), "maps-fit"),
     "token, class token on the truth": (sets(token="{beta: 1.0, class_target: truth}"), "maps-fit"),
+    "token, temperature 2": (sets(token="{beta: 1.0, class_target: both, rho: 0.5, temperature: 2.0}"), "maps-fit"),
     "token, half of the tokens": (
         sets(token="{beta: 1.0, class_target: both, rho: 0.5, participation: 0.5}"), "maps-fit"),
     "token, 3 folds": (sets(token=TOKEN), "maps-cross"),
@@ -162,7 +163,7 @@ def table(part: str, rows: Rows, model: str, seeds: range, data: str = "",
 
 
 def recipes(seeds: range) -> list[Run]:
-    """The shipped pair for 32 pixels, as it is, but for ten epochs."""
+    """The shipped pair for 32 pixels, as it is, but for ten epochs, two of them to warm up."""
     pair = (("plain", "small_32", ""), ("token", "small_32_token", "maps-fit"))
     return [Run("recipe", name, CIFAR, (), seed, 10, 0, maps, recipe) for seed in seeds for name, recipe, maps in pair]
 
@@ -195,6 +196,7 @@ def plan() -> list[Run]:
         *table("vit", drloc | pair | louder, "vit", range(1)),
         *recipes(range(3)),
         *table("longer", pair | mixed, "lvvit", range(1), epochs=3 * EPOCHS),
+        *table("longer", {"plain, 105 epochs": MAIN["plain"]}, "lvvit", range(1), epochs=7 * EPOCHS),
         *table("swin", VARIANTS, "swin", range(1)),
         *table("imagenette", WEAKER, "lvvit64", range(1)),
         *budget(),

@@ -28,7 +28,7 @@ class Annotate:
     Kill it and run the same command again: it goes on where it stopped.
 
     Examples:
-        everytoken annotate photos --out maps --annotator fit --folds 5
+        everytoken annotate photos --out maps --annotator fit
         everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
         everytoken annotate photos --out maps2 --annotator self:runs/first
         everytoken annotate photos --out maps3 --annotator self:runs/first --reuse maps2
