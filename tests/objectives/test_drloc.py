@@ -413,11 +413,11 @@ def test_tokens_that_were_put_back_to_their_images_do_not_cross():
 def test_the_released_schedule_scales_the_loss():
     plain, scheduled = make(), make(released=["schedule"], warmup=0.2)
     seen = view()
-    full = float(plain(seen, batch(), Context())["l1"])
+    full = plain(seen, batch(), Context())["l1"].item()
     for progress, factor in ((0.0, 0.0), (0.1, 0.5), (0.2, 1.0), (0.6, 0.5), (1.0, 0.0)):
-        got = float(scheduled(seen, batch(), Context(progress=progress))["l1"])
+        got = scheduled(seen, batch(), Context(progress=progress))["l1"].item()
         assert got == pytest.approx(full * factor, abs=1e-6)
-        assert float(plain(seen, batch(), Context(progress=progress))["l1"]) == pytest.approx(full)
+        assert plain(seen, batch(), Context(progress=progress))["l1"].item() == pytest.approx(full)
 
 
 @pytest.mark.parametrize("variant", ["l1", "ce", "reg"])
