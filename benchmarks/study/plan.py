@@ -94,6 +94,7 @@ ABLATIONS: Rows = {
     "token, beta 0.5": (sets(token="{beta: 0.5, class_target: both, rho: 0.5}"), "maps-fit"),
     "token, class token on the truth": (sets(token="{beta: 1.0, class_target: truth}"), "maps-fit"),
     "token, temperature 2": (sets(token="{beta: 1.0, class_target: both, rho: 0.5, temperature: 2.0}"), "maps-fit"),
+    "token, temperature 3": (sets(token="{beta: 1.0, class_target: both, rho: 0.5, temperature: 3.0}"), "maps-fit"),
     "token, half of the tokens": (
         sets(token="{beta: 1.0, class_target: both, rho: 0.5, participation: 0.5}"), "maps-fit"),
     "token, 3 folds": (sets(token=TOKEN), "maps-cross"),

@@ -57,7 +57,7 @@ def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
         "100.0% of 12 maps",
         "bytes per image",
         "labels sheet maps",
-        "train photos --labels",
+        "train photos --labels maps --recipe small_32_token",
     ):
         assert part in said
 

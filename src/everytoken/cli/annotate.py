@@ -19,6 +19,7 @@ from everytoken.errors import EverytokenError
 if TYPE_CHECKING:
     from everytoken.annotate import Annotator, Outcome, Summary, Team
     from everytoken.data.sources import DataSet
+    from everytoken.labels import Store
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,16 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
     print(f"  everytoken labels sheet {maps}{images} --out sheet.png    # look at them")
     if data.class_names:
         held = f" --val-split {options.val_split:g}" if options.val_split else ""
-        words = f"train {quote(options.data)} --labels {maps} --recipe small_96_token{held}"
-        print(f"  everytoken {words}    # or small_32_token, small_64_token, small_224_token")
+        recipe = f"small_{_usual_side(Store(options.out))}_token"
+        print(f"  everytoken train {quote(options.data)} --labels {maps} --recipe {recipe}{held}")
     return 0
+
+
+def _usual_side(store: Store) -> int:
+    """The size of the recipe that suits images of this size."""
+    some = range(0, len(store), max(1, len(store) // 50))
+    side = sorted(min(store.read(i).size) for i in some)[len(some) // 2]
+    return 32 if side < 48 else 64 if side < 80 else 96
 
 
 def _advice(annotator: Annotator, made: Summary, grid: tuple[int, int]) -> Iterator[str]:
