@@ -197,7 +197,7 @@ def plan() -> list[Run]:
         *table("vit", drloc | pair | louder, "vit", range(1)),
         *recipes(range(3)),
         *table("longer", pair | mixed, "lvvit", range(1), epochs=3 * EPOCHS),
-        *table("longer", {"plain, 105 epochs": MAIN["plain"]}, "lvvit", range(1), epochs=7 * EPOCHS),
+        *table("longest", pair, "lvvit", range(1), epochs=7 * EPOCHS),
         *table("swin", VARIANTS, "swin", range(1)),
         *table("imagenette", WEAKER, "lvvit64", range(1)),
         *budget(),

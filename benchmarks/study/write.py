@@ -27,6 +27,7 @@ PARTS = {
     "swin": "CIFAR-10, 3,000 training images, a small Swin",
     "vit": "CIFAR-10, 3,000 training images, a small ViT",
     "longer": "CIFAR-10, 3,000 training images, LV-ViT, three times as many epochs",
+    "longest": "CIFAR-10, 3,000 training images, LV-ViT, seven times as many epochs",
     "recipe": "CIFAR-10, 3,000 training images, the shipped recipes small_32 and small_32_token, cut to ten epochs",
     "more": "CIFAR-10, 10,000 training images, LV-ViT",
     "budget": "Two sizes of LV-ViT with token labels, about as long on one core as each other",
