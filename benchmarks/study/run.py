@@ -73,7 +73,7 @@ def prepare(work: Path, imagenette: str, runs: list[study.Run]) -> None:
             shutil.rmtree(work / name, ignore_errors=True)
             write_tree(find_images(print), work / name, count, 5000)
             done.touch()
-        for maps, words in (("maps-fit", []), ("maps-cross", ["--folds", "3"])):
+        for maps, words in (("maps-fit", []), ("maps-cross", ["--folds", "3"]), ("maps-top5", ["--top-k", "5"])):
             if f"{name}-{maps}" in needed:
                 annotate(work / name, work / f"{name}-{maps}", [*fit, *words])
     if f"{study.CIFAR}-maps-mean" in needed:

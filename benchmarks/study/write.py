@@ -160,9 +160,7 @@ def plot(found: dict[str, dict[str, dict[int, dict]]]) -> None:
         panel.set_ylim(-0.6, len(names) - 0.4)
         panel.set_title(textwrap.fill(PARTS[part], 60), fontsize=9, loc="left")
         panel.tick_params(labelsize=8)
-    panels[-1, 0].set_xlabel(
-        "top-1 against plain, in points, with 95 % interval over seeds; hollow: one seed", fontsize=8
-    )
+    figure.supxlabel("top-1 against plain, in points, with 95 % interval over seeds; hollow: one seed", fontsize=8)
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, dpi=110, metadata={"Software": None})
 
