@@ -143,7 +143,7 @@ def means(source: Path, out: Path) -> None:
             order = np.argsort(-mean)
             shape = one.scores.shape
             made = ScoreMap(np.broadcast_to(mean[order], shape), np.broadcast_to(order, shape), one.size, one.area)
-            writer.put([at], made.scores[None], made.classes[None], [made.size], [made.area])
+            writer.put_maps({at: made})
         writer.finalize()
     (out / "done").touch()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -233,46 +232,6 @@ def test_an_image_is_always_in_the_same_batch(data, tmp_path):
     for rank in (1, 0):
         annotate(data, tmp_path / "two", annotator, QUICK, Team(rank, 2))
     assert content(tmp_path / "two") == content(tmp_path / "calm")
-
-
-def test_new_images_are_looked_at_and_old_maps_are_copied(photos, network, tmp_path):
-    late = [photos / "red" / sorted(p.name for p in (photos / "red").iterdir())[0],
-            photos / "blue" / sorted(p.name for p in (photos / "blue").iterdir())[-1]]  # fmt: skip
-    kept = [path.read_bytes() for path in late]
-    for path in late:
-        path.unlink()
-    annotate(open_dataset(photos), tmp_path / "old", network, QUICK)
-    for path, bytes_ in zip(late, kept, strict=True):
-        path.write_bytes(bytes_)
-    seen = []
-    own = network.score
-    network.score = lambda images, indices: seen.extend(indices) or own(images, indices)
-    data = open_dataset(photos)
-    told = []
-    reuse = replace(QUICK, reuse=str(tmp_path / "old"))
-    outcome = annotate(data, tmp_path / "new", network, reuse, progress=lambda *at: told.append(at))
-    assert sorted(Path(data.key(i)).name for i in seen[1:]) == sorted(p.name for p in late)  # first: a probe
-    assert (outcome.copied, outcome.done) == (10, 2)
-    assert told[0] == (10, 12)
-    assert told[-1] == (12, 12)
-    network.score = own
-    annotate(data, tmp_path / "whole", network, replace(QUICK, batch_size=1))
-    annotate(data, tmp_path / "one by one", network, replace(QUICK, batch_size=1, reuse=str(tmp_path / "whole")))
-    assert content(tmp_path / "one by one") == content(tmp_path / "whole")
-    new, whole = Store(tmp_path / "new", check=True), Store(tmp_path / "whole")
-    assert list(new) == list(whole)
-    for key, one in new.items():
-        np.testing.assert_allclose(one.scores, whole[key].scores, rtol=1e-2, atol=1e-2)
-
-
-def test_maps_of_another_annotator_are_not_reused_and_nothing_is_begun(data, network, weights, tmp_path):
-    annotate(data, tmp_path / "old", network, QUICK)
-    larger = build_annotator("timm:test_resnet", (96, 96), str(weights("test_resnet")))
-    with pytest.raises(EverytokenError, match="made in another way"):
-        annotate(data, tmp_path / "new", larger, replace(QUICK, reuse=str(tmp_path / "old")))
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(EverytokenError, match="another folder"):
-        annotate(data, tmp_path / "old", network, replace(QUICK, reuse=str(tmp_path / "old")))
 
 
 def test_several_processes_make_the_same_store(data, network, tmp_path):

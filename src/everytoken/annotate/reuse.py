@@ -36,8 +36,6 @@ def copy_known(writer: StoreWriter, shards: Sequence[int], store: Store) -> froz
     for shard in shards:
         at = [position for position in writer.shard_range(shard) if writer.key(position) in store]
         for start in range(0, len(at), _SOME):
-            some = at[start : start + _SOME]
-            maps = [store[writer.key(position)] for position in some]
-            writer.put(some, *([getattr(m, name) for m in maps] for name in ("scores", "classes", "size", "area")))
+            writer.put_maps({position: store[writer.key(position)] for position in at[start : start + _SOME]})
         done += at
     return frozenset(done)

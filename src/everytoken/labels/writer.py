@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -158,6 +158,11 @@ class StoreWriter:
         for shard in np.unique(shards).tolist():
             self._write(shard, at[shards == shard], records[shards == shard])
 
+    def put_maps(self, maps: Mapping[int, ScoreMap]) -> None:
+        """Store maps by their positions, as `put` does."""
+        names = ("scores", "classes", "size", "area")
+        self.put(list(maps), *([getattr(one, name) for one in maps.values()] for name in names))
+
     def skip(self, position: int, reason: str) -> None:
         """Say that an image has no map (unreadable, gone), and why. It is counted and listed."""
         at = self._checked(np.asarray([position], np.int64))
@@ -181,8 +186,7 @@ class StoreWriter:
             else:
                 maps[position] = record
             if maps and (len(maps) == 64 or position == span[-1]):
-                names = ("scores", "classes", "size", "area")
-                self.put(list(maps), *([getattr(one, name) for one in maps.values()] for name in names))
+                self.put_maps(maps)
                 maps.clear()
 
     def finalize(self) -> Manifest:
