@@ -20,6 +20,7 @@ from everytoken.robust.attacks import auto
 from everytoken.robust.attacks.losses import cross_entropy, value_and_gradient
 from everytoken.robust.models import Normalised, open_subject
 from everytoken.robust.suites import Suite
+from everytoken.robust.transfer_suite import parse_targets
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 NAMES = ("class-0", "class-1", "class-2")
@@ -175,6 +176,17 @@ def test_a_killed_attack_goes_on_to_the_same_log(photos, weights, tmp_path, monk
     capsys.readouterr()
     fallen = [{r["key"] for r in records if r["by"]} for records in (small, large)]
     assert fallen[0] <= fallen[1]
+
+
+def test_an_attack_with_other_settings_has_a_log_of_its_own(photos, weights, tmp_path):
+    words = ("--suite", f"val={photos / 'val'}", "attack", "--attack", "fgsm", "--eps", "1/255")
+    for limit in ("2", "3", "2"):
+        assert robust(weights[0], tmp_path, *words, "--attack-limit", limit) == 0
+    assert len(list(tmp_path.rglob("attacks/*.jsonl"))) == 2
+
+
+def test_without_names_transfer_takes_the_data_sets_that_need_no_folder():
+    assert [target.name for target in parse_targets(())] == ["cifar10", "cifar100", "cars"]
 
 
 def test_a_log_of_another_attack_is_refused(tmp_path):
