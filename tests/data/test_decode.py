@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from everytoken.data import keyed
 from everytoken.data.augment import AugmentConfig, TrainTransform
-from everytoken.data.decode import ImageError, Picture, _plain_jpeg, to_rgb
+from everytoken.data.decode import ImageError, Picture, _plain_jpeg, read_header, to_rgb
 from everytoken.data.evaluation import EvalTransform
 
 SIZE = (60, 40)
@@ -254,3 +254,16 @@ def test_an_image_in_memory_is_a_picture_as_well():
     image = photo()
     assert np.array_equal(Picture(image).region((5, 6, 20, 30)), np.asarray(image)[6:30, 5:20])
     assert Picture(image).reduction(8) == 1
+
+
+def test_an_eps_file_called_jpg_is_refused_and_starts_no_ghostscript(tmp_path, monkeypatch):
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "x.jpg").write_bytes(data)
+    with pytest.raises(ImageError, match="known format"):
+        EvalTransform(AugmentConfig(img_size=32))(Picture(data))
+    with pytest.raises(ImageError, match="known format"):
+        read_header(tmp_path / "x.jpg", "x.jpg")
+    assert not (tmp_path / "started").exists()

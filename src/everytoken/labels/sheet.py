@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
+from everytoken.data.decode import FORMATS
 from everytoken.labels.drawing import (
     CARD,
     FAINT,
@@ -54,7 +55,7 @@ class Tile:
 def load_photo(path: Path, size: tuple[int, int]) -> tuple[Image.Image | None, str]:
     """An upright RGB image small enough for a panel, and a remark when something is odd about it."""
     try:
-        with Image.open(path) as opened:
+        with Image.open(path, formats=FORMATS) as opened:
             opened.draft("RGB", (2 * PANEL, 2 * PANEL))  # JPEG: decode no more than needed
             full = opened.size
             photo = ImageOps.exif_transpose(opened).convert("RGB")

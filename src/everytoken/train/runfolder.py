@@ -1,7 +1,7 @@
 """A run is a folder: configuration, metrics, log, checkpoints, summary. Only rank 0 writes.
 
 config.yaml       all options, resolved
-environment.json  versions, machine, command, git state
+environment.json  versions, machine, command, git commit
 metrics.jsonl     one line per logged update and per epoch
 metrics.csv       one line per epoch
 log.txt           what was said
@@ -17,7 +17,7 @@ import io
 import json
 import os
 import platform
-import subprocess
+import re
 import sys
 import time
 from pathlib import Path
@@ -160,15 +160,29 @@ def environment() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "git": _git_state(),
+        "git": _git_commit(),
     }
 
 
-def _git_state() -> dict[str, Any] | None:
-    """Commit of the working directory, and whether it has changes; None outside of git."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit.stdout.strip(), "changed": bool(status.stdout.strip())}
+def _git_commit() -> str | None:
+    """The commit of the working directory, or None outside of git.
+
+    The files of `.git` are read, git is not run: `git status` executes what a folder's own `.git/config` names
+    (core.fsmonitor, filters), so that training inside a downloaded folder would run its code.
+    """
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        head = folder / ".git" / "HEAD"
+        try:
+            commit = head.read_text().strip()
+            if commit.startswith("ref: "):
+                name = commit.removeprefix("ref: ")
+                loose = head.parent / name
+                if loose.is_file():
+                    commit = loose.read_text().strip()
+                else:
+                    lines = (head.parent / "packed-refs").read_text().splitlines()
+                    commit = next((line.split()[0] for line in lines if line.endswith(f" {name}")), "")
+        except (OSError, UnicodeDecodeError, IndexError):
+            continue
+        return commit if re.fullmatch("[0-9a-f]{40,64}", commit) else None
+    return None

@@ -83,7 +83,7 @@ def stored(picture: Image.Image, quality: int) -> Image.Image:
     """A picture as it comes back from a JPEG file."""
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=quality)
-    back = Image.open(file)
+    back = Image.open(file, formats=("JPEG",))
     back.load()
     return back
 

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from everytoken.data import keyed
+from everytoken.data.decode import FORMATS
 from everytoken.data.sources import is_image
 from everytoken.errors import EverytokenError
 from everytoken.robust.corruptions.filters import gaussian, sample
@@ -55,7 +56,7 @@ def photographs(folder: str, height: int, width: int) -> list[np.ndarray]:
         raise EverytokenError(f"--frost-textures {folder}: no folder with pictures. Leave it out to use drawn ones.")
     made = []
     for path in paths:
-        with Image.open(path) as opened:
+        with Image.open(path, formats=FORMATS) as opened:
             picture = opened.convert("RGB")
         factor = max(1.0, (height + 1) / picture.height, (width + 1) / picture.width)
         if factor > 1:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from everytoken.data import keyed
 from everytoken.data.batch import Batch
-from everytoken.data.decode import ImageError, Picture
+from everytoken.data.decode import FORMATS, ImageError, Picture
 from everytoken.data.pixels import view
 from everytoken.data.sampler import Request
 from everytoken.data.sources import DataSet, Strings
@@ -131,7 +131,7 @@ class MaskSet(DataSet):
 def _read(path: Path) -> np.ndarray:
     """A mask file as it is: [H, W] or [H, W, 3]."""
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             if image.mode not in ("L", "P", "1", "I", "RGB") and not image.mode.startswith("I;16"):
                 raise MaskError(f"{path}: a mask has one channel of whole numbers, and this is of mode {image.mode}.")
             pixels = np.asarray(image)
