@@ -33,15 +33,15 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from everytoken.annotate import Annotator, ClassList, JobOptions, Preprocessing, annotate, plan_classes
-from everytoken.annotate.annotator import NetworkAnnotator
-from everytoken.annotate.job import fill
-from everytoken.annotate.networks import CellScores
-from everytoken.annotate.own_function import FunctionAnnotator
-from everytoken.annotate.reading import BatchReader, ImageBatch, batches, store_order
+from everytoken.annotators import Annotator, ClassList, JobOptions, Preprocessing, annotate, plan_classes
+from everytoken.annotators.annotator import NetworkAnnotator
+from everytoken.annotators.job import fill
+from everytoken.annotators.networks import CellScores
+from everytoken.annotators.own_function import FunctionAnnotator
+from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
 from everytoken.data.find import open_dataset
 from everytoken.data.sources import DataSet
-from everytoken.labels import StoreMeta, StoreWriter
+from everytoken.maps import MapWriter, StoreMeta
 
 CPU = torch.device("cpu")
 CLASSES = 1000
@@ -104,7 +104,7 @@ def job(annotator: Annotator, data: DataSet, decoded: list[ImageBatch]) -> None:
     meta = StoreMeta(annotator.grid(CPU), 5, num_classes=CLASSES)
     with (
         tempfile.TemporaryDirectory() as folder,
-        StoreWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
+        MapWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
     ):
         for _ in fill(writer, annotator, plan, decoded, "", CPU):
             pass
@@ -139,7 +139,7 @@ def waiting(annotator: NetworkAnnotator, data: DataSet, batch_size: int, workers
     meta = StoreMeta(annotator.grid(CPU), 5, num_classes=CLASSES)
     with (
         tempfile.TemporaryDirectory() as folder,
-        StoreWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
+        MapWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
     ):
         reader = BatchReader(data, store_order(data), annotator.preprocessing, "squash")
         stream = batches(reader, writer, writer.pending_shards(), batch_size, workers, False)

@@ -14,7 +14,7 @@ import time
 import numpy as np
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.robust.corruptions import CORRUPTIONS, SEVERITIES, STANDARD, corrupt
 from everytoken.robust.corruptions.filters import gaussian
 

@@ -34,7 +34,7 @@ from timm.data import create_loader
 from everytoken.data import AugmentConfig, Loader, Prefetcher, TrainTransform, open_dataset
 from everytoken.data.colour import posterize
 from everytoken.data.sources import DataSet
-from everytoken.labels import Store, StoreMeta, StoreWriter
+from everytoken.maps import Maps, MapWriter, StoreMeta
 
 AA, ERASE = "rand-m9-mstd0.5-inc1", 0.25
 
@@ -56,12 +56,12 @@ class Photos(torch.utils.data.Dataset):
         return self.transform(image), 0
 
 
-def make_store(data: DataSet, folder: Path) -> Store:
+def make_store(data: DataSet, folder: Path) -> Maps:
     """A store of plausible maps: about 30 classes per image, as real annotators give."""
     rng = np.random.default_rng(0)
     meta = StoreMeta(grid=(18, 18), top_k=5, num_classes=1000, annotator={"name": "synthetic"})
     sizes = {data.key(i): data.picture(i).size for i in range(len(data))}
-    with StoreWriter.create_or_resume(folder / "maps", sizes, meta) as writer:
+    with MapWriter.create_or_resume(folder / "maps", sizes, meta) as writer:
         for shard in writer.pending_shards():
             for position in writer.shard_range(shard):
                 words = rng.choice(1000, 30, replace=False)
@@ -70,10 +70,10 @@ def make_store(data: DataSet, folder: Path) -> Store:
                 size = sizes[writer.key(position)]
                 writer.put([position], scores[None], classes[None], [size], [(0.0, 0.0, 1.0, 1.0)])
         writer.finalize()
-    return Store(folder / "maps")
+    return Maps(folder / "maps")
 
 
-def contestants(data: DataSet, times: int, batch: int, workers: int, store: Store) -> dict[str, Callable[[], int]]:
+def contestants(data: DataSet, times: int, batch: int, workers: int, store: Maps) -> dict[str, Callable[[], int]]:
     """Name -> run one epoch and return the number of images."""
     config = AugmentConfig(img_size=224, aa=AA, reprob=ERASE, remode="pixel")
     theirs = create_loader(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from everytoken.cli import main as everytoken
-from everytoken.transfer.detect.coco import open_instances
-from everytoken.transfer.detect.data import InstanceSet
+from everytoken.tasks.detect.coco import open_instances
+from everytoken.tasks.detect.data import InstanceSet
 
 _OBJECTS = 6
 

@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 import everytoken  # noqa: F401
+from everytoken.engine.distributed import World
+from everytoken.engine.loop import Loop
+from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
+from everytoken.engine.runfolder import RunFolder
 from everytoken.functional import MapBatch
 from everytoken.models import TokenModel
 from everytoken.objectives import Batch
-from everytoken.train.distributed import World
-from everytoken.train.loop import Loop
-from everytoken.train.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
-from everytoken.train.runfolder import RunFolder
-from everytoken.train.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
+from everytoken.tasks.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
 
 WORLD = World(0, 1, torch.device("cpu"))
 LIMIT = 1.02

@@ -26,12 +26,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from everytoken.labels import Store, StoreMeta, StoreWriter, verify
-from everytoken.labels import keys as keys_module
-from everytoken.labels.lifecycle import begin
-from everytoken.labels.manifest import MANIFEST, Manifest, ShardInfo
-from everytoken.labels.scoremap import pack
-from everytoken.labels.shard import header, shard_bytes, shard_name
+from everytoken.maps import Maps, MapWriter, StoreMeta, verify
+from everytoken.maps import keys as keys_module
+from everytoken.maps.lifecycle import begin
+from everytoken.maps.manifest import MANIFEST, Manifest, ShardInfo
+from everytoken.maps.scoremap import pack
+from everytoken.maps.shard import header, shard_bytes, shard_name
 
 GRID, TOP_K, CLASSES = (18, 18), 5, 1000
 META = StoreMeta(GRID, TOP_K, num_classes=CLASSES, annotator={"name": "benchmark"})
@@ -55,7 +55,7 @@ def fill(folder: Path, total: int, batch: int = 32) -> float:
     scores, classes = random_maps(batch)
     names = keys(total)
     began = time.perf_counter()
-    with StoreWriter.create_or_resume(folder, names, META) as writer:
+    with MapWriter.create_or_resume(folder, names, META) as writer:
         for first in range(0, total, batch):
             n = min(batch, total - first)
             writer.put(range(first, first + n), scores[:n], classes[:n], [(500, 375)] * n, [(0, 0, 1, 1)] * n)
@@ -93,11 +93,11 @@ def make_sparse(folder: Path, total: int, real: int) -> list[str]:
 
 OPENING = """
 import json, sys, time
-import numpy, everytoken.labels.store as s
+import numpy, everytoken.maps.store as s
 def rss():
     return int(open('/proc/self/statm').read().split()[1]) * 4096
 before, t0 = rss(), time.perf_counter()
-store = s.Store(sys.argv[1]); t1 = time.perf_counter()
+store = s.Maps(sys.argv[1]); t1 = time.perf_counter()
 store[sys.argv[2]]; t2 = time.perf_counter()
 print(json.dumps({'open': t1 - t0, 'first': t2 - t0, 'rss': rss() - before}))
 """
@@ -139,14 +139,14 @@ def reading(folder: Path, written: list[str], pt: Path, rounds: int) -> dict[str
         planes = torch.stack([torch.from_numpy(scores[i]), torch.from_numpy(classes[i]).half()])
         torch.save(planes.permute(0, 3, 1, 2), pt / f"{i}.pt")
     released = [pt / f"{i}.pt" for i in range(300)]
-    plain, checked = Store(folder), Store(folder, check=True)
+    plain, checked = Maps(folder), Maps(folder, check=True)
     some = written[:3000]
 
     def load_released() -> None:
         for path in released:
             torch.load(path, weights_only=True)
 
-    def read(store: Store) -> None:
+    def read(store: Maps) -> None:
         for key in some:
             store[key]
 

@@ -49,9 +49,9 @@ def records(source: str, count: int) -> Sequence[Any]:
     if source in KINDS:
         rng = np.random.default_rng(0)
         return [random_map(rng, KINDS[source]) for _ in range(count)]
-    from everytoken.labels import Store
+    from everytoken.maps import Maps
 
-    store = Store(source)
+    store = Maps(source)
     keys = list(store.keys())
     return [store[keys[i * len(keys) // count]] for i in range(count)]
 

@@ -31,7 +31,7 @@ def test_importing_touches_no_global_random_state():
         "random.seed(1); numpy.random.seed(1); torch.manual_seed(1)\n"
         "before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()\n"
         "import everytoken, everytoken.models, everytoken.functional, everytoken.data, everytoken.mixing\n"
-        "import everytoken.objectives, everytoken.labels\n"
+        "import everytoken.objectives, everytoken.maps\n"
         "after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()\n"
         "print(before == after)"
     )

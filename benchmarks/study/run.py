@@ -103,7 +103,7 @@ def image_label_everywhere(images: Path, out: Path) -> None:
     import numpy as np
 
     from everytoken.data import open_dataset
-    from everytoken.labels import StoreMeta, StoreWriter
+    from everytoken.maps import MapWriter, StoreMeta
 
     if (out / "done").exists():
         return
@@ -111,7 +111,7 @@ def image_label_everywhere(images: Path, out: Path) -> None:
     names = data.class_names
     labels = {data.key(i): data.label(i) for i in range(len(data))}
     meta = StoreMeta(grid=(8, 8), top_k=5, class_names=names, annotator={"name": "the image's label everywhere"})
-    with StoreWriter.create_or_resume(out, labels, meta) as writer:
+    with MapWriter.create_or_resume(out, labels, meta) as writer:
         for at in range(len(labels)):
             classes = (labels[writer.key(at)] + np.arange(5)) % len(names)
             shape = (1, 8, 8, 5)
@@ -125,16 +125,16 @@ def means(source: Path, out: Path) -> None:
     """The maps of a store with the mean of all cells in every cell."""
     import numpy as np
 
-    from everytoken.labels import ScoreMap, Store, StoreMeta, StoreWriter
+    from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 
     if (out / "done").exists():
         return
-    store = Store(source)
+    store = Maps(source)
     known = store.manifest
     meta = StoreMeta(known.grid, known.top_k, known.class_names, annotator={"name": "means"})
     if known.top_k != known.num_classes:
         raise RuntimeError(f"{source} does not keep all classes, so its means cannot be known")
-    with StoreWriter.create_or_resume(out, list(store), meta) as writer:
+    with MapWriter.create_or_resume(out, list(store), meta) as writer:
         for at in range(len(store)):
             one = store[writer.key(at)]
             dense = np.zeros(one.scores.shape, np.float32)

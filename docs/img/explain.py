@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from everytoken.cli import main as everytoken
-from everytoken.explain.picture import PAD, draw_overview
-from everytoken.labels import ScoreMap, StoreMeta, StoreWriter
+from everytoken.explanation.picture import PAD, draw_overview
+from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 from everytoken.models import TokenModel
 from everytoken.models.load import Description
 
@@ -105,7 +105,7 @@ def main() -> None:
             scores = np.broadcast_to(np.array([6.0, 0.0], np.float16), classes.shape).copy()
             maps[f"{i}.png"] = ScoreMap(scores, classes, (SIZE, SIZE))
         meta = StoreMeta((GRID, GRID), 2, list(NAMES), num_classes=5, annotator={"name": "who drew it"})
-        with StoreWriter.create_or_resume(root / "maps", maps, meta) as writer:
+        with MapWriter.create_or_resume(root / "maps", maps, meta) as writer:
             writer.write_shard(0, [maps[key] for key in writer.shard_keys(0)])
             writer.finalize()
         images = [str(root / f"{i}.png") for i in (1, 2, 3)]

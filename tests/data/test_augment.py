@@ -13,7 +13,8 @@ from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import ColorJitter
 
-from everytoken.data import colour, keyed, randaugment
+from everytoken import keyed
+from everytoken.data import colour, randaugment
 from everytoken.data.augment import AugmentConfig, TrainTransform, random_crop
 from everytoken.data.erase import erase
 from everytoken.errors import EverytokenError

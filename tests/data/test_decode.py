@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.augment import AugmentConfig, TrainTransform
 from everytoken.data.decode import ImageError, Picture, _plain_jpeg, read_header, to_rgb
 from everytoken.data.evaluation import EvalTransform

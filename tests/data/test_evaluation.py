@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from timm.data import create_transform
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.augment import AugmentConfig
 from everytoken.data.evaluation import EvalTransform
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from timm.data import auto_augment
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data import placement as pl
 from everytoken.data.augment import AugmentConfig, TrainTransform
 from everytoken.data.decode import Picture

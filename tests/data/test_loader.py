@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.augment import AugmentConfig, TrainTransform
 from everytoken.data.batch import normalise, to_device
 from everytoken.data.decode import ImageError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.decode import ImageError
 from everytoken.data.find import open_dataset
 from everytoken.data.sources import DataError

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.data import keyed, pixels
+from everytoken import keyed
+from everytoken.data import pixels
 
 
 def noise(width=23, height=17):

@@ -10,9 +10,9 @@ import timm
 import torch
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.find import open_dataset
-from everytoken.labels import ScoreMap, StoreMeta, StoreWriter
+from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
 README = Path(__file__).parents[2] / "README.md"
 SMALLER = {"deit_tiny_patch16_224": "test_vit", "img_size=224": "img_size=160", "64, train": "4, train"} | {
@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
         (32, 24),
         (0.0, 0.0, 1.0, 1.0),
     )
-    with StoreWriter.create_or_resume("maps", data.keys(), StoreMeta((3, 3), 2, data.class_names)) as writer:
+    with MapWriter.create_or_resume("maps", data.keys(), StoreMeta((3, 3), 2, data.class_names)) as writer:
         for shard in writer.pending_shards():
             writer.write_shard(shard, [one] * len(writer.shard_range(shard)))
         writer.finalize()

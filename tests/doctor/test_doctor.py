@@ -14,7 +14,7 @@ from everytoken.data import open_dataset
 from everytoken.doctor import machine
 from everytoken.doctor.examine import kind_of
 from everytoken.doctor.scan import Look, fingerprint, near_pairs
-from everytoken.labels import ScoreMap, StoreMeta, StoreWriter
+from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
 
 def ask(capsys, *words: str) -> tuple[int, dict[str, dict]]:
@@ -33,7 +33,7 @@ def make_store(path: Path, tree: Path, names=("class-0", "class-1", "class-2"), 
     keys = sorted(p.relative_to(tree / "train").as_posix() for p in (tree / "train").rglob("*.png"))[leave_out:]
     meta = StoreMeta(grid=(2, 2), top_k=2, class_names=list(names))
     one = ScoreMap(np.ones((2, 2, 2), np.float16), np.tile(np.array([0, 1], np.uint8), (2, 2, 1)), (40, 36))
-    with StoreWriter.create_or_resume(path, keys, meta) as writer:
+    with MapWriter.create_or_resume(path, keys, meta) as writer:
         for shard in writer.pending_shards():
             writer.write_shard(shard, [one for _ in writer.shard_range(shard)])
         writer.finalize()
@@ -168,7 +168,7 @@ def test_images_that_a_split_holds_out_need_no_map(capsys, tree, tmp_path):
     data = open_dataset(tree / "train", val_split=0.2)
     meta = StoreMeta(grid=(2, 2), top_k=2, class_names=list(data.class_names))
     one = ScoreMap(np.ones((2, 2, 2), np.float16), np.tile(np.array([0, 1], np.uint8), (2, 2, 1)), (40, 36))
-    with StoreWriter.create_or_resume(tmp_path / "maps", list(data.keys()), meta) as writer:
+    with MapWriter.create_or_resume(tmp_path / "maps", list(data.keys()), meta) as writer:
         writer.write_shard(0, [one for _ in writer.shard_range(0)])
         writer.finalize()
     code, found = ask(capsys, tree / "train", tmp_path / "maps")
@@ -200,8 +200,8 @@ def test_rotten_checkpoints_and_weights_of_a_run_are_found(capsys, tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from everytoken.train.checkpoint import save_checkpoint
-    from everytoken.train.runfolder import RunFolder
+    from everytoken.engine.checkpoint import save_checkpoint
+    from everytoken.engine.runfolder import RunFolder
 
     folder = RunFolder(tmp_path / "run")
     folder.write_config({"epochs": 2, "seed": 1, "data": str(tmp_path / "gone"), "labels": ""})

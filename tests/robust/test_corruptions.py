@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.errors import EverytokenError
 from everytoken.robust.corruptions import CORRUPTIONS, EXTRA, STANDARD, blur, corrupt, digital, filters, weather
 

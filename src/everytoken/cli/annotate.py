@@ -17,9 +17,9 @@ from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
 
 if TYPE_CHECKING:
-    from everytoken.annotate import Annotator, Outcome, Summary, Team
+    from everytoken.annotators import Annotator, Outcome, Summary, Team
     from everytoken.data.sources import DataSet
-    from everytoken.labels import Store
+    from everytoken.maps import Maps
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Annotate:
 def main(argv: list[str], prog: str) -> int:
     """Parse, annotate, print."""
     options = parse(Annotate, prog, argv)
-    from everytoken.annotate import Team, annotate
-    from everytoken.annotate.job import check_out
-    from everytoken.train.distributed import join_world
+    from everytoken.annotators import Team, annotate
+    from everytoken.annotators.job import check_out
+    from everytoken.engine.distributed import join_world
 
     data = _open(options)
     check_out(data, options.out, options.annotator)
@@ -131,7 +131,7 @@ def _open(options: Annotate) -> DataSet:
 
 
 def _job(options: Annotate) -> Any:
-    from everytoken.annotate import JobOptions
+    from everytoken.annotators import JobOptions
 
     return JobOptions(
         top_k=options.top_k,
@@ -147,8 +147,8 @@ def _job(options: Annotate) -> Any:
 
 
 def _annotator(options: Annotate, data: DataSet, team: Team) -> Annotator:
-    from everytoken.annotate import FitOptions, build_annotator, fit_annotator
-    from everytoken.annotate.networks import image_size
+    from everytoken.annotators import FitOptions, build_annotator, fit_annotator
+    from everytoken.annotators.networks import image_size
 
     size = image_size(options.img_size)
     if options.annotator != "fit":
@@ -202,10 +202,10 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
     from rich.console import Console
     from rich.table import Table
 
-    from everytoken.annotate import summarise
-    from everytoken.labels import Store
+    from everytoken.annotators import summarise
+    from everytoken.maps import Maps
 
-    manifest, made = Store(options.out).manifest, summarise(options.out, data, outcome.plan.label_to_class)
+    manifest, made = Maps(options.out).manifest, summarise(options.out, data, outcome.plan.label_to_class)
     table = Table(title=str(options.out), show_header=False)
     grid = f"{manifest.grid[0]} x {manifest.grid[1]} cells"
     table.add_row(
@@ -239,12 +239,12 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
     print(f"  everytoken labels sheet {maps}{images} --out sheet.png    # look at them")
     if data.class_names:
         held = f" --val-split {options.val_split:g}" if options.val_split else ""
-        recipe = f"small_{_usual_side(Store(options.out))}_token"
+        recipe = f"small_{_usual_side(Maps(options.out))}_token"
         print(f"  everytoken train {quote(options.data)} --labels {maps} --recipe {recipe}{held}")
     return 0
 
 
-def _usual_side(store: Store) -> int:
+def _usual_side(store: Maps) -> int:
     """The size of the recipe that suits images of this size."""
     some = range(0, len(store), max(1, len(store) // 50))
     side = sorted(min(store.read(i).size) for i in some)[len(some) // 2]

@@ -14,7 +14,7 @@ from rich.table import Table
 from everytoken._json import plain_json
 from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
-from everytoken.transfer.detect.options import CocoOptions, FindOptions
+from everytoken.tasks.detect.options import CocoOptions, FindOptions
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class DetectEval:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(DetectEval, prog, argv)
-    from everytoken.train.distributed import pick_device
-    from everytoken.transfer.detect.evaluate import evaluate
+    from everytoken.engine.distributed import pick_device
+    from everytoken.tasks.detect.evaluate import evaluate
 
     result = evaluate(
         options.source, options.data, options.find, options.coco, split=options.split, workers=options.workers,

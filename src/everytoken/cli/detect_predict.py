@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from everytoken.cli._parse import parse
-from everytoken.transfer.detect.options import FindOptions
+from everytoken.tasks.detect.options import FindOptions
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class DetectPredict:
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print."""
     options = parse(DetectPredict, prog, argv)
-    from everytoken.train.distributed import pick_device
-    from everytoken.transfer.detect.evaluate import predict
+    from everytoken.engine.distributed import pick_device
+    from everytoken.tasks.detect.evaluate import predict
 
     rows = predict(
         options.source, options.images, options.output, options.find, workers=options.workers,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import tyro
 
 from everytoken.cli.train import resolve
-from everytoken.transfer.detect.options import DetectOptions
+from everytoken.tasks.detect.options import DetectOptions
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,6 @@ class DetectTrain(DetectOptions):
 def main(argv: list[str], prog: str) -> int:
     """Parse, train."""
     options = resolve(DetectTrain, argv, prog)
-    from everytoken.transfer.detect.task import train
+    from everytoken.tasks.detect.task import train
 
     return train(DetectOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(DetectOptions)}))

@@ -65,8 +65,8 @@ def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(Eval, prog, argv)
     from everytoken._meter import Meter
-    from everytoken.evaluate.run import evaluate
-    from everytoken.train.distributed import pick_device
+    from everytoken.engine.distributed import pick_device
+    from everytoken.evaluation.run import evaluate
 
     with Meter("eval", "images") as meter:
         result = evaluate(
@@ -117,7 +117,7 @@ def main(argv: list[str], prog: str) -> None:
         classes = Table(title=f"Classes, worst first ({len(worst)} of {len(rows)})")
         for column in ("class", "images", "recall", "precision", "taken for"):
             classes.add_column(column, justify="left" if column in ("class", "taken for") else "right")
-        from everytoken.annotate.classes import shown_name
+        from everytoken.classes import shown_name
 
         for row in worst:
             values = ["-" if row[c] is None else f"{row[c]:.1f}" for c in ("recall", "precision")]

@@ -68,10 +68,10 @@ class Explain:
 def main(argv: list[str], prog: str) -> int:
     """Parse, explain, print the names of the files."""
     options = parse(Explain, prog, argv)
-    from everytoken.explain.run import Wanted, explain_images, explain_mix
-    from everytoken.explain.subject import load_subject
-    from everytoken.labels import Store
-    from everytoken.train.distributed import pick_device
+    from everytoken.engine.distributed import pick_device
+    from everytoken.explanation.run import Wanted, explain_images, explain_mix
+    from everytoken.explanation.subject import load_subject
+    from everytoken.maps import Maps
 
     device, names = pick_device(options.device), read_names(options.names)
     sources = [(options.source, options.checkpoint, options.model)]
@@ -91,7 +91,7 @@ def main(argv: list[str], prog: str) -> int:
     if options.mix:
         written = explain_mix(subjects, options.images, options.out, options.mix_part, options.seed)
     else:
-        store = None if options.labels is None else Store(options.labels, partial=True)
+        store = None if options.labels is None else Maps(options.labels, partial=True)
         wanted = Wanted(options.class_, options.method, store)
         written = explain_images(subjects, options.images, options.out, wanted)
     for path in written:

@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from everytoken.cli.train import Train, resolve
+from everytoken.engine.options import TrainOptions
 from everytoken.errors import EverytokenError
-from everytoken.train.options import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def main(argv: list[str], prog: str) -> int:
     options = resolve(Finetune, argv, prog)
     if not options.source:
         raise EverytokenError("say what to start from: everytoken finetune DATA --from RUN|CHECKPOINT")
-    from everytoken.train.classify import train
-    from everytoken.train.finetune import finetune_options
+    from everytoken.engine.finetune import finetune_options
+    from everytoken.tasks.classify import train
 
     plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
     given = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}

@@ -31,7 +31,7 @@ class Verify:
 
 def verify_main(argv: list[str], prog: str) -> int:
     """Parse, check, print."""
-    from everytoken.labels.checks import verify
+    from everytoken.maps.checks import verify
 
     options = parse(Verify, prog, argv)
     with Meter("verify", "B") as meter:
@@ -83,7 +83,7 @@ class Import:
 
 def import_main(argv: list[str], prog: str) -> int:
     """Parse, import, print."""
-    from everytoken.labels.legacy import import_legacy
+    from everytoken.maps.legacy import import_legacy
 
     options = parse(Import, prog, argv)
     names = read_names(options.class_names)
@@ -133,11 +133,11 @@ class Export:
 
 def export_main(argv: list[str], prog: str) -> int:
     """Parse, export, print."""
-    from everytoken.labels.legacy import export_legacy
-    from everytoken.labels.store import Store
+    from everytoken.maps.legacy import export_legacy
+    from everytoken.maps.store import Maps
 
     options = parse(Export, prog, argv)
-    store = Store(options.maps)
+    store = Maps(options.maps)
     with Meter("export", "maps") as meter:
         notes = export_legacy(store, options.out, options.overwrite, meter)
     print(f"{options.out}: {len(store):,} maps")

@@ -15,7 +15,7 @@ from rich.table import Table
 from everytoken.cli._parse import parse
 from everytoken.cli.labels_files import read_names
 from everytoken.errors import EverytokenError
-from everytoken.labels.store import Store
+from everytoken.maps.store import Maps
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Info:
 def info_main(argv: list[str], prog: str) -> int:
     """Parse, collect, print."""
     options = parse(Info, prog, argv)
-    facts = _facts(Store(options.maps, partial=True), options.sample)
+    facts = _facts(Maps(options.maps, partial=True), options.sample)
     if options.json:
         print(json.dumps(facts, indent=1))
         return 0
@@ -55,9 +55,9 @@ def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
     return [pair for key, inner in value.items() for pair in _flat(f"{name}.{key}", inner)]
 
 
-def _facts(store: Store, sample: int) -> dict[str, Any]:
-    from everytoken.annotate.classes import class_finder
-    from everytoken.labels.summary import summarize_store
+def _facts(store: Maps, sample: int) -> dict[str, Any]:
+    from everytoken.classes import class_finder
+    from everytoken.maps.summary import summarize_store
 
     manifest = store.manifest
     names = list(manifest.class_names)
@@ -146,16 +146,16 @@ def show_main(argv: list[str], prog: str) -> int:
     options = parse(Show, prog, argv)
     if not options.keys:
         return _sheet(Sheet(options.maps, options.images, options.out, names=options.names))
-    store = Store(options.maps, check=True, partial=True)
+    store = Maps(options.maps, check=True, partial=True)
     _draw(store, [(key, "") for key in options.keys], options.images, options.names, options.out, options.columns)
     return 0
 
 
 def _sheet(options: Sheet) -> int:
-    from everytoken.annotate.classes import class_finder
-    from everytoken.labels.summary import pick
+    from everytoken.classes import class_finder
+    from everytoken.maps.summary import pick
 
-    store = Store(options.maps, partial=True)
+    store = Maps(options.maps, partial=True)
     if not len(store) or options.count < 1:
         raise EverytokenError(f"{options.maps} has no maps to show, or --count is {options.count}.")
     picks, counts = pick(store, options.count, options.scan, class_finder(store.manifest.class_names))
@@ -166,11 +166,11 @@ def _sheet(options: Sheet) -> int:
 
 
 def _draw(
-    store: Store, chosen: Sequence[tuple[str, str]], images: Path | None, names: Path | None, out: Path, columns: int
+    store: Maps, chosen: Sequence[tuple[str, str]], images: Path | None, names: Path | None, out: Path, columns: int
 ) -> None:
-    from everytoken.annotate.classes import class_finder
-    from everytoken.labels.sheet import Tile, draw_sheet, load_photo
-    from everytoken.labels.summary import folder_label, summarize
+    from everytoken.classes import class_finder
+    from everytoken.maps.sheet import Tile, draw_sheet, load_photo
+    from everytoken.maps.summary import folder_label, summarize
 
     manifest = store.manifest
     name_of = _namer(store, names)
@@ -216,12 +216,12 @@ def _find_images(images: Path, keys: Sequence[str]) -> tuple[Path, int]:
     return best, len(keys) - max(found)
 
 
-def _namer(store: Store, path: Path | None) -> Callable[[int], str]:
+def _namer(store: Maps, path: Path | None) -> Callable[[int], str]:
     names = read_names(path)
     if path is not None and len(names) != store.manifest.num_classes:
         raise EverytokenError(f"{path} has {len(names)} lines; {store.path} has {store.manifest.num_classes} classes.")
     if names:
         return names.__getitem__
-    from everytoken.annotate.classes import shown_name
+    from everytoken.classes import shown_name
 
     return lambda number: shown_name(store.manifest.class_name(number))

@@ -60,9 +60,9 @@ def _facts(options: Model) -> dict[str, Any]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    from everytoken.engine.distributed import pick_device
     from everytoken.models import TokenModel, family_of_name
     from everytoken.models.load import create_sized
-    from everytoken.train.distributed import pick_device
 
     if not timm.is_model(options.name.split(".")[0]):
         near = did_you_mean(options.name, timm.list_models())

@@ -54,7 +54,7 @@ class Plan:
 def main(argv: list[str], prog: str) -> None:
     """Parse, calculate, print."""
     options = parse(Plan, prog, argv)
-    from everytoken.train.plan import DATA_SETS, Costs, plan
+    from everytoken.engine.plan import DATA_SETS, Costs, plan
 
     costs = Costs(
         image_bytes=options.image_bytes,

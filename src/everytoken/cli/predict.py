@@ -60,12 +60,12 @@ def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print or write."""
     options = parse(Predict, prog, argv)
     from everytoken._meter import Meter
-    from everytoken.annotate.classes import shown_name
+    from everytoken.classes import shown_name
     from everytoken.data.given import check_is_no_input
+    from everytoken.engine.distributed import pick_device
     from everytoken.errors import EverytokenError
-    from everytoken.evaluate.predict import predict_images
-    from everytoken.labels.files import write_atomically
-    from everytoken.train.distributed import pick_device
+    from everytoken.evaluation.predict import predict_images
+    from everytoken.files import write_atomically
 
     if options.top < 1:
         raise EverytokenError(f"--top is {options.top}; it takes 1 or more")

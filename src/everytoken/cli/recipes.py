@@ -34,7 +34,7 @@ class Recipes:
 def main(argv: list[str], prog: str) -> None:
     """Parse, print."""
     options = parse(Recipes, prog, argv)
-    from everytoken.train.recipe import read_recipe, recipe_names
+    from everytoken.engine.recipe import read_recipe, recipe_names
 
     name, names = options.name, recipe_names()
     pattern = name if set("*?[") & set(name) else f"*{name}*"
@@ -49,7 +49,7 @@ def main(argv: list[str], prog: str) -> None:
 
 
 def _list(names: Sequence[str]) -> None:
-    from everytoken.train.recipe import header
+    from everytoken.engine.recipe import header
 
     table = Table(title="Recipes", caption="`everytoken recipes NAME` prints one; copy it to make your own")
     table.add_column("name", no_wrap=True)

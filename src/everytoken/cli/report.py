@@ -54,7 +54,7 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(Report, prog, argv)
     if not options.runs:
         raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
-    from everytoken.report.build import collect
+    from everytoken.reports.build import collect
 
     out = options.out or Path(f"report.{options.format}")
     if str(out) != "-" and not out.parent.is_dir():
@@ -66,9 +66,9 @@ def main(argv: list[str], prog: str) -> int:
         device=options.device, workers=options.workers, meter=_meter,
     )  # fmt: skip
     if options.format == "md":
-        from everytoken.report.markdown import render
+        from everytoken.reports.markdown import render
     else:
-        from everytoken.report.page import render
+        from everytoken.reports.page import render
     text = render(report, options.title)
     if str(out) == "-":
         print(text)
@@ -77,7 +77,7 @@ def main(argv: list[str], prog: str) -> int:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise EverytokenError(f"the report could not be written to {out}: {error}") from error
-    from everytoken.report.words import headline
+    from everytoken.reports.words import headline
 
     print(headline(report))
     for note in report.notes:

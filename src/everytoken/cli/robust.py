@@ -105,13 +105,13 @@ class Robust:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(Robust, prog, argv)
+    from everytoken.engine.distributed import pick_device
     from everytoken.robust import suites as known
     from everytoken.robust.attacks.auto import Budget, attacks
     from everytoken.robust.models import open_subject, slug, throughput
     from everytoken.robust.report import table_of_one, table_of_two
     from everytoken.robust.run import Settings, notes_on
     from everytoken.robust.table import FORMATS
-    from everytoken.train.distributed import pick_device
 
     default = ("4/255",) if options.norm == "linf" else ("3",)
     eps = [radius(text) for text in options.eps or default]

@@ -14,7 +14,7 @@ from rich.table import Table
 from everytoken._json import plain_json
 from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
-from everytoken.transfer.segment.options import EvalOptions, MaskOptions
+from everytoken.tasks.segment.options import EvalOptions, MaskOptions
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class SegmentEval:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(SegmentEval, prog, argv)
-    from everytoken.train.distributed import pick_device
-    from everytoken.transfer.segment.evaluate import evaluate
+    from everytoken.engine.distributed import pick_device
+    from everytoken.tasks.segment.evaluate import evaluate
 
     result = evaluate(
         options.source, options.data, options.evaluation, options.masks, split=options.split, head=options.head,

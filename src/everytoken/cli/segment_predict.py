@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from everytoken.cli._parse import parse
-from everytoken.transfer.segment.options import EvalOptions
+from everytoken.tasks.segment.options import EvalOptions
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class SegmentPredict:
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print."""
     options = parse(SegmentPredict, prog, argv)
-    from everytoken.train.distributed import pick_device
-    from everytoken.transfer.segment.evaluate import predict
+    from everytoken.engine.distributed import pick_device
+    from everytoken.tasks.segment.evaluate import predict
 
     rows, notes = predict(
         options.source, options.images, options.output, options.evaluation, head=options.head,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import tyro
 
 from everytoken.cli.train import resolve
-from everytoken.transfer.segment.options import SegmentOptions
+from everytoken.tasks.segment.options import SegmentOptions
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,6 @@ class SegmentTrain(SegmentOptions):
 def main(argv: list[str], prog: str) -> int:
     """Parse, train."""
     options = resolve(SegmentTrain, argv, prog)
-    from everytoken.transfer.segment.task import train
+    from everytoken.tasks.segment.task import train
 
     return train(SegmentOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(SegmentOptions)}))

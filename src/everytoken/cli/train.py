@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 import tyro
 
 from everytoken.cli._parse import parse
-from everytoken.train.options import TrainOptions
-from everytoken.train.recipe import apply, flat, overrides, read_recipe
+from everytoken.engine.options import TrainOptions
+from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 
 
 class Overridable(Protocol):
@@ -46,7 +46,7 @@ class Train(TrainOptions):
 def main(argv: list[str], prog: str) -> int:
     """Parse, train."""
     options = resolve(Train, argv, prog)
-    from everytoken.train.classify import train
+    from everytoken.tasks.classify import train
 
     plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
     return train(plain, dry_run=options.dry_run)

@@ -48,11 +48,11 @@ def main(argv: list[str], prog: str) -> None:
     cut = argv.index("--") if "--" in argv else len(argv)
     options = parse(Transfer, prog, argv[:cut])
     from everytoken.cli import main as run
+    from everytoken.engine.distributed import pick_device
     from everytoken.robust.models import slug
     from everytoken.robust.report import table_of_one, table_of_two
     from everytoken.robust.table import FORMATS
     from everytoken.robust.transfer_suite import parse_targets, transfer
-    from everytoken.train.distributed import pick_device
 
     targets = parse_targets(options.suite, options.recipe)
     device = pick_device(options.device)

@@ -5,8 +5,9 @@ Names are imported when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from everytoken._lazy import lazy
 
 if TYPE_CHECKING:
     from everytoken.data.augment import AugmentConfig, TrainTransform, View
@@ -14,31 +15,23 @@ if TYPE_CHECKING:
     from everytoken.data.decode import ImageError, Picture
     from everytoken.data.evaluation import EvalTransform
     from everytoken.data.find import open_dataset
-    from everytoken.data.keyed import generator, torch_generator
     from everytoken.data.loader import BadImages, Loader
     from everytoken.data.sampler import BatchSampler
     from everytoken.data.sources import DataError, DataSet
 
-_HOME = {
-    "AugmentConfig": "augment",
-    "BadImages": "loader",
-    "Batch": "batch",
-    "BatchSampler": "sampler",
-    "DataError": "sources",
-    "DataSet": "sources",
-    "EvalTransform": "evaluation",
-    "ImageError": "decode",
-    "Loader": "loader",
-    "Picture": "decode",
-    "Prefetcher": "batch",
-    "TrainTransform": "augment",
-    "View": "augment",
-    "generator": "keyed",
-    "normalise": "batch",
-    "open_dataset": "find",
-    "to_device": "batch",
-    "torch_generator": "keyed",
-}
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "everytoken.data.augment": ["AugmentConfig", "TrainTransform", "View"],
+        "everytoken.data.batch": ["Batch", "Prefetcher", "normalise", "to_device"],
+        "everytoken.data.decode": ["ImageError", "Picture"],
+        "everytoken.data.evaluation": ["EvalTransform"],
+        "everytoken.data.find": ["open_dataset"],
+        "everytoken.data.loader": ["BadImages", "Loader"],
+        "everytoken.data.sampler": ["BatchSampler"],
+        "everytoken.data.sources": ["DataError", "DataSet"],
+    },
+)
 __all__ = [
     "AugmentConfig",
     "BadImages",
@@ -53,15 +46,7 @@ __all__ = [
     "Prefetcher",
     "TrainTransform",
     "View",
-    "generator",
     "normalise",
     "open_dataset",
     "to_device",
-    "torch_generator",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'everytoken.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"everytoken.data.{_HOME[name]}"), name)

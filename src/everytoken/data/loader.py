@@ -1,6 +1,6 @@
 """The loader: a data set, a transform and perhaps a store of score maps become batches.
 
-    loader = Loader(data, TrainTransform(config), batch_size=128, train=True, workers=4, store=Store("maps"))
+    loader = Loader(data, TrainTransform(config), batch_size=128, train=True, workers=4, store=Maps("maps"))
     for batch in loader.epoch(3, start=120): ...
     for batch in loader: ...                      # the next epoch: 0 at first, here 4
 
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.batch import Batch
 from everytoken.data.decode import Alpha, ImageError
 from everytoken.data.sampler import BatchSampler, Request
@@ -42,7 +42,7 @@ _FEW = 5  # bad images that are no reason to stop
 
 
 class MapStore(Protocol):
-    """What the loader needs of `everytoken.labels.Store`."""
+    """What the loader needs of `everytoken.maps.Maps`."""
 
     @property
     def manifest(self) -> Any:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.sources import DataError
 
 

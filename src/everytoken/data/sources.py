@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.decode import Alpha, Picture
 from everytoken.errors import EverytokenError
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from everytoken.data.keyed import generator
 from everytoken.errors import EverytokenError, need
+from everytoken.keyed import generator
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _HOME_PAGE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"

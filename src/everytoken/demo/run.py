@@ -20,7 +20,7 @@ from pathlib import Path
 from everytoken.demo.images import find_images, write_tree
 from everytoken.demo.sheet import contact_sheet
 from everytoken.errors import EverytokenError
-from everytoken.report.groups import Estimate
+from everytoken.reports.groups import Estimate
 
 Run = Callable[[list[str]], int]
 

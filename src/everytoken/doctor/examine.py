@@ -13,7 +13,7 @@ from everytoken.doctor.images import Images, examine, open_images, total_images
 from everytoken.doctor.machine import examine_machine
 from everytoken.doctor.maps import compare, examine_maps
 from everytoken.doctor.runs import examine_run
-from everytoken.labels import Store
+from everytoken.maps import Maps
 
 Kind = Literal["images", "maps", "run"]
 Meter = Callable[[str, str], AbstractContextManager[Callable[[int, int], None]]]
@@ -46,7 +46,7 @@ def diagnose(paths: Sequence[str], meter: Meter, sample: int = 0, workers: int =
     """
     findings: list[Finding] = []
     sets: list[Images] = []
-    stores: list[Store] = []
+    stores: list[Maps] = []
     for path in paths:
         kind = kind_of(path)
         if kind == "run":

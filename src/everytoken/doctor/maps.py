@@ -6,21 +6,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from everytoken.annotate.classes import class_finder
+from everytoken.classes import class_finder
 from everytoken.data.sources import DataSet, split_off
 from everytoken.doctor.findings import Finding, some
 from everytoken.doctor.images import Images
 from everytoken.errors import EverytokenError
-from everytoken.labels import Store
-from everytoken.labels.checks import verify
+from everytoken.maps import Maps
+from everytoken.maps.checks import verify
 
 
-def examine_maps(path: Path, tell: Callable[[int, int], None]) -> tuple[Store | None, list[Finding]]:
+def examine_maps(path: Path, tell: Callable[[int, int], None]) -> tuple[Maps | None, list[Finding]]:
     """The store by itself: every byte, and whether it is finished."""
     where, again = str(path), "Run the `everytoken annotate` command of this store again."
     try:
         verdict = verify(path, tell)
-        store = Store(path, partial=True)
+        store = Maps(path, partial=True)
     except EverytokenError as error:
         return None, [Finding("error", "maps-unusable", str(error).splitlines()[0], where, again)]
     findings = []
@@ -41,7 +41,7 @@ def examine_maps(path: Path, tell: Callable[[int, int], None]) -> tuple[Store | 
     return store, findings
 
 
-def compare(store: Store, images: Images) -> list[Finding]:
+def compare(store: Maps, images: Images) -> list[Finding]:
     """A store with the images that will be trained on."""
     data = images.parts.get("train")
     if data is None:
@@ -49,7 +49,7 @@ def compare(store: Store, images: Images) -> list[Finding]:
     return [*_class_order(store, data), *_missing(store, data), *_stale(store, data, images)]
 
 
-def _class_order(store: Store, data: DataSet) -> list[Finding]:
+def _class_order(store: Maps, data: DataSet) -> list[Finding]:
     mine, theirs = list(data.class_names), list(store.manifest.class_names)
     where = str(store.path)
     if not theirs:
@@ -79,7 +79,7 @@ def _class_order(store: Store, data: DataSet) -> list[Finding]:
     return [Finding("note", "classes-foreign", what, where, todo)]
 
 
-def _missing(store: Store, data: DataSet) -> list[Finding]:
+def _missing(store: Maps, data: DataSet) -> list[Finding]:
     skipped, keys = store.skipped, set[str]()
     lacking = []
     for key in data.keys():  # noqa: SIM118
@@ -113,7 +113,7 @@ def _held_out(data: DataSet, keys: set[str]) -> float:
     return 0.0
 
 
-def _stale(store: Store, data: DataSet, images: Images) -> list[Finding]:
+def _stale(store: Maps, data: DataSet, images: Images) -> list[Finding]:
     """Images that have another size than when they were annotated, or were written after that."""
     resized, newer = [], []
     made = (store.path / "manifest.json").stat().st_mtime

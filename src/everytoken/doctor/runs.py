@@ -7,7 +7,7 @@ from pathlib import Path
 
 from everytoken.doctor.findings import Finding, some
 from everytoken.errors import EverytokenError
-from everytoken.report.runs import Run, read_run
+from everytoken.reports.runs import Run, read_run
 
 
 def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
@@ -38,7 +38,7 @@ def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
 
 
 def _checkpoints(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
-    from everytoken.train.checkpoint import checkpoints_in, problems
+    from everytoken.engine.checkpoint import checkpoints_in, problems
 
     folders = checkpoints_in(path / "checkpoints")
     wrong: dict[str, list[str]] = {}

@@ -24,7 +24,7 @@ NOWHERE = (2.0, 2.0, 3.0, 3.0)
 
 
 class ScoreMapLike(Protocol):
-    """What `everytoken.labels.ScoreMap` offers; any object with these attributes will do."""
+    """What `everytoken.maps.ScoreMap` offers; any object with these attributes will do."""
 
     @property
     def scores(self) -> np.ndarray:

@@ -120,7 +120,7 @@ class Context:
 
     def generator(self, purpose: str, device: torch.device | str) -> torch.Generator:
         """Random numbers for one purpose in this step."""
-        from everytoken.data.keyed import torch_generator  # here, as `data` makes batches and may import this room
+        from everytoken.keyed import torch_generator  # here, as `data` makes batches and may import this room
 
         return torch_generator(self.seed, self.step, purpose, device=device)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everytoken.data import keyed
+from everytoken import keyed
 
 DRAWS = 2000
 

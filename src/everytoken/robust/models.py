@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everytoken.annotate.annotator import weights_hash
-from everytoken.annotate.imagenet_registry import MEAN, STD, registry_model
+from everytoken.annotators.annotator import weights_hash
+from everytoken.annotators.imagenet_registry import MEAN, STD, registry_model
 from everytoken.errors import EverytokenError
-from everytoken.evaluate.run import Voter, check_vote
+from everytoken.evaluation.run import Voter, check_vote
 from everytoken.models import TokenModel
 from everytoken.models.load import Description, LoadedModel, load_model
 

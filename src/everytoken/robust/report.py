@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from everytoken.errors import EverytokenError
-from everytoken.evaluate.accuracy import Predictions
+from everytoken.evaluation.accuracy import Predictions
 from everytoken.robust.compare import Estimate, bootstrap, difference
 from everytoken.robust.corruption_errors import ALEXNET, mean_corruption_error
 from everytoken.robust.corruptions import EXTRA, SEVERITIES

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.augment import AugmentConfig, View
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import DataSet, Subset
-from everytoken.evaluate.accuracy import Predictions, imagenet_numbers, predict, read_real, real_sets
-from everytoken.evaluate.kept import keep, kept
-from everytoken.evaluate.run import open_part
-from everytoken.evaluate.run import view_of as view_of_weights
+from everytoken.evaluation.accuracy import Predictions, imagenet_numbers, predict, read_real, real_sets
+from everytoken.evaluation.kept import keep, kept
+from everytoken.evaluation.run import open_part
+from everytoken.evaluation.run import view_of as view_of_weights
 from everytoken.robust.attack_log import AttackLog, Record
 from everytoken.robust.attacks import auto
 from everytoken.robust.attacks.balls import Norm

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from everytoken.annotate.classes import core_of, imagenet_classes
+from everytoken.classes import core_of, imagenet_classes
 from everytoken.errors import EverytokenError
 
 SUBSETS = {"a": "ImageNet-A", "r": "ImageNet-R"}

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everytoken.engine.checkpoint import checkpoints_in
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models.load import find_weights
 from everytoken.robust.models import open_subject, slug
 from everytoken.robust.run import Result, Settings, Tell, evaluate_suite
 from everytoken.robust.suites import Suite
-from everytoken.train.checkpoint import checkpoints_in
 
 NAMED = {"cifar10": "torchvision:CIFAR10", "cifar100": "torchvision:CIFAR100", "cars": "torchvision:StanfordCars"}
 NAMES = ("cifar10", "cifar100", "flowers", "cars")

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everytoken.data import keyed
+from everytoken import keyed
 
 Norm = Literal["linf", "l2"]
 

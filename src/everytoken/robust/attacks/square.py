@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.robust.attacks.balls import Norm, distance, wide
 from everytoken.robust.attacks.losses import Model, margin
 

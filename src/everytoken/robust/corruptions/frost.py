@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from everytoken.data import keyed
+from everytoken import keyed
 from everytoken.data.decode import FORMATS
 from everytoken.data.sources import is_image
 from everytoken.errors import EverytokenError

@@ -1,0 +1,150 @@
+"""Contradictions in what a run is told, found before any image is read."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import timm
+from timm.optim import get_optimizer_class, list_optimizers
+
+from everytoken.engine.distributed import check_device
+from everytoken.engine.options import LoopOptions, TrainOptions
+from everytoken.engine.recipe import flat
+from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.mixing import MIXERS
+from everytoken.models import family_of_name
+from everytoken.objectives import Objective
+
+SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
+_LEAST = {
+    **dict.fromkeys(("epochs", "batch_size", "grad_accum_steps", "lr_base_size", "iters", "val_iters"), 1),
+    **dict.fromkeys(("keep", "log_interval", "val_interval", "bad_loss_limit", "repeat_augment"), 1),
+    **dict.fromkeys(("lr", "lr_base", "min_lr", "warmup_lr", "weight_decay", "layer_decay", "decay_rate"), 0),
+    **dict.fromkeys(("warmup_epochs", "warmup_iters", "cooldown_epochs", "clip_grad"), 0),
+    **dict.fromkeys(("checkpoint_minutes", "checkpoint_steps", "threads", "workers", "val_batch_size"), 0),
+}
+
+
+class ContradictionError(EverytokenError):
+    """Two options exclude each other; the message says which and what to change."""
+
+
+def check_loop(options: LoopOptions) -> None:
+    """Raise on what the training loop cannot work with. For every task, before anything is built."""
+    optim, run = options.optim, options.run
+    given = {**flat(options.dataset), **flat(optim), **flat(run)}
+    for name, least in _LEAST.items():
+        value = given.get(name, least)
+        if not least <= value < math.inf:
+            raise EverytokenError(f"{_flag(name)} is {value}; it must be at least {least}")
+    for name, value in (("val_split", given.get("val_split", 0)), ("model_ema_decay", optim.model_ema_decay)):
+        if not 0 <= value < 1:
+            raise EverytokenError(f"{_flag(name)} is {value}; it is a part, from 0 to less than 1")
+    _check_optimizer(optim.opt)
+    if optim.sched == "plateau":
+        raise EverytokenError("--sched plateau follows validation and cannot be stepped every update; try cosine")
+    if optim.sched not in SCHEDULES:
+        raise EverytokenError(
+            f"--sched is {optim.sched!r}; it can be {', '.join(SCHEDULES)}.{did_you_mean(optim.sched, SCHEDULES)}"
+        )
+    check_device(run.device)
+
+
+def _check_optimizer(name: str) -> None:
+    known, kind = list_optimizers(), name.lower().rsplit("_", 1)[-1]  # timm: lookahead_adamw
+    if kind not in known:
+        raise EverytokenError(
+            f"--opt is {name!r}, and timm has no such optimizer.{did_you_mean(kind, known)} Usual ones are adamw, sgd, "
+            "lamb and lion."
+        )
+    try:
+        get_optimizer_class(kind)
+    except (AssertionError, ImportError) as error:
+        raise EverytokenError(f"--opt {name} cannot be used here: {error}; adamw works everywhere") from error
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_options(options: TrainOptions) -> list[str]:
+    """Raise on what cannot work; return what can but is doubtful, as sentences."""
+    if not options.data:
+        raise EverytokenError("say which images to train on: everytoken train DATA ... (see `everytoken train --help`)")
+    check_loop(options)
+    _check_model(options)
+    optim, notes = options.optim, []
+    if optim.warmup_epochs >= optim.epochs:
+        notes.append(
+            f"warm-up ({optim.warmup_epochs:g} epochs) lasts for the whole training ({optim.epochs} epochs): the rate "
+            "only rises. A tenth of the training is usual (--warmup-epochs)"
+        )
+    for name in options.mixing:
+        if name not in MIXERS:
+            raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
+    return notes
+
+
+def _check_model(options: TrainOptions) -> None:
+    name = options.model.model.split(".")[0]
+    if not timm.is_model(name):
+        raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
+    family = family_of_name(name)
+    if family is None:
+        raise EverytokenError(
+            f"{name} has no token view yet, so objectives cannot see its tokens; `everytoken models` lists what is "
+            "supported"
+        )
+    if "mixtoken" in options.mixing and family.embed is None:
+        raise ContradictionError(
+            f"MixToken mixes tokens after the patch embedding, and that of {name} cannot be reached or overlaps; use "
+            "CutMix instead: --set mixing.mixtoken=null --set mixing.cutmix={}"
+        )
+    if options.labels and not Path(options.labels).is_dir():
+        raise EverytokenError(f"there is no store of score maps at --labels {options.labels}")
+
+
+def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> list[str]:
+    """The same for the objectives, once they are built."""
+    notes: list[str] = []
+    names = {o.name for o in objectives}
+    needs = {o.name: o.needs for o in objectives}
+    wanting = sorted(name for name, need in needs.items() if "maps" in need)
+    if wanting and not options.labels:
+        raise ContradictionError(
+            f"objective {wanting[0]!r} needs score maps and --labels names none. Make them with\n"
+            f"  everytoken annotate {shlex.quote(options.data)} --out MAPS --annotator fit\n"
+            f"or train without: --set objectives.{wanting[0]}=null"
+        )
+    if options.labels and not wanting:
+        notes.append(f"--labels {options.labels} is not used by any objective ({', '.join(sorted(names))})")
+    taught = sorted(name for name, need in needs.items() if "teacher" in need)
+    if taught and not options.model.teacher:
+        raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one with --teacher, such as resnet50")
+    if options.model.teacher and not taught:
+        notes.append(f"--teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))})")
+    follows = sorted(names & {"alignment", "transmix"})
+    if len(follows) == 2:
+        raise ContradictionError(
+            "transmix is alignment with the last layer alone; take one of them: --set objectives.transmix=null"
+        )
+    if follows and not options.mixing:
+        raise ContradictionError(
+            f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
+            f"--set mixing.cutmix={{}} or leave it out: --set objectives.{follows[0]}=null"
+        )
+    if "mixup" in options.mixing and "token" in names:
+        notes.append(
+            "MixUp with token labeling: the papers saw no gain from it (83.1 with, 83.3 without); MixToken alone is "
+            "what they recommend"
+        )
+    if follows and names & {"hard", "relabel"}:
+        notes.append(f"{follows[0]} and another objective both teach the class token; their losses are added")
+    if follows and set(options.mixing) == {"mixup"}:
+        notes.append(
+            "under MixUp every token has the same share, so alignment changes nothing; CutMix is what it is for"
+        )
+    return notes

@@ -1,0 +1,184 @@
+"""Accuracy of a classifier over a whole set: every image exactly once, over any number of processes.
+
+`Predictions` keeps what each image got, so that tables, intervals and paired comparisons can be made later. Top-k
+counts a hit when the label is among the k largest logits; calibration error is the usual one with 15 equal bins of
+confidence; with ReaL labels an image is right when its prediction is among its labels, and images without labels are
+left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everytoken.errors import EverytokenError
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model said of each image, in the data set's order.
+
+    Attributes:
+        index: [N] position in the data set.
+        label: [N] the folder's class.
+        top: [N, 5] (or fewer) predicted classes, best first.
+        confidence: [N] softmax probability of the first.
+        loss: [N] cross entropy with the label.
+    """
+
+    index: np.ndarray
+    label: np.ndarray
+    top: np.ndarray
+    confidence: np.ndarray
+    loss: np.ndarray
+
+    @staticmethod
+    def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> Predictions:
+        """From one batch: logits [B, K], labels [B]."""
+        logits = logits.float()
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        spread = torch.logsumexp(logits, dim=1)
+        confidence = (logits.gather(1, best[:, :1])[:, 0] - spread).exp()
+        loss = spread - logits.gather(1, label[:, None])[:, 0]
+        arrays = (index, label, best, confidence, loss)
+        return Predictions(*(t.detach().cpu().numpy() for t in arrays))
+
+    @staticmethod
+    def join(parts: Sequence[Predictions]) -> Predictions:
+        """Parts of a set, from batches or processes -> the whole, sorted by index, without repetitions."""
+        if not parts:
+            raise EverytokenError("there are no images to evaluate")
+        fields = ("index", "label", "top", "confidence", "loss")
+        joined = {f: np.concatenate([getattr(p, f) for p in parts]) for f in fields}
+        _, first = np.unique(joined["index"], return_index=True)
+        return Predictions(**{f: joined[f][first] for f in fields})
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """[N] bool: the first prediction is the label."""
+        return self.top[:, 0] == self.label
+
+    def summary(self) -> dict[str, float]:
+        """Top-1, top-5 (percent), loss, calibration error (percent)."""
+        hits = self.top == self.label[:, None]
+        return {
+            "top1": 100 * float(hits[:, 0].mean()),
+            "top5": 100 * float(hits.any(1).mean()),
+            "loss": float(self.loss.mean()),
+            "ece": 100 * calibration_error(self.confidence, self.correct),
+        }
+
+    def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """For each class: images, recall, precision (percent; None without images) and what it is taken for most."""
+        rows = []
+        guess = self.top[:, 0]
+        for number, name in enumerate(names):
+            own, said = self.label == number, guess == number
+            wrong = guess[own & (guess != number)]
+            taken = names[int(np.bincount(wrong).argmax())] if len(wrong) else ""
+            rows.append(
+                {
+                    "class": name,
+                    "images": int(own.sum()),
+                    "recall": 100 * float(said[own].mean()) if own.any() else None,
+                    "precision": 100 * float(own[said].mean()) if said.any() else None,
+                    "taken for": taken,
+                }
+            )
+        return rows
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Wilson interval of top-1, percent."""
+        n, p = len(self), float(self.correct.mean())
+        z = 1.959964 if level == 0.95 else float(torch.special.ndtri(torch.tensor((1 + level) / 2)))
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return 100 * (centre - half), 100 * (centre + half)
+
+
+def calibration_error(confidence: np.ndarray, correct: np.ndarray, bins: int = 15) -> float:
+    """Expected calibration error: |accuracy - confidence| per bin of confidence, weighted by the bin's size."""
+    which = np.minimum((confidence * bins).astype(int), bins - 1)
+    count = np.bincount(which, minlength=bins)
+    gap = np.bincount(which, correct - confidence.astype(np.float64), minlength=bins)
+    return float(np.abs(gap).sum() / max(1, count.sum()))
+
+
+def real_accuracy(
+    predictions: Predictions,
+    keys: Sequence[str],
+    labels: Mapping[str, Sequence[int]],
+    numbers: np.ndarray | None = None,
+) -> dict[str, float]:
+    """ReaL accuracy; images without labels are left out.
+
+    Args:
+        predictions: of a model; keys: of all images.
+        labels: an image's file name -> its right classes among ImageNet's 1,000.
+        numbers: ImageNet's class for each class that was answered (`imagenet_numbers`); None: the same.
+    """
+    sets = real_sets([keys[i] for i in predictions.index], labels)
+    top = predictions.top if numbers is None else numbers[predictions.top]
+    judged = [(row, s) for row, s in zip(top, sets, strict=True) if s]
+    hits = [row[0] in s for row, s in judged]
+    hits5 = [any(c in s for c in row) for row, s in judged]
+    return {"real_top1": 100 * float(np.mean(hits)), "real_top5": 100 * float(np.mean(hits5)), "real_images": len(hits)}
+
+
+def imagenet_numbers(names: Sequence[str], outputs: int) -> np.ndarray:
+    """ImageNet's class for each output of a model, by name; a model with 1,000 outputs and no names has its order."""
+    if not names and outputs == 1000:
+        return np.arange(1000)
+    from everytoken.classes import imagenet_classes
+
+    known = imagenet_classes()
+    found = [known.find(name) for name in names]
+    strange = [name for name, number in zip(names, found, strict=True) if number is None or number < 0]
+    if strange or not names:
+        what = f"such as {strange[0]!r}" if strange else f"{outputs} without names"
+        raise EverytokenError(f"ReaL labels are for models of ImageNet's classes; this one has others, {what}")
+    return np.array(found, np.int64)
+
+
+def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
+    """The right classes of each image, found by its file name with any ending; () for images without labels."""
+    names = [PurePosixPath(key) for key in keys]
+    sets = [labels.get(name.name, labels.get(f"{name.stem}.JPEG")) for name in names]
+    if all(found is None for found in sets):
+        raise EverytokenError(
+            "none of the images has ReaL labels: they are found by the names of the original validation files "
+            f"(ILSVRC2012_val_00000001.JPEG), the first image here is {keys[0]}"
+        )
+    return [found or () for found in sets]
+
+
+def read_real(path: str | Path) -> dict[str, list[int]]:
+    """`real.json`: 50,000 lists in the order of the validation files -> file name -> classes."""
+    try:
+        lists = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise EverytokenError(f"the ReaL labels {path} cannot be read: {error}") from error
+    if not isinstance(lists, list) or not all(isinstance(entry, list) for entry in lists):
+        raise EverytokenError(f"{path} does not hold one list of classes per image")
+    return {f"ILSVRC2012_val_{number:08d}.JPEG": entry for number, entry in enumerate(lists, start=1)}
+
+
+@torch.no_grad()
+def predict(model: Any, batches: Iterable[Any]) -> Predictions:
+    """Run `model` (images -> logits) over batches with `.images`, `.labels` and `.indices`, on their device."""
+    was = model.training
+    model.eval()
+    parts = [Predictions.of_batch(b.indices, b.labels, model(b.images)) for b in batches]
+    model.train(was)
+    return Predictions.join(parts)

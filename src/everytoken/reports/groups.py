@@ -1,0 +1,132 @@
+"""Runs that differ in the seed only belong together: their mean, its interval, and paired differences.
+
+The interval of a mean over n seeds is Student's, mean ± t · s / √n at 95 %; with few seeds it is wide.
+A difference between two groups is taken seed by seed where the seeds match, so that what a seed does to both (the order
+of images, the first weights) cancels; the interval is that of the mean of the differences.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everytoken.reports.runs import Run
+
+# 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom; beyond, by the expansion in 1 / degrees.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+      2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+
+
+def t_quantile(degrees: int) -> float:
+    """97.5 % quantile of Student's t."""
+    if degrees < 1:
+        raise ValueError(f"an interval needs one degree of freedom at least, not {degrees}")
+    return _T[degrees - 1] if degrees <= len(_T) else 1.959964 + 2.372 / degrees + 2.82 / degrees**2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds; low and high are its 95 % interval, None with a single value."""
+
+    values: tuple[float, ...]
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Estimate:
+        """From one value per seed."""
+        mean = statistics.mean(values)
+        if len(values) < 2:
+            return Estimate(tuple(values), mean)
+        half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        return Estimate(tuple(values), mean, mean - half, mean + half)
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves zero out."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same settings.
+
+    Attributes:
+        name: what to call it; runs: one per seed, usually; accuracy: over the finished ones, None if there are none.
+    """
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def finished(self) -> list[Run]:
+        """The runs that count."""
+        return [run for run in self.runs if run.state == "finished"]
+
+    @property
+    def accuracy(self) -> Estimate | None:
+        """Validation score after the last epoch, over the finished runs."""
+        values = [run.score for run in self.finished if run.score is not None]
+        return Estimate.of(values) if values else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What `other` has more than `base`, in points; `seeds` are those that matched (empty: groups of other seeds)."""
+
+    base: Group
+    other: Group
+    estimate: Estimate
+    seeds: tuple[int, ...]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Groups in the order in which their first run was named."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        same = json.dumps(run.settings(), sort_keys=True, default=str) if run.config else f"damaged {run.path}"
+        found.setdefault(same, []).append(run)
+    groups, names = [], set[str]()
+    for members in found.values():
+        name = _name(members)
+        while name in names:
+            name += "'"
+        names.add(name)
+        groups.append(Group(name, tuple(members)))
+    return groups
+
+
+def _name(runs: Sequence[Run]) -> str:
+    """The runs' names without their seed; else the first one's."""
+    bare = {re.sub(r"[-_. ]*(seed|s)[-_=]?\d+$", "", run.name) for run in runs}
+    if len(bare) == 1 and "" not in bare:
+        return bare.pop()
+    return runs[0].name if len(runs) == 1 else f"{runs[0].name} and {len(runs) - 1} more"
+
+
+def difference(base: Group, other: Group) -> Difference | None:
+    """The paired difference of accuracies; None when no two finished runs have the same seed."""
+    first = {run.seed: run.score for run in base.finished if run.seed is not None}
+    second = {run.seed: run.score for run in other.finished if run.seed is not None}
+    seeds = tuple(sorted(s for s in first if s in second))
+    gains = [b - a for s in seeds if (a := first[s]) is not None and (b := second[s]) is not None]
+    return Difference(base, other, Estimate.of(gains), seeds) if gains else None
+
+
+def config_differences(groups: Sequence[Group]) -> list[tuple[str, list[Any]]]:
+    """(option, its value in each group) for the options that are not the same everywhere."""
+    settings = [group.runs[0].settings() for group in groups]
+    names = dict.fromkeys(name for values in settings for name in values)
+    absent = object()
+    rows = []
+    for name in names:
+        values = [values.get(name, absent) for values in settings]
+        if any(value != values[0] for value in values[1:]):
+            rows.append((name, [None if v is absent else v for v in values]))
+    return rows

@@ -1,0 +1,125 @@
+"""One way to check what comes from outside: recipes, `--set`, manifests, COCO json, class files, weights' metadata.
+
+    options = schema.parse(TrainOptions, values, "recipe small_96.yaml")
+
+The types are our own dataclasses, which refuse names that they do not have; TypedDicts (of typing_extensions) for
+foreign formats, which ignore them; or any type hint. pydantic does the checking, and what it finds is said in one
+sentence that names the file, the setting and the value. Nothing is guessed: "yes" is not a bool, "5" is not a number,
+true is not 1; a whole number passes for a float and a list for a tuple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from everytoken.errors import EverytokenError, did_you_mean
+
+T = TypeVar("T")
+_LONGEST = 60  # characters of a wrong value that are repeated in a message
+
+
+class SchemaError(EverytokenError):
+    """Something from outside does not have the form that it should have; the message names the place and the value."""
+
+
+def parse(kind: type[T], value: Any, where: str) -> T:
+    """`value` as `kind`, or a `SchemaError` that names `where`, the setting and the value.
+
+    Args:
+        kind: a dataclass, TypedDict, or type hint such as ``dict[str, int]``.
+        value: plain data: what a JSON or YAML file holds.
+        where: what to call it in messages, such as the file's path.
+    """
+    import pydantic
+
+    try:
+        text = json.dumps(value, allow_nan=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SchemaError(f"{where}: holds a value that is not plain data ({error}).") from error
+    try:
+        checked: T = _adapter(kind).validate_json(text, strict=True)
+        return checked
+    except pydantic.ValidationError as error:
+        raise SchemaError(f"{where}: {_explain(kind, value, error.errors()[0])}") from error
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """A JSON file as `kind`."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise SchemaError(f"{path}: the file is not there.") from error
+    except OSError as error:
+        raise SchemaError(f"{path}: cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"{path}: not valid JSON ({error}).") from error
+    return parse(kind, value, str(path))
+
+
+def read_yaml(text: str | bytes, where: str) -> Any:
+    """YAML as plain data. Numbers such as 1e-3 are numbers here, which YAML 1.1 takes for text; no Python objects."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(
+        r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+    )
+    Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    for first in "-+0123456789.":
+        Loader.yaml_implicit_resolvers.setdefault(first, []).append(("tag:yaml.org,2002:float", number))
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return yaml.load(text, Loader)
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"{where}: not UTF-8 text.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark is not None else ""
+        raise SchemaError(f"{where}: not valid YAML{line} ({what}).") from error
+
+
+_adapters: dict[Any, Any] = {}
+
+
+def _adapter(kind: Any) -> Any:
+    import pydantic
+
+    if kind not in _adapters:
+        _forbid_unknown_names(kind)
+        _adapters[kind] = pydantic.TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def _forbid_unknown_names(kind: Any) -> None:
+    """pydantic ignores names that a dataclass does not have, unless the class says otherwise; so do those inside it."""
+    for inner in typing.get_args(kind):
+        _forbid_unknown_names(inner)
+    if dataclasses.is_dataclass(kind) and "__pydantic_config__" not in vars(kind):
+        setattr(kind, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010  (mypy knows no such attribute)
+        for hint in typing.get_type_hints(kind).values():
+            _forbid_unknown_names(hint)
+
+
+def _explain(kind: Any, value: Any, error: Mapping[str, Any]) -> str:
+    """One problem of pydantic's in our words."""
+    path = [part for part in error["loc"] if not (isinstance(part, str) and "[" in part)]
+    name = ".".join(map(str, path)) or "the whole"
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) and len(path) == 1 else []
+        return f"there is no setting {name!r}.{did_you_mean(str(path[-1]), known)}"
+    if error["type"] in ("missing", "missing_argument"):
+        return f"{name!r} is missing."
+    found = repr(error.get("input"))
+    found = found if len(found) <= _LONGEST else found[:_LONGEST] + "..."
+    message = str(error["msg"]).replace("Input should be ", "").removeprefix("Value error, ")
+    return f"{name} is {found}, but should be {message[0].lower()}{message[1:]}."

@@ -1,0 +1,236 @@
+"""Any timm backbone as a source of feature maps for dense tasks: several scales, any input size, weights from anywhere.
+
+`build_features(...)` makes a `Features`, which turns images [B, 3, H, W] into feature maps [B, D_i, H / s_i, W / s_i],
+finest first. Networks with stages (Swin, ConvNeXt, ResNet) give the last map of each scale; transformers get a layer
+norm behind each of them, as in Swin's own dense tasks. Plain transformers (ViT, DeiT, LV-ViT) are tapped after four of
+their blocks, all at one scale; `pyramid` makes scales of them. Taps: the last block and every third before it, which
+are the blocks that the released LV-ViT set-ups take (S 6, 9, 12, 15; M 10, 13, 16, 19; L 14, 17, 20, 23, from 0).
+
+Sizes: images are padded with zeros (the mean colour) to whole patches, right and below; position embeddings are resized
+to the size when weights are read, and again for every batch of another size. A few families cannot do that
+(`fixed_size` says so); feed them windows of that size.
+
+What dense tasks do not use is taken away or frozen (classifier, final norm), so that every trained weight gets a
+gradient, as many processes want it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from timm.data import resolve_data_config
+from timm.layers import LayerNorm2d
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.models.families import UnsupportedModelError
+from everytoken.models.load import Description, describe, find_weights
+from everytoken.models.weights import load_weights, read_weights
+from everytoken.tasks.options import BackboneOptions
+
+PREFIX = "features.backbone."  # of a backbone's weights in the file of a dense task's run
+_DYNAMIC: tuple[dict[str, Any], ...] = ({"strict_img_size": False}, {"dynamic_img_size": True}, {})  # ask for any size
+
+_LATE_CLASS_TOKEN = ("Cait", "Xcit", "VOLO")
+
+
+class Features(nn.Module):
+    """Images -> feature maps, finest first.
+
+    Args:
+        backbone: a timm model; its classifier and final norm are taken away.
+        taps: see `BackboneOptions`.
+        fixed_size: the only (height, width) it takes, if it is one of those.
+
+    Attributes:
+        dims: channels of each map. strides: pixels per cell of each. plain: all maps have the same scale.
+        multiple: images are padded to multiples of this.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, taps: Sequence[int] = (), fixed_size: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        name = type(backbone).__name__
+        infos: Any = getattr(backbone, "feature_info", None)
+        if not infos or not hasattr(backbone, "forward_intermediates"):
+            raise UnsupportedModelError(f"{name} gives no feature maps (timm's forward_intermediates); take another")
+        infos = list(infos)
+        self.plain = len({info["reduction"] for info in infos}) == 1
+        self.indices = _taps(len(infos), taps, name) if self.plain else _stages(infos, taps, name)
+        self.dims = [int(infos[i]["num_chs"]) for i in self.indices]
+        self.strides = [int(infos[i]["reduction"]) for i in self.indices]
+        self.multiple = max(self.strides)
+        self.fixed_size = fixed_size
+        self.backbone: Any = backbone
+        backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
+        if name in _LATE_CLASS_TOKEN:
+            backbone.cls_token.requires_grad_(False)  # it joins after the taps
+        head = getattr(backbone, "head", None)
+        if isinstance(head, nn.Module) and any(True for _ in head.parameters()):
+            backbone.head = nn.Identity()  # ConvNeXt's keeps a norm
+        attends = not self.plain and any(isinstance(m, nn.LayerNorm) for m in backbone.modules())
+        self.norms = nn.ModuleList([LayerNorm2d(d) if attends else nn.Identity() for d in self.dims])
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """[B, 3, H, W] -> [B, D_i, ceil(H / m) m / s_i, ...] for each scale, m being `multiple`."""
+        size = (images.shape[-2], images.shape[-1])
+        if self.fixed_size is not None and size != self.fixed_size:
+            raise EverytokenError(
+                f"{type(self.backbone).__name__} takes images of {_text(self.fixed_size)} pixels only, not "
+                f"{_text(size)}: use windows of that size (--mode slide), or a backbone that takes any size"
+            )
+        below, right = -size[0] % self.multiple, -size[1] % self.multiple
+        if below or right:
+            images = F.pad(images, (0, right, 0, below))
+        maps = self.backbone.forward_intermediates(images, indices=self.indices, norm=False, intermediates_only=True)
+        return [norm(grid) for norm, grid in zip(self.norms, maps, strict=True)]
+
+
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _taps(depth: int, wanted: Sequence[int], name: str) -> list[int]:
+    if wanted:
+        if any(not 0 <= i < depth for i in wanted) or sorted(set(wanted)) != list(wanted):
+            raise EverytokenError(f"--taps {list(wanted)}: {name} has blocks 0 to {depth - 1}; name some in order")
+        return list(wanted)
+    if depth < 4:
+        raise UnsupportedModelError(f"{name} has {depth} blocks, and features are taken from four")
+    step = min(3, depth // 4)
+    return [depth - 1 - k * step for k in (3, 2, 1, 0)]
+
+
+def _stages(infos: Sequence[Mapping[str, Any]], wanted: Sequence[int], name: str) -> list[int]:
+    """The last map of each scale, from stride 4 on."""
+    if wanted:
+        raise EverytokenError(f"--taps is for plain transformers; {name} has stages, which are all taken")
+    last = {int(info["reduction"]): i for i, info in enumerate(infos)}
+    return [i for stride, i in sorted(last.items()) if stride >= 4]
+
+
+def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) -> tuple[Features, Description]:
+    """A backbone as the options say, with its weights, and the description of how it was made.
+
+    Args:
+        img_size: (height, width) that it is made for: of the position embeddings, and the only one if it is fixed.
+    """
+    size = (img_size, img_size) if isinstance(img_size, int) else img_size
+    source = find_weights(options.initial_checkpoint) if options.initial_checkpoint else None
+    known = None if source is None else (describe(source) or _dense_description(source))
+    name, arguments = options.model, dict(options.model_kwargs)
+    if known is not None and name in ("", known.architecture):
+        name = known.architecture
+        skip = ("num_classes", "img_size", "token_classes", *(k for way in _DYNAMIC for k in way))
+        arguments = {**{k: v for k, v in known.arguments.items() if k not in skip}, **arguments}
+    if not name:
+        raise EverytokenError("say which backbone: --model NAME, or --initial-checkpoint of a run, which knows its own")
+    if not timm.is_model(name.split(".")[0]):
+        raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
+    extra: dict[str, Any] = {"pretrained": options.pretrained, "drop_path_rate": options.drop_path}
+    backbone, arguments, asked = _create(name, arguments, extra, size)
+    config = resolve_data_config({}, model=backbone)
+    features = Features(backbone, options.taps)
+    if not asked and not _takes_any_size(features, size):
+        features.fixed_size = size
+    if source is not None:
+        state = read_weights(source)
+        ours = {k.removeprefix(PREFIX): v for k, v in state.items() if k.startswith(PREFIX)}
+        print(f"weights from {source}: {load_weights(backbone, ours or state)}")
+    if options.grad_checkpointing:
+        features.backbone.set_grad_checkpointing(True)
+    mean, std = (config["mean"], config["std"]) if known is None else (known.mean, known.std)
+    return features, Description(name, arguments, img_size=size, mean=tuple(mean), std=tuple(std))
+
+
+def rebuild_features(about: Description, taps: Sequence[int] = ()) -> Features:
+    """The backbone of a dense task's weights file, as it was made; its weights are those of chance."""
+    skip = ("num_classes", "img_size", *(k for way in _DYNAMIC for k in way))
+    arguments = {k: v for k, v in about.arguments.items() if k not in skip}
+    options = BackboneOptions(model=about.architecture, drop_path=0.0, model_kwargs=arguments)
+    size = (about.img_size[0], about.img_size[1])
+    features, _ = build_features(options, size)
+    if features.plain and taps and list(taps) != features.indices:
+        features, _ = build_features(replace(options, taps=tuple(taps)), size)
+    return features
+
+
+def _create(
+    name: str, arguments: dict[str, Any], extra: dict[str, Any], size: tuple[int, int]
+) -> tuple[nn.Module, dict[str, Any], bool]:
+    """The timm model, the arguments it was made with, and whether it takes any size because it was asked to."""
+    tried: list[dict[str, Any]] = [{"img_size": size, **way} for way in _DYNAMIC] + [{}]
+    for more in tried:
+        made = {**arguments, "num_classes": 0, **more}
+        try:
+            backbone = timm.create_model(name, **made, **extra)
+        except TypeError as error:
+            if any(key in str(error) for key in more):
+                continue
+            if "drop_path_rate" in str(error) and "drop_path_rate" in extra:
+                if extra["drop_path_rate"]:
+                    print(f"note: {name} has no stochastic depth; --drop-path is left out")
+                return _create(name, arguments, {k: v for k, v in extra.items() if k != "drop_path_rate"}, size)
+            raise EverytokenError(f"{name} does not take these arguments: {error}") from error
+        except (RuntimeError, OSError) as error:
+            what = "the weights of" if extra["pretrained"] else f"at {_text(size)} pixels,"
+            raise EverytokenError(f"{what} {name} could not be had: {str(error)[:200]}") from error
+        return backbone, made, len(more) == 2
+    raise AssertionError  # the last way asks for nothing
+
+
+def _takes_any_size(features: Features, size: tuple[int, int]) -> bool:
+    """Whether images of another size pass, found by trying."""
+    try:
+        probe_features(features, (size[0], size[1] + features.multiple))
+    except (RuntimeError, AssertionError, ValueError, IndexError):
+        return False
+    return True
+
+
+def _dense_description(path: Any) -> Description | None:
+    """Of the backbone in the weights file of a dense task's run."""
+    if path.suffix != ".safetensors":
+        return None
+    with safe_open(path, framework="pt") as file:
+        for text in (file.metadata() or {}).values():
+            content = json.loads(text) if text.startswith("{") else {}
+            if "backbone" in content:
+                return description_from(content["backbone"])
+    return None
+
+
+def read_note(path: Path, key: str) -> dict[str, Any] | None:
+    """What a weights file says under `key`; None where it says nothing or is no safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(key)
+    except SafetensorError:
+        return None
+    return None if text is None else json.loads(text)
+
+
+def description_from(values: Mapping[str, Any]) -> Description:
+    """A description that went through JSON."""
+    made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return Description(**made)
+
+
+@torch.no_grad()
+def probe_features(features: Features, size: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """(channels, height, width) of each map for images of (height, width), by one pass of zeros."""
+    was = features.training
+    features.eval()
+    like = next(features.parameters())
+    maps = features(torch.zeros(1, 3, *size, device=like.device, dtype=like.dtype))
+    features.train(was)
+    return [(m.shape[1], m.shape[2], m.shape[3]) for m in maps]

@@ -1,0 +1,273 @@
+"""From options to the parts of a classification run: data, store, model, objectives, mixing, teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import resolve_data_config
+from torch import nn
+
+from everytoken.data.augment import AugmentConfig
+from everytoken.data.find import open_dataset
+from everytoken.data.places import DEFAULT_VAL_SPLIT, part
+from everytoken.data.sources import DataSet
+from everytoken.engine.checks import ContradictionError, check_objectives, check_options
+from everytoken.engine.distributed import World
+from everytoken.engine.options import TrainOptions
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps
+from everytoken.models import TokenModel, probe
+from everytoken.models.load import (
+    Description,
+    create_sized,
+    describe,
+    find_weights,
+    load_model,
+    token_head_file,
+    with_own_head,
+)
+from everytoken.models.weights import load_weights
+from everytoken.objectives import OBJECTIVES
+from everytoken.tasks.step import ALIASES, FrozenTeacher, TokenStep, build_mixer, build_objectives
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a classification run is made of."""
+
+    train_set: DataSet
+    val_set: DataSet
+    store: Maps | None
+    step: TokenStep
+    grid: tuple[int, int]
+    augment: AugmentConfig
+    description: Description
+    notes: list[str]
+
+
+def build(options: TrainOptions, world: World) -> Parts:
+    """Everything but the loop. Contradictions are found before any image is read."""
+    notes = check_options(options)
+    torch.manual_seed(options.run.seed)  # of fresh weights
+    store = Maps(options.labels) if options.labels else None
+    train_set, val_set, more = open_splits(options)
+    notes += more
+    num_classes = options.dataset.num_classes or train_set.num_classes
+    if num_classes < 2:
+        only = ", ".join(train_set.class_names)
+        raise EverytokenError(
+            f"{options.data} has one class only ({only}), so there is nothing to tell apart: give every class a folder "
+            "of its own, at least two"
+        )
+    if num_classes < train_set.num_classes:
+        raise EverytokenError(
+            f"--num-classes {num_classes} is fewer than the {train_set.num_classes} classes of {options.data}"
+        )
+    settings, more = _resolve_class_targets(options, store, train_set)
+    notes += more
+    class_names = tuple(train_set.class_names)
+    token_names: tuple[str, ...] = ()
+    if any("token_logits" in _needs(name, fields) for name, fields in settings.items()):
+        token_names = class_names if store is None else _names(store)
+    backbone, arguments = build_backbone(options, num_classes)
+    model = TokenModel(backbone, len(token_names) or None)
+    notes += _start_heads(model, options, class_names, token_names)
+    own = getattr(backbone, "aux_head", None)
+    if own is not None and not model.uses_own_head:
+        own.requires_grad_(False)  # nothing trains it, and DDP wants every trained weight to have a gradient
+    objectives = build_objectives(settings, model, options.augment.smoothing)
+    notes += check_objectives(options, objectives)
+    config = resolve_data_config({}, model=backbone)
+    augment = build_augment(options, config)
+    if any("distill_logits" in o.needs for o in objectives):
+        backbone.set_distilled_training(True)  # type: ignore[operator]
+    teacher = build_teacher(options, config, num_classes, class_names)
+    step = TokenStep(
+        model, objectives, build_mixer(options.mixing), teacher,
+        compile=options.model.torchcompile,
+    ).to(world.device)  # fmt: skip
+    size = options.model.img_size
+    step.grid = grid = probe(model, (size, size))
+    patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
+    if isinstance(patch, tuple) and any(size % side for side in patch):
+        notes.append(
+            f"--img-size {size} is no multiple of the patch size {patch[0]}, so tokens and their labels are a little "
+            "apart at the right and at the bottom"
+        )
+    description = Description(
+        architecture=options.model.model,
+        arguments=arguments,
+        class_names=class_names,
+        token_class_names=token_names,
+        img_size=(size, size),
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        crop_pct=augment.crop_pct,
+        interpolation=augment.interpolation,
+    )
+    return Parts(train_set, val_set, store, step, grid, augment, description, notes)
+
+
+def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
+    """Training and validation images, and what to say about them.
+
+    A tenth is held out where the data has no validation images of its own and nothing was asked for.
+    """
+    share, notes = options.dataset.val_split, []
+    named = options.data.startswith(("torchvision:", "hf:"))
+    if not share and not named and part(options.data, "val") is None:
+        share = DEFAULT_VAL_SPLIT
+        notes.append(f"{options.data} has no validation images: 10 % of each class are held out (--val-split)")
+    # held out by the images' names alone: the same ones for every --seed, and for `everytoken annotate`
+    found = [open_dataset(options.data, s, val_split=share) for s in ("train", "val")]
+    return found[0], found[1], notes
+
+
+def _needs(name: str, fields: dict[str, Any]) -> frozenset[str]:
+    """What an objective will ask for; unknown names and settings are reported when it is built."""
+    known = OBJECTIVES.get(ALIASES.get(name, name))
+    if known is None:
+        return frozenset()
+    return known(**{k: v for k, v in fields.items() if k in known.__dataclass_fields__}).needs
+
+
+def _resolve_class_targets(
+    options: TrainOptions, store: Maps | None, train_set: DataSet
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """With maps of other classes, the class token learns the data's own labels; say so."""
+    settings = {name: dict(fields) for name, fields in options.objectives.items()}
+    notes: list[str] = []
+    if store is None or list(store.manifest.class_names) == list(train_set.class_names):
+        return settings, notes
+    if "relabel" in settings and "class_map" not in settings["relabel"]:
+        raise ContradictionError(
+            f"ReLabel teaches the class token what the score maps say, and these speak {store.manifest.num_classes} "
+            f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token`, which lets every "
+            "token learn the maps' classes, or say which classes correspond with class_map."
+        )
+    for name in ("token", "token_labeling"):
+        if name in settings and "class_map" not in settings[name]:
+            settings[name]["class_target"] = "truth"  # whatever the recipe says: the maps cannot label whole images
+            notes.append(
+                f"the score maps speak {store.manifest.num_classes} classes of their own (such as "
+                f"{store.manifest.class_name(0)!r}), the data has {train_set.num_classes} (such as "
+                f"{train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
+            )
+    return settings, notes
+
+
+def _names(store: Maps) -> tuple[str, ...]:
+    """One name per class of the maps, also where they have none of their own."""
+    return tuple(store.manifest.class_name(i) for i in range(store.manifest.num_classes))
+
+
+def _start_heads(
+    model: TokenModel, options: TrainOptions, class_names: tuple[str, ...], token_names: tuple[str, ...]
+) -> list[str]:
+    """Heads of the initial weights go on where they learnt the same classes, and start anew where they did not."""
+    if not options.model.initial_checkpoint:
+        return []
+    path, notes = find_weights(options.model.initial_checkpoint), []
+    about = describe(path)
+    if about is not None and about.class_names and about.class_names != class_names:
+        count = int(model.backbone.num_classes)  # type: ignore[arg-type]
+        if len(about.class_names) == count:  # they fit in number, but mean other things
+            model.backbone.reset_classifier(count)  # type: ignore[operator]
+        notes.append(f"{path} was trained on other classes: the classifier starts anew")
+    if model.token_head is not None:
+        kept = token_head_file(path)
+        if about is not None and about.token_class_names == token_names and kept.is_file():
+            load_weights(model.token_head, kept)
+            notes.append(f"token head from {kept}")
+        else:
+            notes.append("the token head starts anew")
+    return notes
+
+
+def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The timm model and the arguments it was made with."""
+    chosen = options.model
+    arguments: dict[str, Any] = {"num_classes": num_classes, "img_size": chosen.img_size, **chosen.model_kwargs}
+    # 0 is said too: some timm models (Swin) have stochastic depth of their own unless they are told not to
+    extra: dict[str, Any] = {"pretrained": chosen.pretrained, "drop_path_rate": chosen.drop_path}
+    if chosen.drop:
+        extra["drop_rate"] = chosen.drop
+    while True:
+        try:
+            backbone, arguments = create_sized(chosen.model, arguments, **extra)
+            break
+        except TypeError as error:
+            if "drop_path_rate" not in str(error) or extra.pop("drop_path_rate", 1):  # 0: none, where there is none
+                raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
+    if chosen.initial_checkpoint:
+        report = load_weights(backbone, find_weights(chosen.initial_checkpoint))
+        print(f"weights from {chosen.initial_checkpoint}: {report}")
+    if chosen.grad_checkpointing:
+        backbone.set_grad_checkpointing(True)  # type: ignore[operator]
+    if chosen.channels_last:
+        backbone = backbone.to(memory_format=torch.channels_last)
+    return backbone, arguments
+
+
+def build_augment(options: TrainOptions, config: dict[str, Any]) -> AugmentConfig:
+    """Augmentation from the options, with the model's own normalisation and evaluation crop."""
+    chosen = options.augment
+    return AugmentConfig(
+        img_size=options.model.img_size,
+        scale=chosen.scale,
+        ratio=chosen.ratio,
+        hflip=chosen.hflip,
+        vflip=chosen.vflip,
+        aa=chosen.aa or None,
+        color_jitter=chosen.color_jitter or None,
+        reprob=chosen.reprob,
+        remode=chosen.remode,
+        recount=chosen.recount,
+        train_interpolation=chosen.train_interpolation,
+        interpolation=chosen.interpolation or config["interpolation"],
+        crop_pct=chosen.crop_pct or config["crop_pct"],
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+    )
+
+
+def build_teacher(
+    options: TrainOptions, config: dict[str, Any], num_classes: int, class_names: tuple[str, ...]
+) -> FrozenTeacher | None:
+    """The teacher, or None."""
+    name, path = options.model.teacher, options.model.teacher_checkpoint
+    if not name:
+        return None
+    student = (config["mean"], config["std"])
+    if name.startswith("fit:"):
+        from everytoken.annotators.fit_model import kept_network
+
+        made, names = kept_network(Path(name.removeprefix("fit:")))
+        if names != class_names:
+            raise EverytokenError(
+                f"the teacher {name} was trained on other classes ({', '.join(names[:3])}, ...) than these "
+                f"({', '.join(class_names[:3])}, ...)"
+            )
+        own = made.preprocessing
+        return FrozenTeacher(TokenModel(made.backbone), student, (own.mean, own.std))
+    loaded = load_model(path, architecture=name) if path else load_model(f"timm:{name}")
+    known = loaded.model.backbone.num_classes
+    if known != num_classes:
+        raise EverytokenError(
+            f"the teacher {name} knows {known} classes and the student {num_classes}; give one that was trained on "
+            "these classes with --teacher-checkpoint"
+        )
+    about = loaded.description
+    if about.class_names and about.class_names != class_names:
+        raise EverytokenError(
+            f"the teacher {loaded.source} has the classes {', '.join(about.class_names[:3])}, ..., and the data "
+            f"{', '.join(class_names[:3])}, ...: in this order its answers would be taken for other classes"
+        )
+    model = loaded.model
+    if about.token_class_names != about.class_names or not about.class_names:
+        # its token head speaks of other classes, or is not known to be one
+        model = with_own_head(model.backbone, about if about.class_names else None)
+    return FrozenTeacher(model, student, (about.mean, about.std))

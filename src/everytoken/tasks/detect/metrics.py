@@ -1,0 +1,90 @@
+"""Average precision as COCO defines it, computed by COCO's own evaluator (pycocotools).
+
+AP is the mean over IoU 0.50, 0.55, ..., 0.95; AP50 and AP75 are at one IoU; APs, APm, APl are of objects up to 32 x 32,
+up to 96 x 96, and larger. All in percent. Objects found inside crowd regions are neither right nor wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from everytoken.errors import need
+from everytoken.tasks.detect.data import InstanceSet
+from everytoken.tasks.detect.infer import Found
+
+NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Numbers of a detector on a data set.
+
+    Attributes:
+        numbers: "box AP", "box AP50", ..., "mask AP", ... in percent; -1 where no object is of that kind.
+        classes: of each class that occurs: class, objects, and AP and AP50 of boxes and masks.
+    """
+
+    numbers: dict[str, float]
+    classes: list[dict[str, Any]]
+
+    @property
+    def main(self) -> float:
+        """What "best" means: AP of masks, or of boxes if no masks are found."""
+        return self.numbers.get("mask AP", self.numbers["box AP"])
+
+
+def precision(data: InstanceSet, found: Mapping[int, Found], columns: Sequence[int] | None = None) -> Precision:
+    """Compare what was found with the truth.
+
+    Args:
+        data: the truth. found: objects by number of the image in `data`; images that are not there do not count.
+        columns: class of the data for each class of the detector, -1 for none; default: the same.
+    """
+    api, evaluator = (need(f"pycocotools.{name}", "detect", "everytoken detect") for name in ("coco", "cocoeval"))
+    samples = sorted(found)
+    masks = any(one.masks is not None for one in found.values())
+    rows: list[dict[str, Any]] = []
+    names = [c + 1 for c in (columns if columns is not None else range(data.num_classes))]
+    for number, i in enumerate(samples):
+        rows += [row for row in found[i].rows(number + 1, names) if row["category_id"] > 0]
+    numbers: dict[str, float] = {}
+    table: dict[int, dict[str, Any]] = {}
+    with contextlib.redirect_stdout(io.StringIO()):  # the evaluator talks
+        truth = api.COCO()
+        truth.dataset = data.as_coco(samples, masks)
+        truth.createIndex()
+        for one in truth.dataset["annotations"]:
+            if not one["iscrowd"]:
+                entry = table.setdefault(one["category_id"], {"class": data.class_names[one["category_id"] - 1]})
+                entry["objects"] = entry.get("objects", 0) + 1
+        for kind, what in (("box", "bbox"), ("mask", "segm")):
+            if kind == "mask" and not masks:
+                continue
+            if not rows:
+                numbers.update({f"{kind} {name}": 0.0 for name in NAMES})
+                for entry in table.values():
+                    entry.update({f"{kind} AP": 0.0, f"{kind} AP50": 0.0})
+                continue
+            evaluation = evaluator.COCOeval(truth, truth.loadRes([dict(row) for row in rows]), what)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+            values = [float(v) for v in evaluation.stats[:6]]
+            numbers.update({f"{kind} {n}": 100 * v if v >= 0 else -1.0 for n, v in zip(NAMES, values, strict=True)})
+            curves = evaluation.eval["precision"]  # [IoU, recall, class, area, limit]
+            for k, category in enumerate(evaluation.params.catIds):
+                if category in table:
+                    table[category][f"{kind} AP"] = _mean(curves[:, :, k, 0, -1])
+                    table[category][f"{kind} AP50"] = _mean(curves[0, :, k, 0, -1])
+    return Precision(numbers, [table[c] for c in sorted(table)])
+
+
+def _mean(values: np.ndarray) -> float:
+    real = values[values > -1]
+    return round(100 * float(real.mean()), 3) if real.size else -1.0

@@ -1,0 +1,128 @@
+"""What `everytoken detect` is told; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from everytoken._machine import default_workers
+from everytoken.engine.options import OptimOptions, RunOptions
+from everytoken.tasks.options import BackboneOptions
+
+
+@dataclass(frozen=True)
+class DetectorOptions:
+    """The detector."""
+
+    detector: Literal["cascade", "mask"] = "cascade"
+    """cascade: Cascade Mask R-CNN, three stages at IoU 0.5, 0.6 and 0.7. mask: Mask R-CNN, one stage."""
+    masks: bool = True
+    """Find masks too; without, only boxes (Cascade R-CNN, Faster R-CNN), and annotations need no segmentation."""
+    box_head: Literal["auto", "conv", "mlp"] = "auto"
+    """conv: four convolutions with batch norm and a hidden layer. mlp: two hidden layers. auto: conv for cascade."""
+    class_agnostic: bool | None = None
+    """One box for all classes of a region, instead of one for each class. Default: yes for cascade, no for mask."""
+    box_loss: Literal["smooth_l1", "giou"] = "smooth_l1"
+    """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades."""
+    channels: int = 256
+    """Channels of the pyramid and of the convolutions in the heads."""
+    hidden: int = 1024
+    """Width of the hidden layers of a box head."""
+    anchor_scale: float = 8
+    """Side of the anchors, in cells of their level."""
+    proposals: int = 2000
+    """Proposals per image in training; half as many in evaluation."""
+    regions: int = 512
+    """Proposals per image that each stage is trained on, at most a quarter of them objects."""
+    norm_eval: bool = False
+    """Keep the backbone's batch norms as they are (pretrained ResNets with few images per process)."""
+
+
+@dataclass(frozen=True)
+class CocoOptions:
+    """Images and annotations."""
+
+    annotations: str = ""
+    """COCO json of this part of the data (train: of the training part); default: found below DATA."""
+    images: str = ""
+    """Folder of its images; default: found below DATA."""
+    val_annotations: str = ""
+    """detect train: COCO json of the validation part; default: found below DATA."""
+    val_images: str = ""
+    """detect train: folder of its images; default: as for --images."""
+    val_split: float = 0.0
+    """Part of the images to hold out when the data has no validation part; 0 means 0.1 in that case."""
+
+
+@dataclass(frozen=True)
+class DetectData(CocoOptions):
+    """Images, annotations and batches."""
+
+    keep_empty: bool = False
+    """Train on images without objects too; the papers leave them out."""
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
+    """Images per step and process."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    """Loader processes per training process; 0 loads in the main process."""
+    on_bad_image: Literal["raise", "skip"] = "raise"
+    """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""
+
+
+@dataclass(frozen=True)
+class DetectAugment:
+    """Augmentation: a random size and a flip."""
+
+    sizes: tuple[int, ...] = tuple(range(480, 801, 32))
+    """Short sides, one of which is drawn for each image."""
+    longest: int = 1333
+    """The long side is at most this; the short side is then smaller than drawn."""
+    hflip: float = 0.5
+    """Chance of a left-right flip."""
+
+
+@dataclass(frozen=True)
+class FindOptions:
+    """How images are looked at when no longer training."""
+
+    size: int = 0
+    """Short side of the image; 0: 800, or the largest of training if that is smaller."""
+    max_size: int = 0
+    """The long side is at most this; 0: as in training."""
+    score_thresh: float = 0.05
+    """Leave out objects that score less."""
+    nms_thresh: float = 0.5
+    """Of two boxes of a class that overlap by more than this IoU, only the better stays."""
+    max_detections: int = 100
+    """Objects per image."""
+
+
+@dataclass(frozen=True)
+class DetectOptim(OptimOptions):
+    """Optimizer and schedule."""
+
+    warmup_iters: int = 500
+    """Updates of linear warm-up."""
+    warmup_epochs: tyro.conf.Suppress[float] = 0.0
+
+
+@dataclass(frozen=True)
+class DetectOptions:
+    """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
+    """COCO's folder, a folder with images/ and one json, a folder with parts of such, or a json file."""
+    recipe: str = ""
+    """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
+    model: tyro.conf.OmitArgPrefixes[BackboneOptions] = field(default_factory=BackboneOptions)
+    detector: tyro.conf.OmitArgPrefixes[DetectorOptions] = field(default_factory=DetectorOptions)
+    dataset: tyro.conf.OmitArgPrefixes[DetectData] = field(default_factory=DetectData)
+    augment: tyro.conf.OmitArgPrefixes[DetectAugment] = field(default_factory=DetectAugment)
+    find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
+    optim: tyro.conf.OmitArgPrefixes[DetectOptim] = field(
+        default_factory=lambda: DetectOptim(
+            epochs=12, lr=1e-4, weight_decay=0.05, sched="multistep", decay_milestones=(8, 11), warmup_lr=1e-7
+        )
+    )
+    run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)

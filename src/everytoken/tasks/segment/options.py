@@ -1,0 +1,116 @@
+"""What `everytoken segment` is told; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from everytoken._machine import default_workers
+from everytoken.tasks.options import BackboneOptions, IterOptim, IterRun
+
+Layout = Literal["auto", "ade20k", "folders", "coco", "voc"]
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """The head."""
+
+    head: Literal["upernet", "fcn"] = "upernet"
+    """UperNet (pyramid pooling and a feature pyramid), or FCN (convolutions on one map)."""
+    channels: int = 0
+    """Channels inside the head; 0: 512 for UperNet, 256 for FCN."""
+    convs: int = 2
+    """3x3 convolutions of an FCN head."""
+    dropout: float = 0.1
+    """Dropout of channels before the classifier."""
+    aux_weight: float = 0.4
+    """Weight of the auxiliary FCN head's loss; 0: no such head."""
+    aux_channels: int = 0
+    """Channels inside the auxiliary head; 0: 256."""
+    pyramid_channels: int = 0
+    """Channels of the last level that is made of a plain transformer; 0: 2048 for UperNet, 768 for FCN."""
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Images and masks."""
+
+    layout: Layout = "auto"
+    """How the data is laid out; auto: found from the folders. See docs/segment.md."""
+    images: str = ""
+    """Layout folders: the folder of images, below DATA; default: images."""
+    masks: str = ""
+    """Layout folders: the folder of masks, below DATA; default: masks or annotations."""
+    classes: str = ""
+    """Class file: a name per line (value 0 first), or JSON {"value": "name"}; default: found below DATA."""
+    ignore_index: tuple[int, ...] = (255,)
+    """Values in masks that are no class: such pixels count neither in the loss nor in the metrics."""
+    reduce_zero_label: bool | None = None
+    """Value 0 means "nothing", and classes begin at 1. Default: as the layout has it (yes for ADE20K)."""
+    val_split: float = 0.0
+    """Part of the images to hold out when the data has no validation part; 0 means 0.1 in that case."""
+
+
+@dataclass(frozen=True)
+class SegmentData(MaskOptions):
+    """Images, masks and batches."""
+
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
+    """Images per step and process."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    """Loader processes per training process; 0 loads in the main process."""
+    on_bad_image: Literal["raise", "skip"] = "raise"
+    """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""
+
+
+@dataclass(frozen=True)
+class SegmentAugment:
+    """Augmentation: a random scale, a crop, a flip, photometric distortion."""
+
+    crop_size: int = 512
+    """Side of the square crop that the network is trained on."""
+    resize: int = 0
+    """The short side of an image before the random scale; 0: the crop's side."""
+    scale: tuple[float, float] = (0.5, 2.0)
+    """Random scale, on top of --resize."""
+    hflip: float = 0.5
+    """Chance of a left-right flip."""
+    photometric: bool = True
+    """Random brightness, contrast, saturation and hue."""
+    cat_max_ratio: float = 0.75
+    """Look for a crop in which no class covers more than this (ten attempts); 1: take the first."""
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Evaluation."""
+
+    mode: Literal["whole", "slide"] = "whole"
+    """The whole image at once, or overlapping windows of the training crop's size."""
+    stride: int = 0
+    """Step of the windows; 0: two thirds of the window."""
+    scales: tuple[float, ...] = (1.0,)
+    """Average over these scales, for example 0.75 1.0 1.25 1.5 1.75."""
+    flip: bool = False
+    """Average with the mirrored image as well."""
+
+
+@dataclass(frozen=True)
+class SegmentOptions:
+    """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
+    """Folder of images and masks: ADE20K, COCO panoptic, Pascal VOC, or images/ and masks/ with a class file."""
+    recipe: str = ""
+    """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
+    model: tyro.conf.OmitArgPrefixes[BackboneOptions] = field(default_factory=BackboneOptions)
+    decoder: tyro.conf.OmitArgPrefixes[DecoderOptions] = field(default_factory=DecoderOptions)
+    dataset: tyro.conf.OmitArgPrefixes[SegmentData] = field(default_factory=SegmentData)
+    augment: tyro.conf.OmitArgPrefixes[SegmentAugment] = field(default_factory=SegmentAugment)
+    evaluation: tyro.conf.OmitArgPrefixes[EvalOptions] = field(default_factory=EvalOptions)
+    optim: tyro.conf.OmitArgPrefixes[IterOptim] = field(
+        default_factory=lambda: IterOptim(lr=6e-5, weight_decay=0.01, sched="linear", warmup_lr=6e-11, min_lr=5e-6)
+    )
+    run: tyro.conf.OmitArgPrefixes[IterRun] = field(default_factory=IterRun)

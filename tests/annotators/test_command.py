@@ -1,0 +1,166 @@
+"""`everytoken annotate`, as it is typed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from everytoken.cli import main
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps
+
+FUNCTION = """
+import torch
+
+def score(images):
+    assert 0 <= images.min() and images.max() <= 1
+    return torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1) * 10
+
+score.class_names = ["red", "green", "blue"]
+score.img_size = (24, 32)
+not_a_function = 3
+
+def nameless(images):
+    return images
+
+def wrong(images):
+    return images
+wrong.class_names = ["a", "b"]
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, photos):
+    """A working directory with a function of one's own in it."""
+    (tmp_path / "my_labels.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_labels", None)
+
+
+def run(*words: str) -> int:
+    return main(["annotate", *words])
+
+
+def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
+    assert run("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu") == 0
+    said = capsys.readouterr().out
+    store = Maps("maps")
+    assert store.manifest.class_names == ["blue", "green", "red"]
+    assert store.manifest.grid == (3, 4)
+    assert (store["blue/1.blue.png"].classes[..., 0] == 0).all()
+    for part in (
+        "12 of 3 x 4 cells",
+        "100.0% of 12 maps",
+        "bytes per image",
+        "labels sheet maps",
+        "train photos --labels maps --recipe small_32_token",
+    ):
+        assert part in said
+
+
+def test_running_it_again_does_nothing_and_says_so(here, capsys):
+    words = ("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu")
+    run(*words)
+    before = {p.name: p.stat().st_mtime_ns for p in (here / "maps").iterdir() if p.name != "runs.jsonl"}
+    capsys.readouterr()
+    assert run(*words) == 0
+    assert "0 images in" in capsys.readouterr().out
+    assert before == {p.name: p.stat().st_mtime_ns for p in (here / "maps").iterdir() if p.name != "runs.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--annotator", "python:my_label:score"], "cannot be imported"),
+        (["--annotator", "python:my_labels:scare"], "Did you mean 'score'"),
+        (["--annotator", "python:my_labels"], "python:module:function"),
+        (["--annotator", "python:my_labels:not_a_function"], "not a function"),
+        (["--annotator", "python:my_labels:nameless"], "class_names"),
+        (["--annotator", "python:my_labels:wrong"], "2] is needed"),
+        (["--annotator", "python:my_labels:score", "--folds", "3"], "--folds can only be used with --annotator fit"),
+        (["--annotator", "fit", "--checkpoint", "x"], "trains its own weights"),
+        (["--annotator", "python:my_labels:score", "--top-k", "4"], "more than the 3 classes"),
+        (["--annotator", "nonsense"], "there is no annotator"),
+    ],
+)
+def test_mistakes_are_explained_in_one_message(here, capsys, words, said):
+    more = ["--foreign-classes"] if "python:my_labels:wrong" in words else []
+    assert run("photos", "--out", "maps", "-j", "0", "--device", "cpu", *words, *more) == 2
+    text = capsys.readouterr().err
+    assert said in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("out", ["photos", "photos/maps", "full"])
+def test_a_folder_that_cannot_be_a_store_is_refused_before_anything_is_trained_or_written(here, capsys, out):
+    (here / "full").mkdir()
+    (here / "full" / "notes.txt").touch()
+    before = sorted(here.rglob("*"))
+    assert run("photos", "--out", out, "--annotator", "fit", "-j", "0", "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    assert out in said
+    assert "training" not in said or "taken for a class in training" in said
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_store_of_another_annotator_is_refused_before_anything_is_trained(here, capsys):
+    words = ("photos", "--out", "maps", "-j", "0", "--device", "cpu")
+    assert run(*words, "--annotator", "python:my_labels:score") == 0
+    assert run(*words, "--annotator", "fit") == 2
+    assert "annotator: python:my_labels:score in the store, fit now" in capsys.readouterr().err
+    assert not (here / "maps" / "annotator").exists()
+
+
+def test_the_commands_to_run_next_can_be_pasted(here, capsys):
+    (here / "photos").rename(here / "my photos")
+    words = ("my photos", "--out", "my maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu")
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    assert "labels sheet 'my maps' --images 'my photos' --out" in said
+    assert "train 'my photos' --labels 'my maps' --recipe" in said
+
+
+def test_photos_without_class_folders_need_a_word(here, capsys):
+    words = ["photos/red", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu"]
+    assert run(*words) == 2
+    assert "--unlabelled" in capsys.readouterr().err
+    assert run(*words, "--unlabelled") == 0
+    assert len(Maps("maps")) == 4
+    said = capsys.readouterr().out
+    assert "folder's" not in said
+    assert "train" not in said
+
+
+def test_nothing_but_unreadable_images_is_a_failure(here, capsys):
+    for path in (here / "photos").glob("*/*.png"):
+        path.write_bytes(b"broken")
+    assert run("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu") == 1
+    said = capsys.readouterr()
+    assert "skipped blue/0.blue.png" in said.out
+    assert "none of the images could be read" in said.err
+
+
+def test_torchrun_makes_the_same_store(here):
+    words = ["-m", "everytoken", "annotate", "photos", "--annotator", "python:my_labels:score", "-j", "0"]
+    words += ["--device", "cpu", "--batch-size", "2"]
+    assert run(*words[3:], "--out", "one") == 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, *words, "--out", "two"], capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("next:") == 1
+    files = [{p.name: p.read_bytes() for p in (here / n).iterdir() if p.name != "runs.jsonl"} for n in ("one", "two")]
+    assert files[0] == files[1]
+
+
+def test_errors_of_this_command_are_errors_for_people():
+    from everytoken.annotators import AnnotatorError, ClassError
+
+    assert issubclass(AnnotatorError, EverytokenError)
+    assert issubclass(ClassError, EverytokenError)

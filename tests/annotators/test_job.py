@@ -1,0 +1,311 @@
+"""The job: what lands in the store is what the annotator says about each image, whatever happens on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from everytoken.annotators import AnnotatorError, ClassList, JobOptions, Preprocessing, Team, annotate, build_annotator
+from everytoken.annotators.annotator import weights_hash
+from everytoken.annotators.own_function import FunctionAnnotator
+from everytoken.annotators.reading import BatchReader, eval_view, store_order
+from everytoken.annotators.summary import summarise
+from everytoken.data.find import open_dataset
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps, verify
+
+QUICK = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of a store that must be equal in equal stores."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "runs.jsonl"}
+
+
+def function(score, names=("blue", "green", "red"), size=(32, 32)) -> FunctionAnnotator:
+    return FunctionAnnotator(
+        "test", Preprocessing(size, (0.0,) * 3, (1.0,) * 3), ClassList(len(names), names), {}, score
+    )
+
+
+def blocks(images: torch.Tensor) -> torch.Tensor:
+    """The mean colour of each 8x8 block, as scores of three classes."""
+    return torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1) * 10
+
+
+@pytest.fixture
+def network(weights):
+    return build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
+
+
+def test_a_map_is_what_the_network_says_about_each_cell(data, network, tmp_path):
+    annotate(data, tmp_path / "maps", network, QUICK)
+    store, view = Maps(tmp_path / "maps", check=True), eval_view(network.preprocessing, "squash")
+    assert len(store) == len(data) == 12
+    assert store.manifest.class_names == ["blue", "green", "red"]
+    for i in range(len(data)):
+        pixels = torch.from_numpy(view(data.picture(i))[0])[None]
+        with torch.inference_mode():
+            logits = network.score(network.preprocessing.normalise(pixels), np.array([i]))[0]
+        found = store[data.key(i)]
+        assert found.size == (48, 36)
+        assert found.area == (0.0, 0.0, 1.0, 1.0)
+        best = logits.topk(3, dim=-1)
+        np.testing.assert_allclose(found.scores, best.values.numpy(), rtol=2e-3, atol=2e-3)
+        np.testing.assert_array_equal(found.classes, best.indices.numpy())
+
+
+def test_pixels_are_normalised_as_asked():
+    pixels = torch.randint(0, 256, (2, 4, 5, 3), dtype=torch.uint8)
+    made = Preprocessing((4, 5), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)).normalise(pixels)
+    wanted = (pixels.permute(0, 3, 1, 2) / 255 - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / torch.tensor(
+        [0.5, 0.6, 0.7]
+    ).view(3, 1, 1)
+    torch.testing.assert_close(made, wanted)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+
+
+def quadrants(path: Path, size: tuple[int, int], **save) -> None:
+    """Red top left, green top right, blue bottom left, black bottom right."""
+    width, height = size
+    pixels = np.zeros((height, width, 3), dtype=np.uint8)
+    pixels[: height // 2, : width // 2, 0] = 255
+    pixels[: height // 2, width // 2 :, 1] = 255
+    pixels[height // 2 :, : width // 2, 2] = 255
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, **save)
+
+
+def test_a_squashed_map_covers_the_image_and_shows_each_thing_in_its_place(tmp_path):
+    quadrants(tmp_path / "photos/red/wide.png", (128, 32))
+    names = ("red", "green", "blue")
+    annotator = function(blocks, names)
+    data = open_dataset(tmp_path / "photos", class_list=names)
+    annotate(data, tmp_path / "maps", annotator, QUICK)
+    top = Maps(tmp_path / "maps")["red/wide.png"].classes[..., 0]
+    assert (top[:2, :2] == 0).all()
+    assert (top[:2, 2:] == 1).all()
+    assert (top[2:, :2] == 2).all()
+
+
+def test_a_letterboxed_map_reaches_outside_the_image_and_says_where(tmp_path):
+    quadrants(tmp_path / "photos/red/wide.png", (128, 64))
+    annotator = function(blocks, ("red", "green", "blue"))
+    data = open_dataset(tmp_path / "photos", class_list=annotator.classes.names)
+    annotate(data, tmp_path / "maps", annotator, JobOptions(workers=0, resize="letterbox"))
+    found = Maps(tmp_path / "maps")["red/wide.png"]
+    assert found.area == pytest.approx((0.0, -0.5, 1.0, 1.5))
+    assert found.classes[1, 0, 0] == 0  # of four rows the middle two show the image: red and green above blue
+    assert found.classes[1, 3, 0] == 1
+    assert found.classes[2, 0, 0] == 2
+    assert Maps(tmp_path / "maps").manifest.resize_mode == "letterbox"
+
+
+def test_a_photo_that_lies_on_its_side_is_set_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the stored image must be turned clockwise
+    quadrants(tmp_path / "photos/red/phone.jpg", (64, 32), exif=exif, quality=95)
+    annotator = function(blocks, ("red", "green", "blue"))
+    data = open_dataset(tmp_path / "photos", class_list=annotator.classes.names)
+    annotate(data, tmp_path / "maps", annotator, QUICK)
+    found = Maps(tmp_path / "maps")["red/phone.jpg"]
+    assert found.size == (32, 64)
+    corners = found.classes[[0, 0, 3], [0, 3, 3], 0].tolist()
+    assert corners == [2, 0, 1]  # top left blue, top right red, bottom right green
+
+
+def test_an_unreadable_image_is_named_and_does_not_touch_its_neighbours(photos, network, tmp_path):
+    annotate(open_dataset(photos), tmp_path / "good", network, QUICK)
+    (photos / "green/1.green.png").write_bytes(b"no image")
+    (photos / "red/2.red.png").write_bytes((photos / "red/2.red.png").read_bytes()[:200])
+    annotate(open_dataset(photos), tmp_path / "maps", network, QUICK)
+    good, store = Maps(tmp_path / "good"), Maps(tmp_path / "maps")
+    assert set(store.skipped) == {"green/1.green.png", "red/2.red.png"}
+    assert str(photos) not in str(store.skipped.values())
+    assert all(store[key] == good[key] for key in store)
+    assert "green/1.green.png" in (tmp_path / "maps/skipped.csv").read_text()
+
+
+def test_a_mended_image_is_tried_again_on_request(photos, network, tmp_path):
+    path = photos / "green/1.green.png"
+    whole = path.read_bytes()
+    annotate(open_dataset(photos), tmp_path / "good", network, QUICK)
+    path.write_bytes(b"no image")
+    annotate(open_dataset(photos), tmp_path / "maps", network, QUICK)
+    path.write_bytes(whole)
+    assert annotate(open_dataset(photos), tmp_path / "maps", network, QUICK).done == 0
+    again = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order", retry_skipped=True)
+    assert annotate(open_dataset(photos), tmp_path / "maps", network, again).done == 5  # one shard
+    assert content(tmp_path / "maps") == content(tmp_path / "good")
+
+
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "nan"), (float("inf"), "inf"), (7e4, "70000")])
+def test_scores_that_cannot_be_stored_stop_the_job_and_name_the_image(photos, tmp_path, value, said):
+    image = np.array(Image.open(photos / "green/2.green.png"))
+    Image.fromarray(np.full_like(image, 255)).save(photos / "green/2.green.png")
+
+    def score(images):
+        made = blocks(images)
+        made[images.mean((1, 2, 3)) == 1, 1, 1, 2] = value
+        return made
+
+    with pytest.raises(AnnotatorError, match=rf"'green/2\.green\.png'.*{said}"):
+        annotate(open_dataset(photos), tmp_path / "maps", function(score), QUICK)
+
+
+def test_more_classes_per_cell_than_there_are_is_an_error(data, tmp_path):
+    with pytest.raises(EverytokenError, match="--top-k 4 is more than the 3 classes"):
+        annotate(data, tmp_path / "maps", function(blocks), JobOptions(top_k=4, workers=0))
+    annotate(data, tmp_path / "maps", function(blocks), JobOptions(top_k=2, workers=0))
+    assert Maps(tmp_path / "maps").manifest.top_k == 2
+
+
+@pytest.mark.parametrize(("classes", "kept"), [(3, 3), (20, 20), (21, 5)])
+def test_all_of_a_few_classes_are_kept_and_five_of_many(photos, tmp_path, classes, kept):
+    names = tuple(f"c{i}" for i in range(classes))
+    many = function(lambda images: blocks(images)[..., :1] * torch.linspace(-1, 1, classes), names)
+    annotate(open_dataset(photos), tmp_path / "maps", many, JobOptions(workers=0, foreign_classes=True))
+    assert Maps(tmp_path / "maps").manifest.top_k == kept
+
+
+def test_options_that_make_no_sense_are_refused():
+    for wrong in ({"batch_size": 0}, {"workers": -1}, {"top_k": -2}):
+        with pytest.raises(EverytokenError, match="must be at least"):
+            JobOptions(**wrong)
+
+
+def test_scores_of_mapped_classes_land_on_the_data_sets_numbers(data, tmp_path):
+    (tmp_path / "map.csv").write_text("blue,sky\ngreen,\nred,2\n")
+    annotator = function(blocks, ("sun", "grass", "sky"))  # the channels, in the order of the image: red, green, blue
+    options = JobOptions(workers=0, class_map=str(tmp_path / "map.csv"))
+    with pytest.raises(EverytokenError, match="2 classes that get scores"):
+        annotate(data, tmp_path / "maps", annotator, JobOptions(workers=0, class_map=options.class_map, top_k=3))
+    (tmp_path / "map.csv").write_text("blue,sky\ngreen,\nred,sun\n")
+    outcome = annotate(data, tmp_path / "maps", annotator, options)
+    store = Maps(tmp_path / "maps")
+    assert (store["blue/0.blue.png"].classes[..., 0] == 0).mean() > 0.9
+    assert (store["red/0.red.png"].classes[..., 0] == 2).mean() > 0.9
+    assert not any((store[key].classes == 1).any() for key in store)
+    assert any("no scores" in note for note in outcome.notes)
+
+
+def test_the_best_scores_are_kept_in_falling_order(data, tmp_path):
+    annotate(data, tmp_path / "maps", function(blocks), JobOptions(workers=0))
+    scores = Maps(tmp_path / "maps")["red/0.red.png"].scores
+    assert (np.diff(scores, axis=-1) <= 0).all()
+    assert np.diff(scores, axis=-1).min() < -1
+
+
+def test_a_job_that_was_interrupted_ends_in_the_same_store(data, network, tmp_path):
+    annotate(data, tmp_path / "calm", network, QUICK)
+    for shards in (0, 1):
+        _interrupt(data, network, tmp_path / "maps", after=5 * shards + 1)
+        assert Maps(tmp_path / "maps", partial=True).manifest.complete is False
+    outcome = annotate(data, tmp_path / "maps", network, QUICK)
+    assert 0 < outcome.done < len(data)
+    assert content(tmp_path / "maps") == content(tmp_path / "calm")
+    assert verify(tmp_path / "maps").ok
+
+
+def _interrupt(data, annotator, out, after: int) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > after:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        annotate(data, out, annotator, QUICK, progress=stop)
+
+
+def test_an_image_is_always_in_the_same_batch(data, tmp_path):
+    annotator = function(lambda images: blocks(images) + images.mean() * 100)  # an answer that depends on the batch
+    annotate(data, tmp_path / "calm", annotator, QUICK)
+    for after in (1, 6):
+        _interrupt(data, annotator, tmp_path / "maps", after)
+    annotate(data, tmp_path / "maps", annotator, QUICK)
+    assert content(tmp_path / "maps") == content(tmp_path / "calm")
+    for rank in (1, 0):
+        annotate(data, tmp_path / "two", annotator, QUICK, Team(rank, 2))
+    assert content(tmp_path / "two") == content(tmp_path / "calm")
+
+
+def test_several_processes_make_the_same_store(data, network, tmp_path):
+    annotate(data, tmp_path / "one", network, QUICK)
+    for rank in (1, 2, 0):  # one after the other: a barrier has nothing to wait for, and rank 0 comes last to finish
+        team = Team(rank, 3)
+        annotate(data, tmp_path / "three", network, QUICK, team)
+    assert content(tmp_path / "three") == content(tmp_path / "one")
+
+
+def test_decoding_in_other_processes_changes_nothing(data, network, tmp_path):
+    annotate(data, tmp_path / "alone", network, QUICK)
+    together = JobOptions(batch_size=3, workers=2, shard_size=5, class_map="order")
+    annotate(data, tmp_path / "together", network, together)
+    assert content(tmp_path / "together") == content(tmp_path / "alone")
+
+
+def test_mixed_precision_gives_nearly_the_same_maps_and_is_written_down(data, network, tmp_path):
+    annotate(data, tmp_path / "full", network, QUICK)
+    mixed = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order", amp_dtype="bfloat16")
+    annotate(data, tmp_path / "mixed", network, mixed)
+    full, half = Maps(tmp_path / "full"), Maps(tmp_path / "mixed")
+    assert half.manifest.annotator["amp"] == "bfloat16"
+    key = data.key(0)
+    assert not np.array_equal(full[key].scores, half[key].scores)
+    np.testing.assert_allclose(full[key].scores, half[key].scores, rtol=0.1, atol=0.1 * np.abs(full[key].scores).max())
+
+
+def test_a_store_is_not_continued_by_other_weights(data, weights, tmp_path):
+    first = build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
+    _interrupt(data, first, tmp_path / "maps", after=6)
+    other = build_annotator("timm:test_efficientnet", (64, 64), str(weights("test_efficientnet")))
+    with pytest.raises(EverytokenError, match="annotator: timm:test_resnet in the store, timm:test_efficientnet now"):
+        annotate(data, tmp_path / "maps", other, QUICK)
+    retrained = build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
+    with torch.no_grad():
+        next(iter(retrained.module.parameters())).add_(0.1)
+    retrained.settings["weights_sha256"] = weights_hash(retrained.module)
+    with pytest.raises(EverytokenError, match="weights: not the same"):
+        annotate(data, tmp_path / "maps", retrained, QUICK)
+
+
+def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path):
+    photos = photos_of(per_class=16)
+    script = Path(__file__).with_name("kill_job.py")
+    words = [str(script), str(photos), str(tmp_path / "killed"), str(tmp_path / "calm"), "20", "1"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 1
+    assert content(tmp_path / "killed") == content(tmp_path / "calm")
+    assert verify(tmp_path / "killed").ok
+
+
+def test_reading_ahead_uses_the_order_of_the_store(data):
+    order = store_order(data)
+    keys = [data.key(int(i)) for i in order]
+    assert keys == sorted(keys, key=str.encode)
+    batch = BatchReader(data, order, Preprocessing((16, 16)), "squash")[range(2, 6)]
+    assert batch.pixels.shape == (4, 16, 16, 3)
+    assert batch.indices.tolist() == order[2:6].tolist()
+
+
+def test_the_summary_counts_agreement_by_image_and_by_cell(photos, tmp_path):
+    wrong = photos / "red/0.red.png"
+    wrong.write_bytes((photos / "blue/0.blue.png").read_bytes())
+    (photos / "red/1.red.png").write_bytes(b"broken")
+    data = open_dataset(photos)
+    annotator = function(lambda images: blocks(images).flip(-1))  # channels red, green, blue -> blue, green, red
+    outcome = annotate(data, tmp_path / "maps", annotator, QUICK)
+    made = summarise(tmp_path / "maps", data, outcome.plan.label_to_class)
+    assert (made.maps, made.skipped, made.labelled) == (11, 1, 11)
+    assert made.images_agree == pytest.approx(10 / 11)
+    assert 0.8 < made.cells_agree <= 10 / 11
+    assert made.skipped_examples[0][0] == "red/1.red.png"
+    assert made.vocabulary == 3
+    foreign = summarise(tmp_path / "maps", data, (-1, -1, -1))
+    assert foreign.images_agree is None

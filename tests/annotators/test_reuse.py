@@ -1,0 +1,66 @@
+"""`annotate --reuse`: maps of an older store are copied, new images are looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from everytoken.annotators import JobOptions, annotate, build_annotator
+from everytoken.data.find import open_dataset
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps
+
+QUICK = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of a store that must be equal in equal stores."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "runs.jsonl"}
+
+
+@pytest.fixture
+def network(weights):
+    return build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
+
+
+def test_new_images_are_looked_at_and_old_maps_are_copied(photos, network, tmp_path):
+    late = [photos / "red" / sorted(p.name for p in (photos / "red").iterdir())[0],
+            photos / "blue" / sorted(p.name for p in (photos / "blue").iterdir())[-1]]  # fmt: skip
+    kept = [path.read_bytes() for path in late]
+    for path in late:
+        path.unlink()
+    annotate(open_dataset(photos), tmp_path / "old", network, QUICK)
+    for path, bytes_ in zip(late, kept, strict=True):
+        path.write_bytes(bytes_)
+    seen = []
+    own = network.score
+    network.score = lambda images, indices: seen.extend(indices) or own(images, indices)
+    data = open_dataset(photos)
+    told = []
+    reuse = replace(QUICK, reuse=str(tmp_path / "old"))
+    outcome = annotate(data, tmp_path / "new", network, reuse, progress=lambda *at: told.append(at))
+    assert sorted(Path(data.key(i)).name for i in seen[1:]) == sorted(p.name for p in late)  # first: a probe
+    assert (outcome.copied, outcome.done) == (10, 2)
+    assert told[0] == (10, 12)
+    assert told[-1] == (12, 12)
+    network.score = own
+    annotate(data, tmp_path / "whole", network, replace(QUICK, batch_size=1))
+    annotate(data, tmp_path / "one by one", network, replace(QUICK, batch_size=1, reuse=str(tmp_path / "whole")))
+    assert content(tmp_path / "one by one") == content(tmp_path / "whole")
+    new, whole = Maps(tmp_path / "new", check=True), Maps(tmp_path / "whole")
+    assert list(new) == list(whole)
+    for key, one in new.items():
+        np.testing.assert_allclose(one.scores, whole[key].scores, rtol=1e-2, atol=1e-2)
+
+
+def test_maps_of_another_annotator_are_not_reused_and_nothing_is_begun(data, network, weights, tmp_path):
+    annotate(data, tmp_path / "old", network, QUICK)
+    larger = build_annotator("timm:test_resnet", (96, 96), str(weights("test_resnet")))
+    with pytest.raises(EverytokenError, match="made in another way"):
+        annotate(data, tmp_path / "new", larger, replace(QUICK, reuse=str(tmp_path / "old")))
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(EverytokenError, match="another folder"):
+        annotate(data, tmp_path / "old", network, replace(QUICK, reuse=str(tmp_path / "old")))

@@ -1,0 +1,110 @@
+"""Checkpoints: whole or not at all, torn ones passed over."""
+
+import errno
+import os
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from everytoken.engine import checkpoint as ck
+from everytoken.engine.runfolder import RunFolder
+
+
+def save(root, step, **kwargs):
+    weights = {"model": {"w": torch.full((4, 3), float(step))}}
+    return ck.save_checkpoint(
+        root, step, weights, {"step": step, "x": torch.arange(5)}, {"architecture": "m"}, **kwargs
+    )
+
+
+def test_a_checkpoint_comes_back_and_old_ones_go(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    newest = ck.newest_good(tmp_path)
+    assert ck.step_of(newest) == 3
+    assert torch.equal(ck.load_state(newest)["x"], torch.arange(5))
+    assert float(load_file(newest / "model.safetensors")["w"][0, 0]) == 3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, name, damage):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / name
+    data = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    else:
+        data[random.Random(name).randrange(len(data) - 1)] ^= 4
+        path.write_bytes(data[:-1] if damage == "cut" else data)
+    told = []
+    assert ck.step_of(ck.newest_good(tmp_path, told.append)) == 1
+    assert "step-00000002" in told[0]
+
+
+def test_without_any_whole_checkpoint_there_is_none(tmp_path):
+    assert ck.newest_good(tmp_path) is None
+    (save(tmp_path, 1) / "state.pt").unlink()
+    assert ck.newest_good(tmp_path) is None
+
+
+def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ck, "save_file", full)
+    with pytest.raises(ck.CheckpointError, match=r"full.*last good one is kept"):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_folders_with_other_names_are_left_alone(tmp_path):
+    (save(tmp_path, 9)).rename(tmp_path / "step-00000009-old")
+    (tmp_path / "step-notes.txt").write_text("mine")
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=1)
+    assert ck.step_of(ck.newest_good(tmp_path)) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000009-old", "step-notes.txt"]
+
+
+def test_weights_replace_older_ones_whole_and_nothing_else_stays(tmp_path):
+    path = tmp_path / "best.safetensors"
+    for value in (1.0, 2.0):
+        ck.write_weights(path, {"w": torch.full((2, 2), value)}, {"architecture": "m"})
+    assert float(load_file(path)["w"][0, 0]) == 2
+    written = path.stat().st_mtime_ns
+    ck.write_weights(path, {"w": torch.full((2, 2), 2.0)}, {"architecture": "m"})
+    assert path.stat().st_mtime_ns == written
+    assert [p.name for p in tmp_path.iterdir()] == ["best.safetensors"]
+
+
+def test_files_are_on_the_disk_before_they_take_their_names(tmp_path, monkeypatch):
+    folder, calls = RunFolder(tmp_path), []
+    sync, move = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append("move"), move(old, new)))
+    folder.write("summary.json", "{}")
+    folder.record({"kind": "epoch", "step": 1})
+    ck.write_weights(tmp_path / "best.safetensors", {"w": torch.ones(1)}, {})
+    assert calls == ["sync", "move", "sync"] * 3  # the file, its name, the folder
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
+    (tmp_path / ".writing-00000009-1").mkdir(parents=True)
+    save(tmp_path, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_metrics_are_json_that_every_program_reads(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.record({"kind": "epoch", "step": 1, "epoch": 1, "loss": float("nan"), "val_top1": 50.0})
+    folder.record({"kind": "epoch", "step": 2, "epoch": 2, "loss": float("inf"), "val_top1": 51.0})
+    folder.forget_after(1)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert folder.rows() == [{"kind": "epoch", "step": 1, "epoch": 1, "loss": None, "val_top1": 50.0}]

@@ -1,0 +1,163 @@
+"""What fine-tuning takes from its source, and what it is told."""
+
+import json
+
+import pytest
+import timm
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from everytoken.cli import main
+from everytoken.cli.finetune import Finetune
+from everytoken.cli.train import resolve
+from everytoken.data import open_dataset
+from everytoken.engine.distributed import World
+from everytoken.engine.finetune import finetune_options
+from everytoken.engine.options import ModelOptions, TrainOptions
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps, MapWriter, StoreMeta
+from everytoken.models.load import Description
+from everytoken.tasks.build import build
+
+VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+NAMES = ("class-0", "class-1", "class-2")
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def maps(photos, tmp_path_factory):
+    """make(names, count): a store of score maps; names may be ()."""
+
+    def make(names=NAMES, count=3):
+        path = tmp_path_factory.mktemp("maps") / "store"
+        data = open_dataset(photos, "train")
+        keys = [data.key(i) for i in range(len(data))]
+        with MapWriter.create_or_resume(path, keys, StoreMeta((2, 2), 1, names, count)) as writer:
+            for at in range(len(keys)):
+                writer.put([at], torch.ones(1, 2, 2, 1).numpy(), torch.zeros(1, 2, 2, 1).long().numpy(), [[40, 36]],
+                           [[0.0, 0.0, 1.0, 1.0]])  # fmt: skip
+            writer.finalize()
+        return path
+
+    return make
+
+
+def a_run(folder, class_names=NAMES, token_names=NAMES):
+    """Weights as a run leaves them, with a token head beside them."""
+    folder.mkdir()
+    backbone = timm.create_model("vit_tiny_patch16_224", num_classes=len(class_names), img_size=32, **VIT)
+    torch.nn.init.normal_(backbone.head.weight)
+    arguments = {"num_classes": len(class_names), "img_size": 32, **VIT}
+    about = Description("vit_tiny_patch16_224", arguments, class_names, token_names, (32, 32))
+    save_file(backbone.state_dict(), folder / "best.safetensors", metadata=about.to_metadata())
+    head = {"weight": torch.randn(len(token_names), 16), "bias": torch.randn(len(token_names))}
+    save_file(head, folder / "best.token_head.safetensors")
+    return folder
+
+
+def options(photos, source, store="", **more):
+    model = ModelOptions(
+        model="vit_tiny_patch16_224", img_size=32, model_kwargs=dict(VIT), initial_checkpoint=str(source), **more
+    )
+    return TrainOptions(
+        data=str(photos), labels=str(store), model=model, objectives={"token": {}} if store else {"hard": {}}
+    )
+
+
+def test_a_trained_token_head_goes_on(photos, maps, tmp_path):
+    source = a_run(tmp_path / "run")
+    parts = build(options(photos, source, maps()), ALONE)
+    kept = load_file(source / "best.token_head.safetensors")
+    torch.testing.assert_close(parts.step.model.token_head.state_dict(), dict(kept))
+    assert any("token head from" in note for note in parts.notes)
+
+
+def test_a_token_head_of_other_classes_starts_anew_and_that_is_said(photos, maps, tmp_path):
+    source = a_run(tmp_path / "run", token_names=("x", "y", "z"))
+    parts = build(options(photos, source, maps()), ALONE)
+    assert "the token head starts anew" in parts.notes
+    assert parts.step.model.token_head.bias.eq(0).all()
+
+
+def test_as_many_classes_are_not_the_same_classes(photos, tmp_path):
+    source = a_run(tmp_path / "run", class_names=("cat", "dog", "cow"))
+    trained = load_file(source / "best.safetensors")["head.weight"]
+    parts = build(options(photos, source), ALONE)
+    assert any("other classes" in note for note in parts.notes)
+    assert not torch.equal(parts.step.model.backbone.head.weight, trained)
+    same = build(options(photos, a_run(tmp_path / "same")), ALONE)
+    kept = load_file(tmp_path / "same/best.safetensors")
+    torch.testing.assert_close(same.step.model.backbone.head.weight.detach(), kept["head.weight"])
+
+
+def test_maps_without_class_names_teach_tokens(photos, maps):
+    store = maps((), 7)
+    assert not Maps(store).manifest.class_names
+    chosen = options(photos, "", store)
+    parts = build(chosen, ALONE)
+    assert parts.step.model.token_head.out_features == 7
+    assert parts.description.token_class_names[0] == "class 0"
+
+
+def test_a_teacher_with_the_classes_in_another_order_is_refused(photos, tmp_path):
+    source = a_run(tmp_path / "teacher", class_names=("class-1", "class-0", "class-2"), token_names=())
+    chosen = options(photos, "", teacher="vit_tiny_patch16_224", teacher_checkpoint=str(source))
+    with pytest.raises(EverytokenError, match="class-1, class-0, class-2"):
+        build(chosen, ALONE)
+
+
+def test_foreign_weights_of_other_classes_are_transferred(photos, tmp_path):
+    for classes, decay in ((1000, 0.05), (3, 1e-8)):
+        path = tmp_path / f"{classes}.pth"
+        torch.save({"state_dict": timm.create_model("test_vit", num_classes=classes).state_dict()}, path)
+        given = TrainOptions(data=str(photos), model=ModelOptions(model="test_vit"))
+        assert finetune_options(given, str(path), {"model"}).optim.weight_decay == decay
+
+
+def test_set_changes_what_the_source_had(photos, tmp_path):
+    source = a_run(tmp_path / "run")
+    old = {"objectives": {"hard": {}, "drloc": {"weight": 0.3}}, "mixing": {"cutmix": {}}, "aa": "rand-m3"}
+    (source / "config.yaml").write_text(yaml.safe_dump(old))
+    words = ["--set", "epochs=5", "--set", "objectives.drloc.weight=0.1", "--set", "model_kwargs.depth=2"]
+    parsed = resolve(Finetune, [str(photos), "--from", str(source), *words], "everytoken finetune")
+    plain = TrainOptions(data=parsed.data, optim=parsed.optim, model=parsed.model, objectives=parsed.objectives)
+    made = finetune_options(plain, str(source), {"set", "from"}, parsed.set)
+    assert made.optim.epochs == 5
+    assert made.objectives == {"hard": {}, "drloc": {"weight": 0.1}}
+    assert made.mixing == {"cutmix": {}}
+    assert made.augment.aa == "rand-m3"
+    assert made.model.model_kwargs["depth"] == 2
+    assert made.model.model_kwargs["embed_dim"] == 16
+
+
+def test_the_learning_rate_never_rises_above_itself(photos, tmp_path):
+    source = a_run(tmp_path / "run")
+    words = ["finetune", str(photos), "--from", str(source), "--epochs", "2", "-b", "6", "--log-interval", "1"]
+    words += ["--workers", "0", "--threads", "1", "--device", "cpu", "--output"]
+    small = 5e-6 * 6 / 512  # scaled to the batch, and so below the lowest rate
+    for folder, more, wanted in (("a", [], 5e-6), ("b", ["--lr-base", "5e-6", "--lr-base-size", "512"], small)):
+        assert main([*words, str(tmp_path / folder), *more]) == 0
+        rows = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
+        rates = [row["lr"] for row in rows if row["kind"] == "step"]
+        assert len(rates) == 12
+        assert rates == pytest.approx([wanted] * 12)
+
+
+def test_a_size_that_is_no_multiple_of_the_patch_is_told(photos):
+    for size, told in ((32, False), (36, True)):
+        model = ModelOptions(model="vit_tiny_patch16_224", img_size=size, model_kwargs=dict(VIT))
+        parts = build(TrainOptions(data=str(photos), model=model, objectives={"hard": {}}), ALONE)
+        assert any("no multiple" in note for note in parts.notes) == told
+
+
+def test_fine_tuning_keeps_the_augmentation_of_the_run(photos, tmp_path):
+    source = a_run(tmp_path / "run")
+    had = {"scale": [0.5, 1.0], "hflip": 0.0, "clip_grad": 1.0, "aa": "", "mixing": {"mixtoken": {}}}
+    (source / "config.yaml").write_text(yaml.safe_dump(had))
+    kept = finetune_options(TrainOptions(data=str(photos)), str(source), {"hflip"})
+    assert kept.augment.scale == (0.5, 1.0)
+    assert kept.augment.aa == ""
+    assert kept.augment.hflip == 0.5  # given on the command line
+    assert kept.optim.clip_grad == 1.0
+    assert kept.mixing == {"mixtoken": {}}

@@ -1,0 +1,170 @@
+"""The training step: objectives and mixing by name, teachers, and the timm task."""
+
+import copy
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import everytoken  # noqa: F401
+from everytoken.engine.options import ModelOptions, TrainOptions
+from everytoken.errors import EverytokenError
+from everytoken.models import TokenModel
+from everytoken.objectives import Batch
+from everytoken.tasks.build import build_backbone
+from everytoken.tasks.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
+from everytoken.tasks.timm_task import TokenTask
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
+
+
+def model(token_classes=None, name="vit_tiny_patch16_224", **kwargs) -> TokenModel:
+    torch.manual_seed(0)
+    return TokenModel(timm.create_model(name, **{**VIT, **kwargs}), token_classes)
+
+
+def batch(n=4):
+    g = torch.Generator().manual_seed(1)
+    return Batch(torch.randn(n, 3, 32, 32, generator=g), torch.randint(0, 4, (n,), generator=g))
+
+
+def test_hard_labels_are_added_when_nothing_else_teaches_the_class_token():
+    assert [o.name for o in build_objectives({"drloc": {}}, model())] == ["hard", "drloc"]
+    assert [o.name for o in build_objectives({"alignment": {}}, model())] == ["alignment"]
+    assert [o.name for o in build_objectives({"token": {"class_term": False}}, model(4))] == ["hard", "token"]
+    online = {"online-token": {"class_target": "none"}}
+    assert [o.name for o in build_objectives(online, model(4))] == ["hard", "online-token"]
+    assert [o.name for o in build_objectives({}, model())] == ["hard"]
+
+
+def test_the_papers_way_of_writing_the_token_weight_is_understood():
+    (objective,) = build_objectives({"token_labeling": {"weight": 0.3}}, model(4))
+    assert objective.name == "token"
+    assert objective.beta == 0.3
+    assert objective.weight == 1.0
+
+
+def test_smoothing_is_handed_to_those_that_have_it():
+    assert build_objectives({"hard": {}}, model(), smoothing=0.25)[0].smoothing == 0.25
+    assert build_objectives({"hard": {"smoothing": 0.0}}, model(), smoothing=0.25)[0].smoothing == 0.0
+
+
+def test_several_mixers_take_turns_by_their_odds():
+    mixer = build_mixer({"cutmix": {"odds": 3}, "mixup": {"alpha": 0.8}})
+    rng = np.random.default_rng(0)
+    soft = [mixer.draw(4, (32, 32), (4, 4), rng).soft for _ in range(400)]
+    assert np.mean(soft) == pytest.approx(0.25, abs=0.07)
+    assert build_mixer({}) is None
+
+
+def test_a_step_is_repeatable_and_changes_with_its_moment():
+    step = TokenStep(model(), build_objectives({"drloc": {}}, model()), build_mixer({"mixtoken": {}})).train()
+    first, again = (float(step(batch(), Moment(1, 5))["loss"].detach()) for _ in range(2))
+    other = float(step(batch(), Moment(1, 6))["loss"].detach())
+    assert first == again
+    assert first != other
+
+
+def test_evaluation_gives_the_plain_models_logits():
+    step = TokenStep(model(), build_objectives({}, model()), build_mixer({"cutmix": {}})).eval()
+    with torch.no_grad():
+        assert torch.equal(step(batch(), Moment())["output"], step.model.backbone(batch().images))
+
+
+def test_a_copy_of_the_step_trains_its_own_heads():
+    m = model()
+    step = TokenStep(m, build_objectives({"drloc": {}}, m)).train()
+    twin = copy.deepcopy(step)
+    twin(batch(), Moment())["loss"].backward()
+    assert all(p.grad is None for p in step.parameters())
+    assert any(p.grad is not None for n, p in twin.named_parameters() if n.startswith("brought."))
+
+
+def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the_state():
+    other = model().eval()
+    teacher = FrozenTeacher(other, ((0.5, 0.4, 0.3), (0.2, 0.2, 0.1)), ((0.1, 0.2, 0.3), (1.0, 0.5, 0.25)))
+    pixels = torch.rand(2, 3, 32, 32)
+    mean, std = torch.tensor((0.5, 0.4, 0.3)).view(3, 1, 1), torch.tensor((0.2, 0.2, 0.1)).view(3, 1, 1)
+    own_mean, own_std = torch.tensor((0.1, 0.2, 0.3)).view(3, 1, 1), torch.tensor((1.0, 0.5, 0.25)).view(3, 1, 1)
+    with torch.no_grad():
+        wanted = other.backbone((pixels - own_mean) / own_std)
+    assert torch.allclose(teacher((pixels - mean) / std, False).logits, wanted, atol=1e-5)
+    passes = []
+    seen = other.backbone.patch_embed.register_forward_hook(lambda *_: passes.append(1))
+    both = teacher((pixels - mean) / std, True)
+    assert len(passes) == 1
+    seen.remove()
+    assert torch.allclose(both.logits, wanted, atol=1e-5)
+    assert torch.allclose(both.token_logits, other.cell_logits((pixels - own_mean) / own_std), atol=1e-5)
+    student = model(4)
+    step = TokenStep(student, build_objectives({"online-token": {}}, student), None, teacher).train()
+    assert not any("teacher" in name for name in step.state_dict())
+    step(batch(), Moment())["loss"].backward()
+    assert all(p.grad is None for p in other.parameters())
+
+
+@pytest.mark.parametrize(
+    ("objectives", "mixing"),
+    [
+        ({"hard": {}}, {}),
+        ({"hard": {}, "drloc": {}}, {"cutmix": {}}),
+        ({"alignment": {}}, {"cutmix": {}}),
+        ({"hard": {}}, {"mixtoken": {}}),
+    ],
+)
+def test_the_objectives_train_as_a_timm_task(objectives, mixing):
+    from timm.optim import create_optimizer_v2
+
+    torch.manual_seed(0)
+    plain = timm.create_model("vit_tiny_patch16_224", **VIT)
+    task = TokenTask(plain, objectives, mixing, verbose=False)
+    task.setup_ema(decay=0.9)
+    optimizer = create_optimizer_v2(task.get_trainable_module(), "adamw", lr=3e-3)
+    data = batch(8)
+    losses = []
+    for _ in range(12):
+        result = task(data.images, data.labels)
+        optimizer.zero_grad()
+        result["loss"].backward()
+        optimizer.step()
+        task.update_ema()
+        losses.append(float(result["loss"].detach()))
+    assert losses[-1] < losses[0]
+    assert result["output"].shape == (8, 4)
+    state = task.get_checkpoint_state()
+    assert list(state["state_dict"]) == list(timm.create_model("vit_tiny_patch16_224", **VIT).state_dict())
+    assert task.get_eval_model() is plain
+    assert task.get_checkpoint_state(ema=True)["state_dict_ema"].keys() == state["state_dict"].keys()
+
+
+def test_a_timm_task_resumes_with_its_step_and_heads():
+    first = TokenTask(timm.create_model("vit_tiny_patch16_224", **VIT), {"drloc": {}}, verbose=False)
+    first(batch().images, batch().labels)
+    second = TokenTask(timm.create_model("vit_tiny_patch16_224", **VIT), {"drloc": {}}, verbose=False)
+    second.load_task_state(first.get_task_state())
+    assert second.step == 1
+    mine, theirs = first.get_task_state(), second.get_task_state()
+    assert all(torch.equal(mine[k], theirs[k]) for k in mine if k != "step")
+
+
+@pytest.mark.parametrize("wrong", [{"tokn": {}}, {"token": {"betta": 1}}])
+def test_wrong_names_get_suggestions(wrong):
+    with pytest.raises(EverytokenError, match="Did you mean"):
+        build_objectives(wrong, model(4))
+
+
+@pytest.mark.parametrize(("name", "rate"), [("swin_nano_patch2_window4_32", 0.0), ("swin_nano_patch2_window4_32", 0.3)])
+def test_stochastic_depth_is_what_was_asked_for(name, rate):
+    options = TrainOptions(model=ModelOptions(model=name, img_size=32, drop_path=rate))
+    backbone, _ = build_backbone(options, 4)
+    rates = [m.drop_prob for m in backbone.modules() if type(m).__name__ == "DropPath"]
+    assert max(rates, default=0.0) == pytest.approx(rate)
+
+
+def test_models_without_image_size_or_stochastic_depth_are_built_too():
+    backbone, arguments = build_backbone(TrainOptions(model=ModelOptions(model="test_resnet", img_size=64)), 4)
+    assert backbone.num_classes == 4
+    assert "img_size" not in arguments
+    with pytest.raises(EverytokenError, match="does not take these arguments"):
+        build_backbone(TrainOptions(model=ModelOptions(model="test_vit", model_kwargs={"nonsense": 1})), 4)

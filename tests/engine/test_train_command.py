@@ -1,0 +1,261 @@
+"""`everytoken train` and `finetune` on real small images, through the real command line."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import timm
+import torch
+
+from everytoken.cli import main
+from everytoken.engine.options import ModelOptions, TrainOptions
+from everytoken.models.load import load_model
+from everytoken.tasks.classify import default_output
+
+TINY = [
+    *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--workers", "0", "--batch-size", "8", "--epochs", "2"),
+    *("--warmup-epochs", "0", "--lr", "0.001", "--aa", "", "--log-interval", "1", "--threads", "1", "--device", "cpu"),
+    *("--set", "model_kwargs={patch_size: 8, embed_dim: 32, depth: 2, num_heads: 2}", "--drop-path", "0.2"),
+]
+
+
+def run(*words: str, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "everytoken", "train", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **kwargs)
+
+
+def rows(folder, kind="epoch"):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(photos, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", str(photos), *TINY, "--output", str(out), "--model-ema", "--model-ema-decay", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "best top-1" in text
+    expected = {"config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "log.txt", "summary.json"}
+    assert expected | {"best.safetensors", "classes.json", "checkpoints"} <= {p.name for p in out.iterdir()}
+    assert [row["epoch"] for row in rows(out)] == [1, 2]
+    newest = sorted((out / "checkpoints").iterdir())[-1]
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3,
+        checkpoint_path=newest / "model.safetensors",
+    )  # fmt: skip
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+    loaded = load_model(out)
+    assert loaded.description.class_names == ("class-0", "class-1", "class-2")
+    assert loaded.description.img_size == (32, 32)
+
+
+@pytest.mark.timeout(900)  # six starts of the whole program
+def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = [str(photos), *TINY, "--epochs", "3", "--checkpoint-steps", "1", "--set", "mixing.mixtoken={}"]
+    assert run(*words, "--output", str(whole)).returncode == 0
+    rng = random.Random(1)
+    kills = 0
+    for attempt in range(3):
+        extra = ["--workers", str(attempt % 2)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "everytoken", "train", *words, "--output", str(cut), *extra],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        wanted = sum(1 for _ in rows_or_none(cut)) + rng.randint(1, 3)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and sum(1 for _ in rows_or_none(cut)) < wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert kills >= 2
+    done = run(*words, "--output", str(cut), "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stdout
+    newest = [sorted((f / "checkpoints").iterdir())[-1] for f in (whole, cut)]
+    assert newest[0].name == newest[1].name
+    assert (newest[0] / "model.safetensors").read_bytes() == (newest[1] / "model.safetensors").read_bytes()
+    assert [r["loss"] for r in rows(whole, "step")] == [r["loss"] for r in rows(cut, "step")]
+
+
+def rows_or_none(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
+    words = [str(photos), *TINY, "--epochs", "200", "--workers", "1", "--output", str(tmp_path / "r")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not rows_or_none(tmp_path / "r"):
+        time.sleep(0.05)
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "goes on from here" in text
+    assert list((tmp_path / "r/checkpoints").glob("step-*"))
+
+
+def test_another_batch_goes_on_with_the_next_epoch(photos, tmp_path, capsys):
+    words = ["train", str(photos), *TINY, "--output", str(tmp_path / "r")]
+    assert main([*words, "--epochs", "1", "-b", "4"]) == 0
+    assert main([*words, "--epochs", "2", "-b", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "the global batch is 8 now and was 4\n" in text
+    assert "going on from step-00000009: epoch 2, 0 of its 4 updates done" in text
+    assert "is finished" not in text
+    assert [(row["epoch"], row["step"]) for row in rows(tmp_path / "r")] == [(1, 9), (2, 13)]
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_trained_over(photos, tmp_path, capsys):
+    out = tmp_path / "r"
+    words = ["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]
+    assert main(words) == 0
+    assert main(words) == 0  # as long as they are there, the command may be repeated
+    assert "there is nothing to do" in capsys.readouterr().out
+    shutil.rmtree(out / "checkpoints")
+    best = (out / "best.safetensors").read_bytes()
+    for more in ([], ["--resume", "never"], ["--seed", "7"]):
+        assert main([*words, *more]) == 2
+        assert "Choose another --output, or delete the folder" in capsys.readouterr().err
+    assert (out / "best.safetensors").read_bytes() == best
+
+
+def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]) == 0
+    small = ["--workers", "0", "--batch-size", "8", "--threads", "1", "--epochs", "1", "--device", "cpu"]
+    larger = ["finetune", str(photos), "--from", str(out), "--img-size", "48", *small]
+    assert main([*larger, "--output", str(tmp_path / "large")]) == 0
+    assert "resized to fit: pos_embed" in capsys.readouterr().out
+    assert load_model(tmp_path / "large").description.img_size == (48, 48)
+    config = (tmp_path / "large/config.yaml").read_text()
+    assert "weight_decay: 1.0e-08" in config
+    (tmp_path / "other/train").mkdir(parents=True)
+    (tmp_path / "other/val").mkdir()
+    for split in ("train", "val"):
+        for c in (0, 1):
+            (tmp_path / f"other/{split}/own-{c}").symlink_to(photos / split / f"class-{c}")
+    assert main(["finetune", str(tmp_path / "other"), "--from", str(out), *small, "--output", str(tmp_path / "t")]) == 0
+    assert "left out" in capsys.readouterr().out
+    assert load_model(tmp_path / "t").description.class_names == ("own-0", "own-1")
+    assert "weight_decay: 0.05" in (tmp_path / "t/config.yaml").read_text()
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(photos), *TINY, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    for word in ("parameters", "updates", "learning rate", "images/s", "about"):
+        assert word in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--set", "objectives.token={}"], "needs score maps"),
+        (["--set", "objectives.alignment={}"], "nothing is mixed"),
+        (["--set", "objectives.distill={}"], "needs a teacher"),
+        (["--set", "objectives.tokens={}"], "no objective 'tokens'"),
+        (["--set", "objectives.hard.smoothin=0.1"], "'smoothing'"),
+        (["--set", "mixing.cutmix.alpa=1"], "'alpha'"),
+        (["--model", "resnet18", "--set", "mixing.mixtoken={}"], "CutMix"),
+        (["--model", "vit_tinny"], "Did you mean"),
+        (["--labels", "nowhere"], "no store of score maps at --labels nowhere"),
+        (["--recipe", "lvvit_s_tokn"], "lvvit_s_token"),
+        (["--epochs", "0"], "--epochs is 0"),
+        (["--batch-size", "100"], "--batch-size"),
+        (["--val-interval", "0"], "--val-interval is 0; it must be at least 1"),
+        (["--log-interval", "0"], "--log-interval is 0"),
+        (["--lr-base-size", "0"], "--lr-base-size is 0"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--workers", "-1"], "--workers is -1; it must be at least 0"),
+        (["--model-ema-decay", "1.5"], "--model-ema-decay is 1.5"),
+        (["--opt", "adamww"], "Did you mean 'adamw'"),
+        (["--opt", "bnbadam"], "--opt bnbadam cannot be used here"),
+        (["--sched", "cosin"], "--sched is 'cosin'; it can be cosine, linear"),
+        (["--sched", "plateau"], "try cosine"),
+        (["--device", "gpu"], "--device is 'gpu'; it can be cpu, cuda"),
+        (["--device", "cuda:99"], "--device is 'cuda:99'"),
+    ],
+)
+def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, words, what):
+    assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "r"), *words]) == 2
+    assert what in capsys.readouterr().err
+    assert not list(tmp_path.glob("r/checkpoints/*"))
+
+
+def test_two_processes_do_not_train_in_one_folder(photos, tmp_path, capsys):
+    """Nor does a killed one leave anything that keeps the next from going on."""
+    out = tmp_path / "r"
+    words = [str(photos), *TINY, "--epochs", "400", "--output", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.DEVNULL)
+    try:
+        while not list(out.glob("checkpoints/step-*")):
+            time.sleep(0.05)
+            assert process.poll() is None
+        assert main(["train", *words]) == 2
+        text = capsys.readouterr().err
+        assert f"another process is training in {out}" in text
+        assert f"process {process.pid} on" in text
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    epochs = str(len(rows(out)) + 1)
+    assert main(["train", *words, "--epochs", epochs]) == 0
+    assert "going on from" in capsys.readouterr().out
+    assert not list(out.glob(".lock*"))
+
+
+def test_missing_data_is_explained(tmp_path, capsys):
+    assert main(["train"]) == 2
+    assert "everytoken train DATA" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "nowhere"), *TINY]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_run_is_named_before_anything_is_loaded(photos, tmp_path, capsys):
+    words = ["train", str(photos), *TINY, "--epochs", "1", "--output", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert "epoch 1/1: validation top-1" in capsys.readouterr().out
+    kept = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    for more, what in (
+        (["--img-size", "48"], r"img_size 32 and not 48"),
+        (["--seed", "5"], r"seed 42 and not 5"),
+        (["--set", "model_kwargs.depth=3"], "model_kwargs"),
+    ):
+        assert main([*words, "--epochs", "2", *more]) == 2
+        assert re.search(what, capsys.readouterr().err)
+    assert main([*words, "--lr", "0.5"]) == 0  # finished: its record stays as it was
+    assert "nothing to do" in capsys.readouterr().out
+    now = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    assert {n for n in now if now[n] != kept.get(n)} <= {"log.txt"}
+    moved = photos.parent / "moved"
+    moved.symlink_to(photos)
+    assert main([*words[:1], str(moved), *words[2:], "--epochs", "2"]) == 0  # the same place by another name
+
+
+def test_fine_tuning_has_a_folder_of_its_own_for_each_size():
+    plain = TrainOptions(data="photos", model=ModelOptions(model="test_vit", img_size=64))
+    assert default_output(plain) == "runs/train-test_vit-photos-seed42"
+    tuned = TrainOptions(data="photos", model=ModelOptions("test_vit", 64, initial_checkpoint="runs/a"))
+    assert default_output(tuned) == "runs/finetune-test_vit-64px-photos-seed42"
+
+
+def test_one_class_is_nothing_to_learn(photos, tmp_path, capsys):
+    shutil.copytree(photos / "train/class-0", tmp_path / "one/train/class-0")
+    shutil.copytree(photos / "val/class-0", tmp_path / "one/val/class-0")
+    assert main(["train", str(tmp_path / "one"), *TINY, "--output", str(tmp_path / "r")]) == 2
+    assert "one class only (class-0)" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""Training with score maps through the command line: matching classes, foreign classes, ReLabel, online labeling."""
+
+import json
+
+import numpy as np
+import pytest
+
+from everytoken.cli import main
+from everytoken.data import open_dataset
+from everytoken.maps import MapWriter, ScoreMap, StoreMeta
+from everytoken.models.load import load_model
+
+TINY = [
+    *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--workers", "0", "--batch-size", "12", "--epochs", "1"),
+    *("--warmup-epochs", "0", "--lr", "0.001", "--log-interval", "1", "--threads", "1", "--device", "cpu"),
+    *("--set", "model_kwargs={patch_size: 8, embed_dim: 32, depth: 2, num_heads: 2}"),
+]
+
+
+def make_store(photos, path, names):
+    data = open_dataset(photos, "train")
+    rng = np.random.default_rng(0)
+    keys = [data.key(i) for i in range(len(data))]
+    top = min(2, len(names))
+    with MapWriter.create_or_resume(path, keys, StoreMeta((5, 6), top, tuple(names))) as writer:
+        for shard in writer.pending_shards():
+            records = []
+            for key in writer.shard_keys(shard):
+                classes = np.stack([rng.permutation(len(names))[:top] for _ in range(30)]).reshape(5, 6, top)
+                scores = np.sort(rng.normal(3, 1, (5, 6, top)))[..., ::-1].astype(np.float16)
+                width, height = data.load(keys.index(key)).size
+                records.append(ScoreMap(scores, classes.astype(np.uint16), (width, height), (0.0, 0.0, 1.0, 1.0)))
+            writer.write_shard(shard, records)
+        writer.finalize()
+    return path
+
+
+@pytest.fixture(scope="module")
+def own(photos, tmp_path_factory):
+    return make_store(photos, tmp_path_factory.mktemp("maps") / "own", ["class-0", "class-1", "class-2"])
+
+
+@pytest.fixture(scope="module")
+def foreign(photos, tmp_path_factory):
+    return make_store(photos, tmp_path_factory.mktemp("maps") / "foreign", [f"thing {i}" for i in range(9)])
+
+
+def terms(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {key for row in rows if row["kind"] == "step" for key in row}
+
+
+@pytest.mark.parametrize("mixing", ["mixtoken", "cutmix", "mixup"])
+def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, capsys, mixing):
+    words = ["--labels", str(own), "--set", "objectives.token_labeling={weight: 0.5}", "--set", f"mixing.{mixing}={{}}"]
+    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
+    assert {"token/class", "token/token"} <= terms(tmp_path)
+    assert ("saw no gain" in capsys.readouterr().out) == (mixing == "mixup")
+    loaded = load_model(tmp_path)
+    assert loaded.description.token_class_names == ("class-0", "class-1", "class-2")
+    assert loaded.model.token_head is not None
+    assert main(["eval", str(tmp_path), str(photos), "--token-vote", "0.5", "--workers", "0", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("target", ["", "class_target: both, rho: 0.5"])  # as recipes say for maps of the own classes
+def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos, foreign, tmp_path, capsys, target):
+    words = ["--labels", str(foreign), "--set", f"objectives.token={{{target}}}", "--output", str(tmp_path)]
+    assert main(["train", str(photos), *TINY, *words]) == 0
+    assert "classes of their own" in capsys.readouterr().out
+    description = load_model(tmp_path).description
+    assert len(description.token_class_names) == 9
+    assert description.class_names == ("class-0", "class-1", "class-2")
+
+
+def test_relabel_needs_matching_classes_and_says_so(photos, own, foreign, tmp_path, capsys):
+    words = ["--set", "objectives.relabel={}", "--output", str(tmp_path / "r")]
+    assert main(["train", str(photos), *TINY, "--labels", str(own), *words]) == 0
+    assert main(["train", str(photos), *TINY, "--labels", str(foreign), *words, "--output", str(tmp_path / "s")]) == 2
+    assert "9 classes" in capsys.readouterr().err
+
+
+def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
+    assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "teacher")]) == 0
+    teacher = ["--teacher", "vit_tiny_patch16_224", "--teacher-checkpoint", str(tmp_path / "teacher")]
+    for name in ("online-token", "distill"):
+        words = [*teacher, "--set", f"objectives.{name}={{}}", "--output", str(tmp_path / name)]
+        assert main(["train", str(photos), *TINY, *words]) == 0
+        assert any(key.startswith(name) for key in terms(tmp_path / name))
+
+
+def test_a_store_that_is_not_used_is_mentioned(photos, own, tmp_path, capsys):
+    assert main(["train", str(photos), *TINY, "--labels", str(own), "--output", str(tmp_path)]) == 0
+    assert "not used by any objective" in capsys.readouterr().out
+
+
+def test_the_network_that_fit_has_kept_can_teach(photos, own, tmp_path, capsys):
+    fit = ["--annotator", "fit", "--fit-epochs", "1", "--workers", "0", "--device", "cpu"]
+    assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
+    words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online-token={}"]
+    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "run")]) == 0
+    assert "online-token/token" in terms(tmp_path / "run")
+    words[1] = f"fit:{own}"
+    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "other")]) == 2
+    assert "keeps no network of its own" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""`everytoken explain` from end to end, on small images."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+from safetensors.torch import save_file
+
+from everytoken.cli import main
+from everytoken.models.load import Description
+
+from .test_tokens import write_store
+
+NAMES = ("cat", "dog", "cow", "hen")
+
+
+def save_model(path, name, token_names=(), **arguments):
+    import torch
+
+    torch.manual_seed(0)
+    arguments = {"num_classes": 4, **arguments}
+    model = timm.create_model(name, **arguments)
+    about = Description(name, arguments, NAMES, token_names, img_size=(32, 32))
+    save_file(model.state_dict(), path, metadata=about.to_metadata())
+    if token_names:
+        head = {
+            "weight": 0.3 * torch.randn(len(token_names), model.num_features),
+            "bias": torch.zeros(len(token_names)),
+        }
+        save_file(head, path.with_name(path.stem + ".token_head.safetensors"))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """Two models, three images, a store with maps of the first image."""
+    root = tmp_path_factory.mktemp("explain")
+    small = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    save_model(root / "vit.safetensors", "vit_tiny_patch16_224", NAMES, **small)
+    save_model(root / "cnn.safetensors", "resnet10t")
+    rng = np.random.default_rng(0)
+    for name, size in (("train/cat/one.png", (40, 36)), ("two.jpg", (36, 60)), ("grey.png", (32, 32))):
+        path = root / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).convert("L" if name.startswith("grey") else "RGB").save(path)
+    write_store(root / "maps", rng.integers(0, 4, (6, 6)), NAMES)
+    return root
+
+
+def run(here, *argv):
+    return main(["explain", *map(str, argv), "--device", "cpu"])
+
+
+def test_cards_an_overview_and_numbers_are_written_and_named(here, tmp_path, capsys):
+    images = [here / "photos/train/cat/one.png", here / "photos/two.jpg", here / "photos/grey.png"]
+    assert run(here, here / "vit.safetensors", *images, "--labels", here / "maps", "--out", tmp_path) == 0
+    printed = [line.rsplit("/", 1)[-1] for line in capsys.readouterr().out.split()]
+    assert printed == ["01-one.png", "02-two.png", "03-grey.png", "overview.png", "explain.json"]
+    facts = json.loads((tmp_path / "explain.json").read_text())
+    assert facts["models"][0]["method"] == "attention"
+    first, second, _ = (image["models"][0] for image in facts["images"])
+    assert first["tokens"]["from"] == "token head"
+    assert np.shape(first["tokens"]["classes"]) == np.shape(first["tokens"]["confidence"]) == (8, 8)
+    assert first["tokens"]["annotator"]["key"] == "train/cat/one.png"
+    assert first["tokens"]["annotator"]["agreement"] == np.mean(first["tokens"]["annotator"]["same"])
+    assert "annotator" not in second["tokens"]  # the store has no map of it, and the card says so
+    assert len(first["relevance"]) == 2
+    assert [r["index"] for r in first["relevance"]] == [t["index"] for t in first["top"][:2]]
+    assert np.shape(first["relevance"][0]["grid"]) == (8, 8)
+    assert sum(t["probability"] for t in first["top"]) == pytest.approx(1, abs=1e-4)
+    sizes = [Image.open(tmp_path / name).size for name in printed[:4]]
+    assert sizes[0][0] > sizes[1][0]  # the annotator's panels
+    assert sizes[3][1] > sum(height for _, height in sizes[:3])
+
+
+def test_the_numbers_are_those_of_the_functions(here, tmp_path):
+    from everytoken.explanation import relevance
+    from everytoken.explanation.subject import load_subject
+
+    image = here / "photos/two.jpg"
+    assert run(here, here / "vit.safetensors", image, "--class", "hen", "--class", "1", "--out", tmp_path) == 0
+    said = json.loads((tmp_path / "explain.json").read_text())["images"][0]["models"][0]["relevance"]
+    assert [(one["class"], one["index"]) for one in said] == [("hen", 3), ("dog", 1)]
+    subject = load_subject(str(here / "vit.safetensors"))
+    maps = relevance(subject.model, subject.look(image).images, [3, 1])[0]
+    np.testing.assert_allclose([one["grid"] for one in said], maps, rtol=1e-4, atol=1e-9)
+
+
+def test_two_models_are_asked_about_the_same_classes(here, tmp_path):
+    image = here / "photos/two.jpg"
+    options = ["--compare", here / "cnn.safetensors", "--out", tmp_path]
+    assert run(here, here / "vit.safetensors", image, *options) == 0
+    facts = json.loads((tmp_path / "explain.json").read_text())
+    assert [m["method"] for m in facts["models"]] == ["attention", "cam"]
+    one, other = facts["images"][0]["models"]
+    assert [r["class"] for r in one["relevance"]] == [r["class"] for r in other["relevance"]]
+    assert other["tokens"]["from"] == "classifier at every cell"
+
+
+@pytest.mark.parametrize("model", ["vit", "cnn"])
+def test_a_mixture_is_drawn_and_told(here, tmp_path, model):
+    images = [here / "photos/train/cat/one.png", here / "photos/two.jpg"]
+    assert run(here, here / f"{model}.safetensors", *images, "--mix", "--mix-part", 0.3, "--out", tmp_path) == 0
+    (story,) = json.loads((tmp_path / "explain.json").read_text())["mix"]["models"]
+    assert story["ratio"] == pytest.approx(0.7, abs=0.03)
+    assert story["rmse"] >= 0
+    assert Image.open(tmp_path / "mix.png").width > 1000
+
+
+def test_a_class_keeps_its_colour_whatever_its_number():
+    from everytoken.explanation.run import Colours
+
+    colours = Colours()
+    first = colours.choose({0: "cat", 1: "dog"})
+    second = colours.choose({5: "cow", 9: "dog"})
+    assert second[9] == first[1]
+    assert len({*first.values(), *second.values()}) == 3
+    crowded = colours.choose({i: f"class {i}" for i in range(7)})
+    assert len(set(crowded.values())) == 7  # and never two of one card alike
+
+
+def test_wordnet_ids_are_told_in_words():
+    from everytoken.classes import shown_name
+
+    assert shown_name("n01440764") == "tench"
+    assert shown_name("n99999999") == "n99999999"
+    assert shown_name("my tench") == "my tench"
+
+
+def test_random_weights_are_called_random(here, tmp_path, capsys):
+    argv = ["timm:resnet10t", here / "photos/two.jpg", "--untrained", "--img-size", 64, "--out", tmp_path]
+    assert run(here, *argv) == 0
+    assert "random weights" in capsys.readouterr().err
+    assert "random weights" in json.loads((tmp_path / "explain.json").read_text())["models"][0]["remark"]
+
+
+def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
+    model = timm.create_model("resnet10t", num_classes=4)
+    save_file(model.state_dict(), tmp_path / "plain.safetensors")
+    (tmp_path / "names.txt").write_text("\n".join(NAMES))
+    for how in (["timm:resnet10t", "--checkpoint", tmp_path / "plain.safetensors"],
+                [tmp_path / "plain.safetensors", "--model", "resnet10t"]):  # fmt: skip
+        argv = [how[0], here / "photos/two.jpg", *how[1:], "--names", tmp_path / "names.txt", "--class", "cow"]
+        assert run(here, *argv, "--out", tmp_path / "out") == 0
+        facts = json.loads((tmp_path / "out/explain.json").read_text())
+        assert facts["images"][0]["models"][0]["relevance"][0]["index"] == 2
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (["--class", "dgo"], "has no class 'dgo'. Did you mean 'dog'"),
+    (["--class", "4"], "a number from 0 to 3"),
+    (["--labels", "MAPS"], "has no map of any of the images"),
+    (["--mix"], "exactly two images, got 1"),
+    (["--untrained"], "--untrained goes with timm:NAME"),
+    (["--checkpoint", "x.pt"], "--checkpoint and --untrained go with timm:NAME"),
+])  # fmt: skip
+def test_mistakes_are_told_with_the_way_out(here, tmp_path, capsys, more, message):
+    more = [here / "maps" if word == "MAPS" else word for word in more]
+    assert run(here, here / "vit.safetensors", here / "photos/two.jpg", *more, "--out", tmp_path) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_and_a_folder_are_told(here, tmp_path, capsys):
+    assert run(here, here / "vit.safetensors", here / "photos", "--out", tmp_path) == 2
+    assert "name the files" in capsys.readouterr().err
+    assert run(here, here / "vit.safetensors", "--out", tmp_path) == 2
+    assert "at least one image" in capsys.readouterr().err
+
+
+def test_attention_of_a_convolutional_model_is_refused_with_the_way_out(here, tmp_path, capsys):
+    argv = [here / "cnn.safetensors", here / "photos/two.jpg", "--method", "attention", "--out", tmp_path]
+    assert run(here, *argv) == 2
+    assert "--method cam" in capsys.readouterr().err

@@ -1,0 +1,227 @@
+"""The equations against slow versions, every family, and that nothing of it stays in the model."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import everytoken.models  # noqa: F401
+from everytoken.errors import EverytokenError
+from everytoken.explanation import NoAttentionError, choose_method, relevance, see_attention
+from everytoken.models import TokenModel, UnsupportedModelError
+
+from .conftest import tiny_vit
+
+
+def images(count=2, size=32, seed=0):
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def slow_attention_matrices(model, x):
+    """A plain ViT written out, without fused attention: logits and each block's matrix, one by one."""
+    x = model._pos_embed(model.patch_embed(x))
+    matrices = []
+    for block in model.blocks:
+        attn, y = block.attn, block.norm1(x)
+        b, n, d = y.shape
+        q, k, v = attn.qkv(y).view(b, n, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+        matrix = torch.softmax(torch.einsum("bhmd,bhnd->bhmn", q, k) / q.shape[-1] ** 0.5, dim=-1)
+        matrices.append(matrix)
+        x = x + attn.proj(torch.einsum("bhmn,bhnd->bhmd", matrix, v).transpose(1, 2).reshape(b, n, d))
+        x = x + block.mlp(block.norm2(x))
+    return model.forward_head(model.norm(x)), matrices
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_relevance_is_the_paper_s_sum_written_out(pool):
+    torch.manual_seed(0)
+    model = tiny_vit(global_pool=pool).eval()
+    x, classes = images(), torch.tensor([[0, 2], [3, 1]])
+    found = relevance(model, x, classes, "attention")
+    for i in range(2):
+        for j in range(2):
+            logits, matrices = slow_attention_matrices(model, x[i : i + 1])
+            grads = torch.autograd.grad(logits[0, classes[i, j]], matrices)
+            result = torch.eye(65)
+            for a, g in zip(matrices, grads, strict=True):
+                mean = sum(torch.relu(g[0, h] * a[0, h]) for h in range(3)) / 3
+                result = result + mean @ result
+            result = result - torch.eye(65)
+            row = result[0, 1:] if pool == "token" else result[1:, 1:].mean(0)
+            torch.testing.assert_close(found[i, j].flatten(), row.detach(), rtol=1e-4, atol=1e-8)
+
+
+def test_rollout_is_the_product_of_the_averaged_matrices():
+    torch.manual_seed(0)
+    model = tiny_vit().eval()
+    x = images(1)
+    _, (first, second, third) = slow_attention_matrices(model, x)
+    half = [(a[0].mean(0) + torch.eye(65)) / 2 for a in (first, second, third)]
+    expected = (half[2] @ half[1] @ half[0])[0, 1:]
+    torch.testing.assert_close(relevance(model, x, [0], "rollout")[0, 0].flatten(), expected.detach())
+
+
+class LinearConv(nn.Module):
+    """What Grad-CAM can be worked out for by hand; it passes for a timm ResNet by its module's name."""
+
+    __module__ = "timm.models.resnet"
+    num_classes = 2
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 4, 4)
+        self.fc = nn.Linear(5, 2)
+        self.places = torch.linspace(0, 2, 16).view(4, 4)  # how much each counts; 1 on average
+
+    def forward_features(self, x):
+        return self.conv(x)
+
+    def forward_head(self, x):
+        return self.fc((self.places * x).mean((2, 3)))
+
+
+def test_grad_cam_of_a_linear_model_is_what_one_computes_by_hand():
+    torch.manual_seed(0)
+    model, x = LinearConv(), images(size=16)
+    # the logit is the mean over 16 places of (how much it counts)·w·F, so the slopes are w / 16 on average
+    by_hand = torch.stack(
+        [torch.relu((model.fc.weight[c] / 16 * model.conv(x).movedim(1, -1)).sum(-1)) for c in (1, 0)]
+    )
+    torch.testing.assert_close(relevance(model, x, [1, 0], "cam"), by_hand.transpose(0, 1).detach())
+    assert choose_method(model) == "cam"
+
+
+SMALL = {"img_size": 64, "num_classes": 7}
+ATTENTION = [
+    ("vit_tiny_patch16_224", {**SMALL, "depth": 2}, 4),
+    ("vit_small_patch14_reg4_dinov2", {"img_size": 64, "patch_size": 16, "num_classes": 7, "depth": 2}, 4),
+    (
+        "eva02_tiny_patch14_224",
+        {"img_size": 64, "patch_size": 16, "num_classes": 7, "depth": 2, "global_pool": "token"},
+        4,
+    ),
+    ("vit_relpos_small_patch16_224", {**SMALL, "depth": 2, "class_token": True, "global_pool": "token"}, 4),
+    ("deit_tiny_patch16_224", {**SMALL, "depth": 2}, 4),
+    ("deit_tiny_distilled_patch16_224", {**SMALL, "depth": 2}, 4),
+    ("deit3_small_patch16_224", {**SMALL, "depth": 2}, 4),
+    ("beit_base_patch16_224", {**SMALL, "depth": 2, "embed_dim": 96, "num_heads": 3, "global_pool": "token"}, 4),
+    ("cait_xxs24_224", {**SMALL, "depth": 2}, 4),
+    ("lvvit_t", {**SMALL, "depth": 2}, 4),
+    ("t2t_vit_7", SMALL, 4),
+    ("t2t_vit_t_14", {**SMALL, "depth": 2}, 4),
+]
+CAM = [
+    ("swin_tiny_patch4_window7_224", {**SMALL, "depths": (1, 1, 1, 1)}, 2),
+    ("convnext_atto", {"num_classes": 7}, 2),
+    ("resnet18", {"num_classes": 7}, 2),
+    ("cvt_13", SMALL, 4),
+    ("mixer_s32_224", SMALL, 2),
+    ("tf_efficientnet_lite0", {"num_classes": 7}, 2),
+]
+CASES = [(*case, "attention") for case in ATTENTION] + [(*case, "cam") for case in CAM]
+
+
+@pytest.mark.parametrize(("name", "arguments", "side", "method"), CASES)
+def test_every_family_has_its_method_and_is_the_same_afterwards(name, arguments, side, method):
+    torch.manual_seed(0)
+    model = TokenModel(timm.create_model(name, **arguments)).eval()
+    for parameter in model.parameters():  # fresh models have zeros and tiny scales in places, which hide errors
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    model.train()
+    x = images(2, 64)
+    with torch.no_grad():
+        before = model.eval()(x).logits
+    model.train()
+    assert choose_method(model) == method
+    methods = ["attention", "rollout", "cam"] if method == "attention" else ["cam"]
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    for way in methods:
+        maps = relevance(model, x, torch.tensor([[0, 1], [2, 3]]), way)
+        assert maps.shape == (2, 2, side, side)
+        assert torch.isfinite(maps).all()
+        assert (maps >= 0).all()
+        assert (maps.flatten(2).amax(-1) > 0).any()
+    assert all(m.training for m in model.modules())
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x).logits, before)
+
+
+def test_the_seen_matrices_are_those_of_the_model_s_own_unfused_attention():
+    torch.manual_seed(0)
+    model = tiny_vit().eval()
+    x = images(1)
+    with see_attention(model) as fused, torch.no_grad():
+        logits = model(x)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    with see_attention(model) as plain, torch.no_grad():
+        torch.testing.assert_close(model(x), logits)
+    assert len(fused.matrices) == len(plain.matrices) == 3
+    for one, other in zip(fused.matrices, plain.matrices, strict=True):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one.sum(-1), torch.ones(1, 3, 65))
+
+
+def test_class_attention_changes_the_row_of_the_class_token_only():
+    from everytoken.explanation.relevance import accumulate
+
+    torch.manual_seed(0)
+    patches, to_class = torch.rand(1, 4, 4), torch.rand(1, 1, 5)
+    result = accumulate([patches, to_class])[0]
+    expected = torch.eye(5)
+    expected[1:, 1:] += patches[0]
+    expected[0] += to_class[0, 0] @ expected
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_distilled_model_answers_with_both_tokens():
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1, num_classes=3).eval()
+    x = images(1)
+    with see_attention(model) as seen:
+        logits = model(x)
+    (grad,) = torch.autograd.grad(logits[0, 1], seen.matrices)
+    step = torch.relu(grad * seen.matrices[0]).mean(1)[0]
+    expected = (step[0, 2:] + step[1, 2:]) / 2
+    torch.testing.assert_close(relevance(model, x, [1])[0, 0].flatten(), expected.detach())
+
+
+def test_gradient_checkpointing_is_off_only_while_looking():
+    torch.manual_seed(0)
+    model = tiny_vit().eval()
+    plain = relevance(model, images(), [1])
+    model.set_grad_checkpointing()
+    assert torch.equal(relevance(model, images(), [1]), plain)
+    assert model.grad_checkpointing
+
+
+def test_relevance_works_in_inference_mode_and_with_frozen_weights():
+    torch.manual_seed(0)
+    model = tiny_vit().eval()
+    plain = relevance(model, images(), [1])
+    model.requires_grad_(False)
+    with torch.inference_mode():
+        assert torch.equal(relevance(model, images(), [1]), plain)
+
+
+@pytest.mark.parametrize("name", ["convit_tiny", "xcit_nano_12_p16_224"])
+def test_unknown_attention_is_named_with_the_way_out(name):
+    model = timm.create_model(name, num_classes=3)
+    with pytest.raises(UnsupportedModelError, match=r"(GPSA|XC|ClassAttn|ConVit|Xcit).*--method cam"):
+        relevance(model, images(1, 64), [0])
+
+
+def test_a_hierarchical_model_says_so_when_asked_for_attention():
+    model = timm.create_model("resnet18", num_classes=3)
+    with pytest.raises(NoAttentionError, match=r"ResNet.*--method cam"):
+        relevance(model, images(1), [0], "attention")
+
+
+def test_wrong_classes_and_methods_are_refused():
+    model = tiny_vit()
+    with pytest.raises(EverytokenError, match="classes 0 to 3"):
+        relevance(model, images(1), [4])
+    with pytest.raises(EverytokenError, match="no method 'chefer'"):
+        relevance(model, images(1), [0], "chefer")

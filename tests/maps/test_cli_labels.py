@@ -1,0 +1,169 @@
+"""`everytoken labels ...` through its real entry point."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from everytoken.cli import main
+from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
+from everytoken.maps.shard import shard_name
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Twelve photos of two classes, their store, one photo that could not be read."""
+    keys = [f"{name}/{i}.x.jpg" for name in ("cat", "dog") for i in range(6)]
+    rng = np.random.default_rng(0)
+    for key in keys:
+        (tmp_path / "photos" / key).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (40, 60, 3), np.uint8)).save(tmp_path / "photos" / key)
+    meta = StoreMeta((7, 7), 2, ["cat", "dog"], annotator={"name": "test", "settings": {"size": 224}})
+    with MapWriter.create_or_resume(tmp_path / "maps", keys, meta) as writer:
+        for position, key in enumerate(writer.shard_keys(0)):
+            if key == "dog/5.x.jpg":
+                writer.skip(position, "truncated")
+                continue
+            classes = np.broadcast_to([0, 1], (1, 7, 7, 2))
+            if key.startswith("dog") and not key.startswith("dog/0"):
+                classes = classes[..., ::-1]
+            scores = np.broadcast_to([5.0, 1.0], classes.shape)
+            writer.put([position], scores, classes, [(60, 40)], [(0, 0, 1, 1)])
+        writer.finalize()
+    return tmp_path
+
+
+def run(*words: object) -> int:
+    return main(["labels", *map(str, words)])
+
+
+def test_info_tells_settings_counts_and_agreement(data, capsys):
+    assert run("info", data / "maps", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["maps"] == 11
+    assert facts["skipped images"] == 1
+    assert facts["skipped, for example"] == "dog/5.x.jpg: truncated"
+    assert facts["annotator"] == {"name": "test", "settings": {"size": 224}}
+    assert facts["map's class = folder's"] == "90.9%"
+    assert run("info", data / "maps") == 0
+    table = capsys.readouterr().out
+    assert "annotator.settings.size" in table
+    assert "224" in table
+
+
+def test_sheet_finds_the_images_of_a_divided_folder_and_tells_what_it_does_not_find(data, capsys):
+    words = ("sheet", data / "maps", "--out", data / "sheet.png", "--images")
+    assert run(*words, data / "photos") == 0
+    plain = (data / "sheet.png").read_bytes()
+    (data / "divided/val/cat").mkdir(parents=True)
+    (data / "photos").rename(data / "divided/train")
+    capsys.readouterr()
+    assert run(*words, data / "divided") == 0
+    assert (data / "sheet.png").read_bytes() == plain
+    assert "not found" not in capsys.readouterr().out
+    (data / "divided/train/cat/2.x.jpg").unlink()
+    assert run(*words, data / "divided") == 0
+    assert f"1 of 11 images were not found under {data / 'divided/train'}" in capsys.readouterr().out
+    assert run(*words, data / "maps") == 2
+    assert "11 of 11 images were not found under" in capsys.readouterr().err
+
+
+def test_info_works_on_a_store_that_is_not_finished(data, filling, capsys):
+    with MapWriter.create_or_resume(data / "begun", filling.keys(5), filling.META):
+        assert run("info", data / "begun") == 0
+    assert "not finished" in capsys.readouterr().out
+
+
+def test_sheet_and_show_write_pictures(data, capsys):
+    assert run("sheet", data / "maps", "--images", data / "photos", "--out", data / "a/sheet.png", "--count", 4) == 0
+    with Image.open(data / "a/sheet.png") as picture:
+        assert picture.width > 1500
+    assert run("show", data / "maps", "dog/0.x.jpg", "cat/1.x.jpg", "--out", data / "two.png") == 0
+    assert "two.png: 2 images" in capsys.readouterr().out
+    assert run("show", data / "maps", "--images", data / "photos", "--out", data / "all.jpg") == 0
+    assert "all.jpg: 11 images" in capsys.readouterr().out
+    assert "note" not in capsys.readouterr().out
+    names = data / "names.txt"
+    names.write_text("Katze\nHund\n")
+    assert run("show", data / "maps", "dog/0.x.jpg", "--names", names, "--out", data / "n.png") == 0
+
+
+def test_mistakes_are_explained_without_a_traceback(data, capsys):
+    for words, expected in (
+        (["show", data / "maps", "dog/0.jpg"], "Did you mean 'dog/0.x.jpg'"),
+        (["show", data / "maps", "dog/5.x.jpg"], "skipped (truncated)"),
+        (["sheet", data / "maps", "--images", data / "nowhere"], "no image folder"),
+        (["sheet", data / "maps", "--names", data / "photos/cat/0.x.jpg"], "cannot read class names"),
+        (["sheet", data / "maps", "--out", data / "x.nonsense"], "cannot write"),
+        (["info", data / "photos"], "not a store"),
+        (["verfy", data / "maps"], "Did you mean 'verify'"),
+        (["export", data / "maps", data / "photos"], "not empty"),
+    ):
+        assert run(*words) == 2
+        assert expected in capsys.readouterr().err
+    names = data / "names.txt"
+    names.write_text("one\n")
+    assert run("sheet", data / "maps", "--names", names) == 2
+    assert "1 lines" in capsys.readouterr().err
+
+
+def test_verify_names_the_damaged_image_and_exits_with_1(data, capsys):
+    assert run("verify", data / "maps") == 0
+    assert "intact (11 maps, 1 skipped images" in capsys.readouterr().out
+    path = data / "maps" / shard_name(0)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 128
+    path.write_bytes(raw)
+    assert run("verify", data / "maps") == 1
+    printed = capsys.readouterr().out
+    assert "dog/5.x.jpg" in printed
+    assert "delete damaged shard-*.npy" in printed
+
+
+def test_export_and_import_are_a_round_trip(data, capsys):
+    assert run("export", data / "maps", data / "pt") == 0
+    assert "released maps have 5 classes per cell" in capsys.readouterr().out
+    (data / "pt/cat/bad.pt").write_bytes(b"hello")
+    words = ["import", data / "pt", data / "back", "--images", data / "photos", "--num-classes", 2]
+    assert run(*words, "--resize-mode", "squash") == 0
+    printed = capsys.readouterr().out
+    assert "1 images without a label file:\n  dog/5.x.jpg" in printed
+    assert "1 label files without an image:\n  cat/bad.pt" in printed
+    before, after = Maps(data / "maps"), Maps(data / "back")
+    assert dict(before) == dict(after)
+    assert after.manifest.class_names == ["cat", "dog"]
+    assert run("import", data / "pt", data / "bare", "--num-classes", 2, "--resize-mode", "squash") == 0
+    printed = capsys.readouterr().out
+    assert "1 label files refused:\n  cat/bad.pt is no whole file" in printed
+    assert "skipped.csv" in printed
+
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
+    from everytoken._meter import Meter
+
+    with Meter("job", "maps", every=0) as meter:
+        meter(0, 200)
+        meter(100, 200)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "100 maps of 200 maps" in lines[1]
+    assert "left" in lines[1]
+    assert "left" not in lines[0]  # nothing is known about the rate yet
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Meter("job", "B") as meter:
+        meter(5 * 10**6, 2 * 10**9, "now")
+    shown = capsys.readouterr().err
+    assert "5.0 MB of 2.00 GB" in shown
+    assert "job now" in shown
+
+
+def test_maps_of_any_class_count_can_be_shown(tmp_path, capsys):
+    meta = StoreMeta((1, 2), 1, num_classes=70000)
+    one = ScoreMap(np.zeros((1, 2, 1), np.float16), np.full((1, 2, 1), 69999), (0, 0))
+    with MapWriter.create_or_resume(tmp_path / "s", ["a"], meta) as writer:
+        writer.write_shard(0, [one])
+        writer.finalize()
+    assert run("show", tmp_path / "s", "a", "--out", tmp_path / "o.png") == 0

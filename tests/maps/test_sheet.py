@@ -1,0 +1,193 @@
+"""The numbers about maps, and the pictures of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from everytoken import draw
+from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
+from everytoken.maps import sheet as sheet_module
+from everytoken.maps.sheet import OTHER, PALETTE, PANEL, Tile, draw_sheet, load_photo
+from everytoken.maps.summary import (
+    MANY,
+    OTHERS,
+    WRONG,
+    folder_label,
+    pick,
+    probability,
+    sample_positions,
+    summarize,
+    summarize_store,
+)
+
+NAMES = ["ant", "bee", "cat", "dog"]
+
+
+def simple_map(top, area=(0.0, 0.0, 1.0, 1.0), strong: float = 8.0, size=(100, 100)) -> ScoreMap:
+    """Best class per cell as given, the next class (modulo 4) as second."""
+    top = np.asarray(top)
+    classes = np.stack([top, (top + 1) % 4], axis=-1).astype(np.uint16)
+    scores = np.broadcast_to(np.array([strong, 1.0], np.float16), classes.shape).copy()
+    return ScoreMap(scores, classes, size, area)
+
+
+def make_store(path, maps: dict[str, ScoreMap], names=NAMES) -> Maps:
+    grid = next(iter(maps.values())).scores.shape[:2]
+    meta = StoreMeta(grid, 2, names, num_classes=4, annotator={"name": "test"})
+    with MapWriter.create_or_resume(path, maps, meta) as writer:
+        for shard in writer.pending_shards():
+            writer.write_shard(shard, [maps[key] for key in writer.shard_keys(shard)])
+        writer.finalize()
+    return Maps(path)
+
+
+def test_confidence_is_the_softmax_over_all_classes_with_absent_ones_at_zero():
+    rng = np.random.default_rng(0)
+    logits = np.zeros(10)
+    logits[:3] = rng.normal(size=3) * 5
+    dense = np.exp(logits) / np.exp(logits).sum()
+    assert probability(logits[:3].astype(np.float32), 10, 3) == pytest.approx(dense[:3], rel=1e-5)
+    assert np.isfinite(probability(np.array([6e4, -6e4], np.float16), 10, 2)).all()
+
+
+def test_a_summary_counts_cells_and_finds_the_main_class():
+    one = summarize(simple_map([[2, 2, 2], [2, 3, 0]]), 4)
+    assert dict(one.shares) == pytest.approx({2: 4 / 6, 3: 1 / 6, 0: 1 / 6})
+    assert one.shares[0][0] == 2
+    assert (one.image_class, one.vocabulary) == (2, 3 + 1)
+    assert one.entropy == pytest.approx(-(2 / 3 * np.log(2 / 3) + 1 / 3 * np.log(1 / 6)))
+    assert one.confidence == pytest.approx(np.exp(8) / (np.exp(8) + np.exp(1) + 2), abs=1e-4)
+
+
+def test_cells_of_the_padding_do_not_count():
+    padded = simple_map([[0, 0], [1, 1], [1, 1], [0, 0]], area=(0.0, -0.5, 1.0, 1.5))
+    one = summarize(padded, 4)
+    assert one.shares == [(1, 1.0)]
+    assert one.inside.tolist() == [[False] * 2, [True] * 2, [True] * 2, [False] * 2]
+
+
+def test_the_folder_label_is_the_innermost_folder_with_a_class_name():
+    ids = {name: i for i, name in enumerate(NAMES)}
+    assert folder_label("train/cat/1.jpg", ids.get) == 2
+    assert folder_label("cat/dog/1.jpg", ids.get) == 3
+    assert folder_label("birds/cat.jpg", ids.get) is None
+    assert folder_label("cat", ids.get) is None
+
+
+def test_samples_are_spread_evenly():
+    assert sample_positions(10, 5) == [0, 2, 4, 6, 8]
+    assert sample_positions(3, 10) == [0, 1, 2]
+    assert sample_positions(0, 10) == sample_positions(10, 0) == []
+
+
+def test_wrong_images_come_first_surest_first_then_mixed_ones(tmp_path):
+    maps = {f"cat/{i}.jpg": simple_map([[2, 2], [2, 2]]) for i in range(20)}
+    maps["cat/sure.jpg"] = simple_map([[1, 1], [1, 1]], strong=9)
+    maps["cat/unsure.jpg"] = simple_map([[1, 1], [1, 1]], strong=3)
+    maps["cat/mixed.jpg"] = simple_map([[2, 2], [0, 3]])
+    store = make_store(tmp_path / "s", maps)
+    picks, counts = pick(store, 8)
+    assert [(one.key, one.why) for one in picks[:3]] == [
+        ("cat/sure.jpg", WRONG),
+        ("cat/unsure.jpg", WRONG),
+        ("cat/mixed.jpg", MANY),
+    ]
+    assert len(picks) == 8
+    assert len({one.key for one in picks}) == 8
+    assert counts == {WRONG: 2, MANY: 2, OTHERS: 19}
+    everything, _ = pick(store, 100)
+    assert sorted(one.key for one in everything) == sorted(store)
+    assert {one.key for one in pick(store, 3)[0]} >= {"cat/sure.jpg"}
+    seen = summarize_store(store)
+    assert (seen.looked_at, seen.labelled, seen.agreement) == (23, 23, pytest.approx(21 / 23))
+    nameless = make_store(tmp_path / "t", maps, names=[])
+    assert summarize_store(nameless).agreement is None
+
+
+def pixel(picture: Image.Image, x: float, y: float) -> np.ndarray:
+    return np.asarray(picture)[int(y * picture.height), int(x * picture.width)].astype(int)
+
+
+def panel_of(one: ScoreMap, size=(200, 100)) -> tuple[Image.Image, dict[int, str]]:
+    photo = Image.new("RGB", size, "#808080")
+    cells, inside = draw.cells_of(photo.size, one.scores.shape[:2], one.area)
+    summary = summarize(one, 4)
+    legend = draw.choose_colours([c for c, _ in summary.shares], {})
+    return draw.class_panel(photo, cells, inside, summary, legend), legend
+
+
+def is_like(colour: np.ndarray, name: str) -> bool:
+    """The same hue: the pixel differs from grey in the direction of the colour."""
+    wanted = np.array(draw.rgb(name)) - 128
+    return float(np.dot(colour - 128, wanted)) > 0.9 * np.linalg.norm(colour - 128) * np.linalg.norm(wanted) > 0
+
+
+def test_cells_are_painted_where_they_lie_in_the_image():
+    picture, legend = panel_of(simple_map([[0, 1], [2, 3]]))
+    for class_id, x, y in ((0, 0.25, 0.25), (1, 0.75, 0.25), (2, 0.25, 0.75), (3, 0.75, 0.75)):
+        assert is_like(pixel(picture, x, y), legend[class_id])
+
+
+def test_a_centre_cropped_map_leaves_the_sides_grey_and_a_letterboxed_one_is_cut():
+    cropped, legend = panel_of(simple_map([[0, 1], [0, 1]], area=(0.25, 0.0, 0.75, 1.0)))
+    for x in (0.1, 0.9):
+        assert np.ptp(pixel(cropped, x, 0.5)) == 0
+    assert is_like(pixel(cropped, 0.3, 0.5), legend[0])
+    assert is_like(pixel(cropped, 0.7, 0.5), legend[1])
+    boxed, legend = panel_of(simple_map([[3, 3], [0, 0], [1, 1], [3, 3]], area=(0.0, -0.5, 1.0, 1.5)))
+    assert is_like(pixel(boxed, 0.5, 0.2), legend[0])
+    assert is_like(pixel(boxed, 0.5, 0.8), legend[1])
+
+
+def test_a_sure_cell_is_painted_stronger_than_an_unsure_one():
+    strong, legend = panel_of(simple_map([[0]], strong=9))
+    weak, _ = panel_of(simple_map([[0]], strong=1))
+    assert is_like(pixel(weak, 0.5, 0.5), legend[0])
+    assert np.abs(pixel(strong, 0.5, 0.5) - 128).sum() > 1.3 * np.abs(pixel(weak, 0.5, 0.5) - 128).sum()
+
+
+def test_a_class_keeps_its_colour_on_a_sheet_and_no_colour_is_used_twice_in_a_tile():
+    known: dict[int, str] = {}
+    first = draw.choose_colours([5, 6], known)
+    second = draw.choose_colours([7, 6], known)
+    assert second[6] == first[6]
+    assert second[7] != second[6]
+    many = draw.choose_colours(list(range(20)), known)
+    assert len(many) == len(PALETTE) == len(set(many.values()))
+    assert OTHER not in many.values()
+    for _ in range(5):
+        clash = draw.choose_colours([5, 7, 6], known)
+        assert len(set(clash.values())) == 3
+
+
+def test_photos_are_shown_upright_and_changed_or_broken_ones_are_remarked(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (300, 600)).save(tmp_path / "turned.jpg", exif=exif)
+    photo, remark = load_photo(tmp_path / "turned.jpg", (600, 300))
+    assert photo is not None
+    assert (photo.size, remark) == ((PANEL, PANEL // 2), "")
+    _, remark = load_photo(tmp_path / "turned.jpg", (300, 600))
+    assert "not the annotated one" in remark
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    photo, remark = load_photo(tmp_path / "broken.jpg", (1, 1))
+    assert photo is None
+    assert "cannot show broken.jpg" in remark
+    assert "cannot show" in load_photo(tmp_path / "missing.jpg", (1, 1))[1]
+    Image.new("RGB", (8, 8)).save(tmp_path / "tiny.png")
+    tiny, _ = load_photo(tmp_path / "tiny.png", (8, 8))
+    assert tiny is not None
+    assert tiny.size == (PANEL, PANEL)
+
+
+def test_a_sheet_has_room_for_every_tile_and_survives_odd_names():
+    one = simple_map([[0, 1], [2, 3]])
+    odd = "日本/\udcff/" + "very_long_" * 40 + "/x.jpg"
+    tiles = [Tile(odd, f"section {i // 2}", one, summarize(one, 4), label=i % 2) for i in range(5)]
+    wide = draw_sheet(tiles, lambda i: "имя " * 30, "title", columns=2)
+    narrow = draw_sheet(tiles[:1], NAMES.__getitem__, "title", columns=7)
+    assert wide.width == 2 * narrow.width - sheet_module.PAD
+    assert wide.height > 3 * sheet_module.TILE[1]
+    assert len(wide.getcolors(10**7)) > 50

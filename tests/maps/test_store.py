@@ -1,0 +1,237 @@
+"""What is written is what is read, and errors say what to do."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps, MapWriter, ScoreMap, Skipped, StoreMeta, map_area
+from everytoken.maps.errors import StoreDamagedError, StoreError, StoreUnfinishedError, UnknownKeyError
+from everytoken.maps.shard import shard_name
+
+
+@st.composite
+def stores(draw):
+    h, w, num_classes = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 7, 65535, 70000]))
+    top_k = draw(st.integers(1, min(num_classes, 3)))
+    finite = st.floats(-65504, 65504, width=16)
+    maps = {}
+    for i in range(draw(st.integers(1, 5))):
+        scores = draw(hnp.arrays(np.float16, (h, w, top_k), elements=finite))
+        scores = -np.sort(-scores, axis=-1)
+        first = draw(hnp.arrays(np.int64, (h, w, 1), elements=st.integers(0, num_classes - 1)))
+        classes = (first + np.arange(top_k)) % num_classes
+        x0, y0 = draw(st.floats(-2, 0.5)), draw(st.floats(-2, 0.5))
+        area = (x0, y0, x0 + draw(st.floats(0.125, 3)), y0 + draw(st.floats(0.125, 3)))
+        size = (draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 2**32 - 1)))
+        maps[f"{draw(st.integers(0, 9))}/{i}"] = ScoreMap(scores, classes, size, area)
+    return StoreMeta((h, w), top_k, num_classes=num_classes), maps, draw(st.integers(1, 4))
+
+
+@settings(max_examples=25, deadline=None)
+@given(stores())
+def test_reading_gives_back_exactly_what_was_written(tmp_path_factory, case):
+    meta, maps, shard_size = case
+    folder = tmp_path_factory.mktemp("store") / "s"
+    with MapWriter.create_or_resume(folder, maps, meta, shard_size) as writer:
+        for shard in writer.pending_shards():
+            writer.write_shard(shard, [maps[key] for key in writer.shard_keys(shard)])
+        writer.finalize()
+    store = Maps(folder, check=True)
+    assert list(store) == sorted(maps)
+    for i, key in enumerate(store):
+        found = store[key]
+        assert found == maps[key]
+        assert store.read(i) == found
+        assert store.key(i) == key
+        assert found.scores.tobytes() == maps[key].scores.tobytes()  # the sign of zero too
+        assert found.classes.dtype == (np.uint16 if meta.num_classes <= 65535 else np.uint32)
+        assert found.scores.flags.writeable
+        assert found.scores.flags.aligned
+        assert found.classes.flags.aligned
+
+
+def test_batches_across_shard_borders_make_the_same_store_as_single_records(filling, content, reference, tmp_path):
+    with MapWriter.create_or_resume(tmp_path / "s", reversed(filling.keys(40)), filling.META, 8) as writer:
+        batch = []
+
+        def flush():
+            maps = [filling.make_map(writer.key(position)) for position in batch]
+            fields = [[getattr(m, name) for m in maps] for name in ("scores", "classes", "size", "area")]
+            writer.put(batch, *fields)
+            batch.clear()
+
+        for position in range(40):
+            if isinstance(filling.make_record(writer.key(position)), Skipped):
+                writer.skip(position, "cannot be read")
+            else:
+                batch.append(position)
+            if len(batch) == 13 or position == 39:
+                flush()
+        writer.finalize()
+    assert content(tmp_path / "s") == reference
+
+
+def test_a_skipped_image_is_counted_and_listed_and_not_in_the_store(filling, tmp_path):
+    filling.fill(tmp_path / "s")
+    store = Maps(tmp_path / "s")
+    bad = [key for key in filling.keys(40) if isinstance(filling.make_record(key), Skipped)]
+    good = sorted(set(filling.keys(40)) - set(bad))
+    assert len(store) == 36
+    assert list(store) == good
+    assert list(store.keys()) == good
+    assert bad[0] not in store
+    assert good[0] in store
+    assert [store.key(i) for i in range(36)] == good
+    assert all(store.read(i) == filling.make_map(good[i]) for i in range(36))
+    assert store.manifest.skipped == 4
+    assert store.skipped == dict.fromkeys(bad, "cannot be read")
+    assert (tmp_path / "s/skipped.csv").read_text().splitlines()[1:] == [f"{key},cannot be read" for key in sorted(bad)]
+    with pytest.raises(UnknownKeyError, match=r"skipped \(cannot be read\)"):
+        store[bad[0]]
+    with pytest.raises(IndexError):
+        store.read(36)
+
+
+def test_an_unknown_key_is_named_with_the_nearest_ones(filling, tmp_path):
+    filling.fill(tmp_path / "s")
+    store = Maps(tmp_path / "s")
+    key = store.key(3)
+    with pytest.raises(KeyError) as error:
+        store["/somewhere/" + key]
+    assert isinstance(error.value, EverytokenError)
+    assert str(tmp_path / "s") in str(error.value)
+    assert f"Did you mean {key!r}" in str(error.value)
+    assert store.get("no such key") is None
+    assert 7 not in store
+
+
+def test_a_pickled_store_opens_again_elsewhere(filling, tmp_path):
+    filling.fill(tmp_path / "s")
+    store = Maps(tmp_path / "s", check=True)
+    key = store.key(0)
+    store[key]  # something is mapped now, and must not be pickled
+    raw = pickle.dumps(store)
+    assert len(raw) < 5000
+    again = pickle.loads(raw)
+    assert again.check
+    assert again[key] == store[key]
+    assert len(again) == len(store)
+    assert pickle.loads(pickle.dumps(store[key])) == store[key]
+
+
+def test_reading_with_check_notices_a_changed_record(filling, tmp_path):
+    filling.fill(tmp_path / "s")
+    path = tmp_path / "s" / shard_name(0)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 4
+    path.write_bytes(raw)
+    key = sorted(filling.keys(40))[7]
+    Maps(tmp_path / "s")[key]
+    with pytest.raises(StoreDamagedError, match=r"'class 0.*damaged(.|\n)*labels verify"):
+        Maps(tmp_path / "s", check=True)[key]
+
+
+def test_a_truncated_or_missing_shard_is_an_error_that_names_it(filling, tmp_path):
+    filling.fill(tmp_path / "s")
+    store, path = Maps(tmp_path / "s"), tmp_path / "s" / shard_name(1)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(StoreDamagedError, match=r"shard-00001\.npy is damaged: it has 1,[0-9]+ bytes instead"):
+        store.read(9)
+    path.unlink()
+    with pytest.raises(StoreDamagedError, match=r"shard-00001\.npy is missing"):
+        store.read(9)
+
+
+def test_an_unfinished_store_says_how_far_it_is_and_opens_on_request(filling, tmp_path):
+    records = {key: filling.make_record(key) for key in filling.keys(40)}
+    with MapWriter.create_or_resume(tmp_path / "s", records, filling.META, 8) as writer:
+        with pytest.raises(StoreUnfinishedError, match="0 of 40"):
+            Maps(tmp_path / "s")
+        for shard in (0, 3):
+            writer.write_shard(shard, [records[key] for key in writer.shard_keys(shard)])
+        with pytest.raises(StoreUnfinishedError, match="3 of 5 shards are not written"):
+            writer.finalize()
+    with pytest.raises(StoreUnfinishedError, match=r"16 of 40 images are done.*same command"):
+        Maps(tmp_path / "s")
+    store = Maps(tmp_path / "s", partial=True)
+    assert len(store) == 16 - len(store.skipped) == len(list(store))
+    assert all(store[key] == records[key] for key in store)
+    with pytest.raises(UnknownKeyError, match="not finished"):
+        store[sorted(records)[20]]
+
+
+def test_what_is_no_store_or_from_another_version_is_explained(filling, tmp_path):
+    with pytest.raises(StoreError, match="no such folder"):
+        Maps(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match="no manifest"):
+        Maps(tmp_path)
+    filling.fill(tmp_path / "s")
+    from everytoken import files
+
+    manifest = tmp_path / "s/manifest.json"
+    content = files.unseal(manifest)
+    manifest.write_bytes(files.seal(content | {"version": 99}))
+    with pytest.raises(StoreError, match=r"version 99.*Update"):
+        Maps(tmp_path / "s")
+    manifest.write_bytes(files.seal(content | {"format": "other"}))
+    with pytest.raises(StoreError, match="something else"):
+        Maps(tmp_path / "s")
+    content.pop("grid")
+    manifest.write_bytes(files.seal(content))
+    with pytest.raises(StoreDamagedError, match="grid"):
+        Maps(tmp_path / "s")
+
+
+def test_reading_a_store_does_not_import_torch(filling, tmp_path):
+    filling.fill(tmp_path / "s")
+    code = (
+        "import sys, everytoken; before = 'torch' in sys.modules\n"
+        "from everytoken.maps import Maps, MapWriter, verify\n"
+        f"Maps({str(tmp_path / 's')!r}).read(0); verify({str(tmp_path / 's')!r})\n"
+        "print(before or 'torch' not in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
+
+
+def test_many_shards_do_not_use_up_the_file_handles(filling, tmp_path, monkeypatch):
+    from everytoken.maps import store as store_module
+
+    monkeypatch.setattr(store_module, "_MAX_OPEN", 3)
+    filling.fill(tmp_path / "s", shard_size=4)
+    store = Maps(tmp_path / "s")
+    for key in [*store, *store]:
+        assert store[key] == filling.make_map(key)
+    assert len(store._shards) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "expected"),
+    [
+        ("squash", (0, 0), (0, 0, 1, 1)),
+        ("center", (200, 100), (0.25, 0, 0.75, 1)),
+        ("center", (100, 400), (0, 0.375, 1, 0.625)),
+        ("letterbox", (200, 100), (0, -0.5, 1, 1.5)),
+        ("letterbox", (100, 400), (-1.5, 0, 2.5, 1)),
+    ],
+)
+def test_the_area_of_a_map_follows_from_the_resize_mode(mode, size, expected):
+    assert map_area(mode, size) == pytest.approx(expected)
+
+
+def test_area_of_other_shapes_and_crops():
+    assert map_area("center", (200, 100), aspect=2) == pytest.approx((0, 0, 1, 1))
+    assert map_area("center", (100, 100), crop=0.5) == pytest.approx((0.25, 0.25, 0.75, 0.75))
+    assert map_area("letterbox", (100, 100), aspect=2) == pytest.approx((-0.5, 0, 1.5, 1))
+    with pytest.raises(StoreError, match="size"):
+        map_area("center", (0, 0))
+    with pytest.raises(StoreError, match="stretch"):
+        map_area("stretch", (1, 1))

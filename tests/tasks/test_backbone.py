@@ -1,0 +1,138 @@
+"""Feature maps of backbones: shapes and strides of every family, any input size, weights from runs and files."""
+
+import pytest
+import timm
+import torch
+
+import everytoken  # noqa: F401
+from everytoken.errors import EverytokenError
+from everytoken.models.load import Description
+from everytoken.tasks.backbone import Features, build_features, probe_features
+from everytoken.tasks.options import BackboneOptions, IterOptim, IterRun, in_epochs
+from everytoken.tasks.pyramid import SideLayers, SimplePyramid
+
+SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lvvit_t",
+        "deit_tiny_distilled_patch16_224",
+        "swin_tiny_patch4_window7_224",
+        "convnext_atto",
+        "resnet18",
+        "eva02_tiny_patch14_224",
+        "t2t_vit_7",
+        "cvt_13",
+        "pvt_v2_b0",
+        "edgenext_xx_small",
+        "mobilenetv3_small_050",
+        "xcit_nano_12_p16_224",
+        "cait_xxs24_224",
+    ],
+)
+def test_maps_have_the_channels_and_strides_that_were_promised(name):
+    features, about = build_features(BackboneOptions(model=name), 96)
+    maps = probe_features(features, (96, 96))
+    assert [m[0] for m in maps] == features.dims
+    assert [m[1:] for m in maps] == [(-(-96 // s), -(-96 // s)) for s in features.strides]
+    assert about.architecture == name
+    if features.fixed_size is None:
+        m = features.multiple
+        odd = probe_features(features, (83, 128))
+        assert [x[1:] for x in odd] == [(-(-83 // m) * m // s, -(-128 // m) * m // s) for s in features.strides]
+    else:
+        with pytest.raises(EverytokenError, match="96x96 pixels only"):
+            probe_features(features, (83, 128))
+
+
+def test_every_trained_weight_of_a_backbone_gets_a_gradient():
+    for name in ("lvvit_t", "swin_tiny_patch4_window7_224", "resnet18", "convnext_atto", "xcit_nano_12_p16_224"):
+        features, _ = build_features(BackboneOptions(model=name, drop_path=0.0), 64)
+        sum(m.mean() for m in features.train()(torch.randn(2, 3, 64, 64))).backward()
+        assert not [n for n, p in features.named_parameters() if p.requires_grad and p.grad is None], name
+
+
+@pytest.mark.parametrize(
+    ("name", "taps"),
+    [("lvvit_s", [6, 9, 12, 15]), ("lvvit_m", [10, 13, 16, 19]), ("lvvit_l", [14, 17, 20, 23])],
+)
+def test_taps_are_those_of_the_released_set_ups(name, taps):
+    with torch.device("meta"):
+        assert Features(timm.create_model(name)).indices == taps
+
+
+def test_a_tap_is_what_the_block_returns_without_the_class_token():
+    features, _ = build_features(BackboneOptions(model="vit_tiny_patch16_224", model_kwargs=SMALL), 32)
+    seen = []
+    features.backbone.blocks[2].register_forward_hook(lambda m, a, out: seen.append(out))
+    maps = features.eval()(torch.randn(2, 3, 32, 32))
+    torch.testing.assert_close(maps[2], seen[0][:, 1:].transpose(1, 2).reshape(2, 32, 4, 4))
+
+
+def test_padding_is_with_zeros_right_and_below():
+    features, _ = build_features(BackboneOptions(model="convnext_atto"), 64)
+    image = torch.randn(1, 3, 50, 64)
+    padded = torch.cat([image, torch.zeros(1, 3, 14, 64)], 2)
+    for a, b in zip(features.eval()(image), features(padded), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, capsys):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    plain = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5, **SMALL)
+    about = Description("vit_tiny_patch16_224", {"num_classes": 5, "img_size": 32, **SMALL}, mean=(0.5, 0.5, 0.5))
+    save_file(plain.state_dict(), tmp_path / "best.safetensors", metadata=about.to_metadata())
+    features, known = build_features(BackboneOptions(initial_checkpoint=str(tmp_path)), 64)
+    assert "resized to fit: pos_embed" in capsys.readouterr().out
+    assert known.architecture == "vit_tiny_patch16_224"
+    assert known.mean == (0.5, 0.5, 0.5)
+    assert features.backbone.pos_embed.shape[1] == 65
+    image = torch.randn(1, 3, 32, 32)
+    features.backbone.pos_embed.data.zero_()  # the table went from 4x4 to 8x8 and back, so all but it must be equal
+    plain.pos_embed.data.zero_()
+    expected = plain.eval().forward_intermediates(image, indices=[3], intermediates_only=True)[0]
+    torch.testing.assert_close(features.eval()(image)[-1], expected)
+
+
+def test_stochastic_depth_is_what_was_asked_for():
+    """timm's Swin has 0.1 of its own."""
+    for rate, expected in ((0.0, 0), (0.3, 0.3)):
+        features, _ = build_features(BackboneOptions(model="swin_tiny_patch4_window7_224", drop_path=rate), 64)
+        found = [float(m.drop_prob) for m in features.modules() if type(m).__name__ == "DropPath"]
+        assert max(found, default=0) == pytest.approx(expected)
+
+
+def test_wrong_backbones_are_named():
+    with pytest.raises(EverytokenError, match="say which backbone"):
+        build_features(BackboneOptions(), 64)
+    with pytest.raises(EverytokenError, match="'resnet18'"):
+        build_features(BackboneOptions(model="resnet81"), 64)
+    with pytest.raises(EverytokenError, match="blocks 0 to 3"):
+        build_features(BackboneOptions(model="vit_tiny_patch16_224", model_kwargs=SMALL, taps=(1, 4)), 32)
+    with pytest.raises(EverytokenError, match="has stages"):
+        build_features(BackboneOptions(model="resnet18", taps=(1,)), 32)
+
+
+def test_pyramids_make_the_scales_that_they_promise():
+    maps = [torch.randn(2, 32, 4, 6) for _ in range(4)]
+    for pyramid in (
+        SideLayers([32] * 4, [16] * 4, last=64),
+        SideLayers([32] * 4, [16] * 4, last=48, finer=(1, 2)),
+        SimplePyramid([32] * 4, [16] * 4, out=24),
+    ):
+        levels = pyramid(maps)
+        assert [x.shape[1] for x in levels] == pyramid.dims
+        assert [x.shape[2:] for x in levels] == [(4 * 16 // s, 6 * 16 // s) for s in pyramid.strides]
+    assert SideLayers([32] * 4, [16] * 4).strides == [4, 8, 16, 16]
+
+
+def test_updates_become_epochs_between_validations():
+    optim, every = in_epochs(IterOptim(iters=160_000, warmup_iters=1500), IterRun(val_iters=8000))
+    assert (optim.epochs, every, optim.warmup_epochs) == (20, 8000, 0.1875)
+    assert in_epochs(IterOptim(iters=50, warmup_iters=5), IterRun())[1] == 50
+    with pytest.raises(EverytokenError, match="not a multiple of --val-iters 30"):
+        in_epochs(IterOptim(iters=100), IterRun(val_iters=30))
