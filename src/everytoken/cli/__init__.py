@@ -7,6 +7,7 @@ To add a command, add a line to COMMANDS and a module of that name with ``main(a
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    show_log()
     try:
         return dispatch("everytoken", COMMANDS, argv, "everytoken.cli") or 0
     except EverytokenError as error:
@@ -49,6 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `everytoken models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def show_log() -> None:
+    """Print what the library logs, as plain lines; warnings go to stderr. Once per process."""
+    log = logging.getLogger("everytoken")
+    if not any(isinstance(handler, _Lines) for handler in log.handlers):
+        log.addHandler(_Lines())
+        log.setLevel(logging.INFO)
+
+
+class _Lines(logging.Handler):
+    """Prints to whatever stdout and stderr are at that moment, so that redirected output gets the lines too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        print(self.format(record), file=stream, flush=True)
 
 
 def dispatch(prog: str, commands: Mapping[str, str], argv: list[str], package: str) -> int | None:
