@@ -26,14 +26,15 @@ import torch
 from torch import nn
 
 import everytoken  # noqa: F401
+from everytoken.data.batch import Batch
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import Loop
 from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
 from everytoken.engine.runfolder import RunFolder
 from everytoken.functional import MapBatch
+from everytoken.keyed import StepKey
 from everytoken.models import TokenModel
-from everytoken.objectives import Batch
-from everytoken.tasks.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
+from everytoken.tasks.step import FrozenTeacher, TokenStep, build_mixer, build_objectives
 
 WORLD = World(0, 1, torch.device("cpu"))
 LIMIT = 1.02
@@ -52,13 +53,13 @@ def fake_batch(size: int, classes: int = 1000, words: int = 40) -> Batch:
     )  # fmt: skip
     crop = torch.tensor([[0.6, 0.0, 0.2], [0.0, 0.7, 0.1]]).repeat(size, 1, 1)
     labels = torch.from_numpy(rng.integers(0, classes, size))
-    return Batch(torch.randn(size, 3, 224, 224), labels, maps=maps, placement=crop).prepare((14, 14))
+    return Batch(torch.randn(size, 3, 224, 224), labels, maps=maps, placement=crop).plan((14, 14))
 
 
 def seconds(step: TokenStep, batch: Batch, number: int) -> float:
     """Processor time of one forward and backward pass."""
     started = time.process_time()
-    step(batch, Moment(0, number))["loss"].backward()
+    step(replace(batch, key=StepKey(0, number)))["loss"].backward()
     spent = time.process_time() - started
     step.zero_grad(set_to_none=True)
     return spent
@@ -125,7 +126,7 @@ class Tiny(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
 
-    def forward(self, batch: Batch, moment: Moment) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """A loss of the two weights."""
         return {"loss": (self.weight - 1).square().sum()}
 

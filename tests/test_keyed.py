@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import timeit
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,3 +78,19 @@ def test_one_uniform_number_per_key():
 def test_a_generator_costs_microseconds():
     per_call = min(timeit.repeat(lambda: keyed.generator(1, 2, "a/b/c.jpg", "augment"), number=300, repeat=7)) / 300
     assert per_call < 60e-6  # about 7 µs on a quiet machine
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"step": 2}, {"rank": 2}, {"part": 2}])
+def test_every_part_of_a_step_key_changes_its_draws_and_the_progress_does_not(change):
+    def draws(key, purpose="mix"):
+        return key.generator(purpose).random(), float(torch.rand(1, generator=key.torch_generator(purpose)))
+
+    first = keyed.StepKey()
+    assert all(a != b for a, b in zip(draws(first), draws(replace(first, **change)), strict=True))
+    assert all(a != b for a, b in zip(draws(first), draws(first, "drloc"), strict=True))
+    assert draws(first) == draws(replace(first, epoch=3.5, epochs=9))
+
+
+def test_progress_is_the_part_of_the_epochs_that_is_done():
+    assert keyed.StepKey(epoch=2.5, epochs=10).progress == 0.25
+    assert keyed.StepKey(epoch=12, epochs=10).progress == 1

@@ -11,6 +11,7 @@ Streams of different keys are independent for every practical purpose. Cost: abo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import blake2b
 from operator import index
 from typing import SupportsIndex
@@ -57,11 +58,44 @@ def generator(seed: SupportsIndex, *key: Key) -> np.random.Generator:
 
 def torch_generator(seed: SupportsIndex, *key: Key, device: torch.device | str = "cpu") -> torch.Generator:
     """A torch generator for this key. CPU and GPU generators of one key give different numbers: torch's own do."""
-    made = torch.Generator(device=device)
-    made.manual_seed(int.from_bytes(digest(seed, *key)[:8], "little") >> 1)  # 63 bits: torch takes a signed integer
-    return made
+    keyed = torch.Generator(device=device)
+    keyed.manual_seed(int.from_bytes(digest(seed, *key)[:8], "little") >> 1)  # 63 bits: torch takes a signed integer
+    return keyed
 
 
 def uniform(seed: SupportsIndex, *key: Key) -> float:
     """One number in [0, 1) for this key, straight from the hash (under 2 µs)."""
     return (int.from_bytes(digest(seed, *key)[:8], "little") >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What repeats the random draws of one training step, and how far the training is.
+
+    Attributes:
+        seed, step, rank, part: the run's seed, the update, the process, and the part of an accumulated update.
+        epoch: epochs done, with a fraction.
+        epochs: epochs in all.
+
+    Example: `StepKey(seed=1, step=20).torch_generator("drloc", "cuda")`.
+    """
+
+    seed: int = 0
+    step: int = 0
+    rank: int = 0
+    part: int = 0
+    epoch: float = 0.0
+    epochs: int = 1
+
+    @property
+    def progress(self) -> float:
+        """The part of the training that is done, 0..1."""
+        return min(1.0, max(0.0, self.epoch / max(1, self.epochs)))
+
+    def generator(self, purpose: str) -> np.random.Generator:
+        """A NumPy generator for one purpose in this step."""
+        return generator(self.seed, self.step, self.rank, self.part, purpose)
+
+    def torch_generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """A torch generator for one purpose in this step."""
+        return torch_generator(self.seed, self.step, self.rank, self.part, purpose, device=device)

@@ -1,15 +1,18 @@
 """What mixers that look at images are shown, and training with every mixer."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
 
+from everytoken.data.batch import Batch
 from everytoken.engine.guide import guide_for, importance, importance_by_gradient
 from everytoken.errors import EverytokenError
+from everytoken.keyed import StepKey
 from everytoken.mixing import MIXERS
 from everytoken.models import TokenModel
-from everytoken.objectives import Batch
-from everytoken.tasks.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
+from everytoken.tasks.step import FrozenTeacher, TokenStep, build_mixer, build_objectives
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 NORM = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -36,7 +39,7 @@ def test_every_mixer_trains_with_every_way_of_labels(name, objectives):
     model = vit()
     fields = {"blocks": (4,)} if name == "puzzlemix" else {}
     step = TokenStep(model, build_objectives(objectives, model), build_mixer({name: fields})).train()
-    terms = step(batch(), Moment(1, 5))
+    terms = step(replace(batch(), key=StepKey(1, 5)))
     terms["loss"].backward()
     assert torch.isfinite(terms["loss"])
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
@@ -76,7 +79,7 @@ def test_the_teacher_is_asked_where_there_is_one():
     data = batch(2)
     mixer = build_mixer({"attentivecutmix": {"side": 2, "cells": 1}})
     step = TokenStep(student, build_objectives({"hard": {}}, student), mixer, teacher).train()
-    mix = step.mixed(data, Moment(0, 0)).mix
+    mix = step.mixed(replace(data, key=StepKey(0, 0))).mix
     seen = importance(teacher.model, (data.images * 0.5 + 0.5 - 0.4) / 0.2)
     coarse = torch.nn.functional.avg_pool2d(seen, 2)
     asked = importance(student.eval(), data.images)
@@ -88,4 +91,4 @@ def test_puzzle_mix_without_labels_is_refused():
     model = vit()
     step = TokenStep(model, build_objectives({"hard": {}}, model), build_mixer({"puzzlemix": {}})).train()
     with pytest.raises(EverytokenError, match="no labels"):
-        step(Batch(batch().images), Moment(0, 0))
+        step(replace(Batch(batch().images), key=StepKey(0, 0)))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from everytoken.data.batch import Batch
 from everytoken.engine.checkpoint import save_checkpoint
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import BadLossError, Loop, Stopped
@@ -26,9 +27,8 @@ class Step(nn.Module):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
 
-    def forward(self, batch, moment):
-        x, y = batch
-        return {"loss": (self.net(x)[:, 0] - y).square().mean()}
+    def forward(self, batch):
+        return {"loss": (self.net(batch.images)[:, 0] - batch.targets).square().mean()}
 
 
 class Toy:
@@ -45,13 +45,14 @@ class Toy:
     def batches(self, epoch, start):
         for position in range(start, self.batches_per_epoch):
             x = torch.randn(8, 6, generator=torch_generator(1, epoch, position))
-            yield self.trouble(epoch, position, (x, x.sum(1)))
+            x, y = self.trouble(epoch, position, (x, x.sum(1)))
+            yield Batch(x, targets=y)
 
     def size(self, batch):
-        return len(batch[0])
+        return len(batch)
 
     def name(self, batch):
-        return [f"image-{i}" for i in range(len(batch[0]))]
+        return [f"image-{i}" for i in range(len(batch))]
 
     def score(self, module):
         module.eval()
@@ -211,7 +212,7 @@ def test_accumulated_updates_equal_large_batches(tmp_path):
             for position in range(start, self.batches_per_epoch):
                 x = torch.randn(8, 6, generator=torch_generator(1, epoch, position // self.parts))
                 part = x.chunk(self.parts)[position % self.parts]
-                yield part, part.sum(1)
+                yield Batch(part, targets=part.sum(1))
 
     one, two = Plain(1), Plain(2)
     make(tmp_path / "one", one, model_ema=False).run()
@@ -308,7 +309,7 @@ class Counted(Toy):
             shown = order[position * self.batch : (position + 1) * self.batch]
             self.seen += [(epoch, int(i)) for i in shown]
             x = torch.randn(len(shown), 6, generator=torch_generator(3, epoch, position))
-            yield x, x.sum(1)
+            yield Batch(x, targets=x.sum(1))
 
 
 def with_batch(folder, batch, told=None, **changes):

@@ -1,6 +1,7 @@
 """The training step: objectives and mixing by name, teachers, and the timm task."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,12 +9,14 @@ import timm
 import torch
 
 import everytoken  # noqa: F401
+from everytoken.data.batch import Batch
 from everytoken.engine.options import ModelOptions, TrainOptions
 from everytoken.errors import EverytokenError
+from everytoken.functional import CompactTarget, from_labels
+from everytoken.keyed import StepKey
 from everytoken.models import TokenModel
-from everytoken.objectives import Batch
 from everytoken.tasks.build import build_backbone
-from everytoken.tasks.step import FrozenTeacher, Moment, TokenStep, build_mixer, build_objectives
+from everytoken.tasks.step import FrozenTeacher, TokenStep, build_mixer, build_objectives
 from everytoken.tasks.timm_task import TokenTask
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -60,8 +63,8 @@ def test_several_mixers_take_turns_by_their_odds():
 
 def test_a_step_is_repeatable_and_changes_with_its_moment():
     step = TokenStep(model(), build_objectives({"drloc": {}}, model()), build_mixer({"mixtoken": {}})).train()
-    first, again = (float(step(batch(), Moment(1, 5))["loss"].detach()) for _ in range(2))
-    other = float(step(batch(), Moment(1, 6))["loss"].detach())
+    first, again = (float(step(replace(batch(), key=StepKey(1, 5)))["loss"].detach()) for _ in range(2))
+    other = float(step(replace(batch(), key=StepKey(1, 6)))["loss"].detach())
     assert first == again
     assert first != other
 
@@ -69,14 +72,14 @@ def test_a_step_is_repeatable_and_changes_with_its_moment():
 def test_evaluation_gives_the_plain_models_logits():
     step = TokenStep(model(), build_objectives({}, model()), build_mixer({"cutmix": {}})).eval()
     with torch.no_grad():
-        assert torch.equal(step(batch(), Moment())["output"], step.model.backbone(batch().images))
+        assert torch.equal(step(batch())["output"], step.model.backbone(batch().images))
 
 
 def test_a_copy_of_the_step_trains_its_own_heads():
     m = model()
     step = TokenStep(m, build_objectives({"drloc": {}}, m)).train()
     twin = copy.deepcopy(step)
-    twin(batch(), Moment())["loss"].backward()
+    twin(batch())["loss"].backward()
     assert all(p.grad is None for p in step.parameters())
     assert any(p.grad is not None for n, p in twin.named_parameters() if n.startswith("brought."))
 
@@ -100,7 +103,7 @@ def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the
     student = model(4)
     step = TokenStep(student, build_objectives({"online-token": {}}, student), None, teacher).train()
     assert not any("teacher" in name for name in step.state_dict())
-    step(batch(), Moment())["loss"].backward()
+    step(batch())["loss"].backward()
     assert all(p.grad is None for p in other.parameters())
 
 
@@ -168,3 +171,22 @@ def test_models_without_image_size_or_stochastic_depth_are_built_too():
     assert "img_size" not in arguments
     with pytest.raises(EverytokenError, match="does not take these arguments"):
         build_backbone(TrainOptions(model=ModelOptions(model="test_vit", model_kwargs={"nonsense": 1})), 4)
+
+
+def test_processes_draw_other_pairs_other_participants_and_other_mixes():
+    student = TokenModel(timm.create_model("vit_tiny_patch16_224", **VIT), 4)
+    target = from_labels(torch.arange(4), 4)
+    tokens = CompactTarget(
+        target.classes,
+        target.mass[:, None, None].expand(4, 4, 4, -1),
+        *(t[:, None, None].expand(4, 4, 4) for t in (target.background, target.weight)),
+        target.num_classes,
+    )
+    data = replace(batch(), token_target=tokens, class_target=target)
+    drawn = [({"drloc": {}}, {}), ({"token": {"participation": 0.5}}, {}), ({"hard": {}}, {"cutmix": {}})]
+    for objectives, mixing in drawn:
+        step = TokenStep(student, build_objectives(objectives, student), build_mixer(mixing)).train()
+        keys = (StepKey(rank=0), StepKey(rank=1), StepKey(part=1), StepKey(rank=1))
+        losses = [float(step(replace(data, key=key))["loss"].detach()) for key in keys]
+        assert len({*losses[:3]}) == 3
+        assert losses[1] == losses[3]

@@ -9,13 +9,13 @@ import timm
 import torch
 from torch.nn import functional as F
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.functional import collate_maps, compact_cross_entropy, from_labels
+from everytoken.functional import collate_maps, compact_cross_entropy, from_labels, sample_maps
 from everytoken.mixing import CutMix, Mix, MixToken, MixUp, PuzzleMix, apply_to_pixels, apply_to_tokens
 from everytoken.models import TokenModel
 from everytoken.models.align import Shares
 from everytoken.objectives.alignment import AlignedLabels, TransMix
-from everytoken.objectives.base import Batch, Context
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.token_labeling import TokenLabeling
 
@@ -61,7 +61,7 @@ def test_the_class_token_learns_the_label_that_reached_it(model, mixer):
     objective = AlignedLabels(smoothing=0.1)
     objective.attach(model)
     view = model(batch.images, batch.mix)
-    terms = objective(view, batch, Context())
+    terms = objective(view, batch)
     smooth = F.one_hot(batch.labels, K) * 0.9 + 0.1 / K
     r = view.shares.image[:, None]
     target = r * smooth + (1 - r) * smooth[batch.mix.partner]
@@ -77,7 +77,7 @@ def test_a_batch_that_is_not_mixed_is_trained_as_usual(model):
     objective.attach(model)
     view = model(batch.images, None)
     assert view.shares is None
-    torch.testing.assert_close(objective(view, batch, Context()), HardLabels()(view, batch, Context()))
+    torch.testing.assert_close(objective(view, batch), HardLabels()(view, batch))
 
 
 def test_under_mixup_it_is_ordinary_mixup(model):
@@ -85,7 +85,7 @@ def test_under_mixup_it_is_ordinary_mixup(model):
     objective = AlignedLabels()
     objective.attach(model)
     view = model(batch.images, batch.mix)
-    torch.testing.assert_close(objective(view, batch, Context()), HardLabels()(view, batch, Context()))
+    torch.testing.assert_close(objective(view, batch), HardLabels()(view, batch))
 
 
 def test_token_labels_follow_the_tokens_too(model):
@@ -94,15 +94,15 @@ def test_token_labels_follow_the_tokens_too(model):
     objective.attach(model)
     assert objective.needs == {"maps", "token_logits"}
     view = model(batch.images, batch.mix)
-    terms = objective(view, batch, Context())
+    terms = objective(view, batch)
 
-    sampled = batch.sampled(GRID)
+    sampled = sample_maps(batch.maps, batch.placement, GRID)
     own = objective.soft_target(sampled.tokens, batch.maps.classes, K, sampled.weight).dense()
     r = view.shares.grid[..., None]
     target = r * own + (1 - r) * own[batch.mix.partner]
     rows = -(view.token_logits.log_softmax(-1) * target).sum(-1)
     torch.testing.assert_close(terms["token"], 0.5 * rows.mean())
-    plain = TokenLabeling(beta=0.5)(view, batch, Context())
+    plain = TokenLabeling(beta=0.5)(view, batch)
     assert (plain["token"] - terms["token"]).abs() > 1e-4, "shares moved nothing, so nothing was tested"
 
 
@@ -145,7 +145,7 @@ def test_transmix_is_the_mean_of_area_and_attention_ratio(model, mixer):
     assert (ratio - batch.mix.ratio).abs().max() > 1e-3
     one_hot = F.one_hot(batch.labels, K).float()
     target = ratio[:, None] * one_hot + (1 - ratio[:, None]) * one_hot[batch.mix.partner]
-    torch.testing.assert_close(objective(view, batch, Context())["class"], F.cross_entropy(view.logits, target))
+    torch.testing.assert_close(objective(view, batch)["class"], F.cross_entropy(view.logits, target))
 
 
 def test_token_labels_move_with_patches_that_a_mix_moves():
@@ -160,7 +160,7 @@ def test_token_labels_move_with_patches_that_a_mix_moves():
     shares = torch.rand(2, 2, 2, generator=torch.Generator().manual_seed(1))
     view = SimpleNamespace(logits=torch.zeros(2, 4), token_logits=logits, shares=Shares(mix.ratio, shares))
     batch = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), token_target=target, mix=mix)
-    got = AlignedLabels(beta=1.0, smoothing=0.0)(view, batch, Context())["token"]
+    got = AlignedLabels(beta=1.0, smoothing=0.0)(view, batch)["token"]
 
     dense, total = target.dense(), 0.0
     for b in range(2):
@@ -180,7 +180,7 @@ def test_a_puzzle_trains_with_token_labels_that_follow(model):
     objective = AlignedLabels(beta=0.5)
     objective.attach(model)
     batch = a_batch(mix)
-    assert float(objective(model(batch.images, mix), batch, Context())["token"].detach()) > 0
+    assert float(objective(model(batch.images, mix), batch)["token"].detach()) > 0
 
 
 def test_tokens_that_are_put_back_to_their_images_take_their_shares_along(model):
@@ -215,7 +215,7 @@ def test_table_8_is_reachable_from_the_objective(model):
     }.items():
         objective = AlignedLabels(**options)
         objective.attach(model)
-        losses[name] = objective(model(batch.images, batch.mix), batch, Context())["class"].item()
+        losses[name] = objective(model(batch.images, batch.mix), batch)["class"].item()
     assert len({round(v, 5) for v in losses.values()}) == 4
     assert losses["sum"] == pytest.approx(losses["full"] * 2**4, rel=1e-5)
 
@@ -224,7 +224,7 @@ def test_without_attach_the_error_says_what_to_do(model):
     batch = a_batch(draw(CutMix()))
     view = model(batch.images, batch.mix)
     with pytest.raises(EverytokenError, match=r"call attach\(model\) once"):
-        AlignedLabels()(view, batch, Context())
+        AlignedLabels()(view, batch)
 
 
 def test_the_machine_label_of_the_image_can_follow_as_well(model):
@@ -235,7 +235,7 @@ def test_the_machine_label_of_the_image_can_follow_as_well(model):
     own = objective.image_target(view, replace(batch, mix=None), None).dense()
     r = view.shares.image[:, None]
     wanted = F.cross_entropy(view.logits, r * own + (1 - r) * own[batch.mix.partner])
-    torch.testing.assert_close(objective(view, batch, Context())["class"], wanted)
+    torch.testing.assert_close(objective(view, batch)["class"], wanted)
 
 
 def test_an_image_without_label_counts_by_its_partners_part(model):
@@ -244,7 +244,7 @@ def test_an_image_without_label_counts_by_its_partners_part(model):
     objective = AlignedLabels(smoothing=0.0)
     objective.attach(model)
     view = model(batch.images, batch.mix)
-    loss = objective(view, batch, Context())["class"]
+    loss = objective(view, batch)["class"]
     known = from_labels(batch.labels, K)
     rows, weights = [], []
     for i in range(B):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import everytoken  # noqa: F401
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import drloc as fn
+from everytoken.keyed import StepKey
 from everytoken.mixing import CutMix, MixToken
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError
 from everytoken.models.taps import Taps
-from everytoken.objectives import Batch, Context
 from everytoken.objectives.drloc import LAMBDA, RELEASED, Drloc, DrlocHead
 
 B, DIM = 3, 12
@@ -32,7 +34,7 @@ def view(grid=(14, 14), seed=0):
 
 
 def batch(mix=None):
-    return Batch(images=torch.zeros(B, 3, 32, 32), mix=mix)
+    return Batch(images=torch.zeros(B, 3, 32, 32), mix=mix, key=StepKey())
 
 
 def make(**settings) -> Drloc:
@@ -197,10 +199,10 @@ def test_released_mlps_start_as_torch_does_but_for_swin_and_t2t():
 @pytest.mark.parametrize("variant", ["l1", "signed", "ce", "reg"])
 def test_a_grid_of_one_token_is_refused(variant):
     with pytest.raises(EverytokenError, match=r"grid is 1x1.*--img-size.*levels='stages'"):
-        make(variant=variant)(view((1, 1)), batch(), Context())
+        make(variant=variant)(view((1, 1)), batch())
     with pytest.raises(EverytokenError, match=r"grid of 14x14 tokens to 1x1.*set pool"):
         make(variant=variant, pool=1).loss(view().grid, torch.Generator())
-    assert make(variant=variant)(view((1, 2)), batch(), Context())[variant] > 0
+    assert make(variant=variant)(view((1, 2)), batch())[variant] > 0
 
 
 def test_a_level_of_one_token_is_left_out_beside_larger_ones():
@@ -212,9 +214,9 @@ def test_a_level_of_one_token_is_left_out_beside_larger_ones():
     seen = model(images)
     grids = objective.taps.grids((32, 32))
     assert [tuple(g.shape[1:3]) for g in grids] == [(8, 8), (4, 4), (2, 2), (1, 1)]
-    ones = [objective.loss(g, Context().generator(f"drloc/{i}", "cpu"), level=i) for i, g in enumerate(grids[:3])]
+    ones = [objective.loss(g, StepKey().torch_generator(f"drloc/{i}", "cpu"), level=i) for i, g in enumerate(grids[:3])]
     seen = model(images)
-    got = objective(seen, Batch(images=images), Context())["l1"]
+    got = objective(seen, Batch(images=images, key=StepKey()))["l1"]
     assert float(got.detach()) == pytest.approx(float(sum(ones).detach()), rel=1e-4)
     got.backward()
     assert all(p.grad is not None for p in objective.modules().parameters())  # distributed training waits for all
@@ -223,26 +225,26 @@ def test_a_level_of_one_token_is_left_out_beside_larger_ones():
 
 def test_steps_draw_other_pairs_and_the_same_step_the_same():
     objective, seen = make(), view()
-    losses = [float(objective(seen, batch(), Context(seed=1, step=s))["l1"].detach()) for s in (3, 4, 3)]
+    losses = [float(objective(seen, replace(batch(), key=StepKey(seed=1, step=s)))["l1"].detach()) for s in (3, 4, 3)]
     assert losses[0] == losses[2] != losses[1]
     torch.manual_seed(7)
     before = torch.rand(1)
     torch.manual_seed(7)
-    objective(seen, batch(), Context())
+    objective(seen, batch())
     assert torch.equal(torch.rand(1), before)  # the global generator is not touched
 
 
 def test_it_is_off_in_evaluation():
     objective = make()
     objective.modules().eval()
-    assert objective(view(), batch(), Context()) == {}
+    assert objective(view(), batch()) == {}
 
 
 def test_gradients_reach_the_backbone_and_the_mlp_which_stays_outside_of_it():
     model = tiny_vit().train()
     keys = list(model.state_dict())
     objective = make(dim=24, family=model.family.title)
-    loss = objective(model(torch.randn(2, 3, 64, 64)), batch(), Context())["l1"]
+    loss = objective(model(torch.randn(2, 3, 64, 64)), batch())["l1"]
     loss.backward()
     assert float(model.backbone.patch_embed.proj.weight.grad.abs().sum()) > 0
     assert all(p.grad is not None for p in objective.modules().parameters())
@@ -270,16 +272,16 @@ def test_every_block_has_its_own_mlp_in_all():
     model = tiny_vit().train()
     objective = make(variant="all", dim=24)
     with pytest.raises(EverytokenError, match="attach"):
-        objective(view(), batch(), Context())
+        objective(view(), batch())
     objective.attach(model)
     assert len(objective.heads) == 3
     images = torch.randn(2, 3, 64, 64)
     seen = model(images)
-    got = objective(seen, Batch(images=images), Context())["all"]
+    got = objective(seen, Batch(images=images, key=StepKey()))["all"]
     _, grids = model.backbone.forward_intermediates(images)
     wanted = 0.0
     for i, grid in enumerate(grids):
-        pairs = fn.random_pairs(2, 20, (4, 4), Context().generator(f"drloc/{i}", "cpu"))
+        pairs = fn.random_pairs(2, 20, (4, 4), StepKey().torch_generator(f"drloc/{i}", "cpu"))
         wanted += float(slow_loss(objective, grid.permute(0, 2, 3, 1), pairs, objective.heads[i]).detach())
     assert float(got.detach()) == pytest.approx(wanted, rel=1e-4)
     got.backward()
@@ -303,7 +305,7 @@ def test_levels_of_a_hierarchical_model(levels, shapes):
     taps.remove()
     objective = make(levels=levels)
     objective.attach(model)
-    loss = objective(model(images), Batch(images=images), Context())["l1"]
+    loss = objective(model(images), Batch(images=images, key=StepKey()))["l1"]
     loss.backward()
     assert bool(torch.isfinite(loss))
     assert len(objective.heads) == len(shapes)
@@ -370,7 +372,7 @@ def test_pairs_that_cross_two_images_can_be_left_out():
     mix = a_mix(CutMix())
     kept, left_out = make(pairs="all", pool=None), make(pairs="all", pool=None, skip_crossing=True)
     seen = view((4, 4))
-    losses = [float(o(seen, batch(mix), Context())["l1"].detach()) for o in (kept, left_out)]
+    losses = [float(o(seen, batch(mix))["l1"].detach()) for o in (kept, left_out)]
     share = mix.at((4, 4)).expand(B, 4, 4).flatten(1)
     own, partner = share >= 0.5, share <= 0.5  # a token of two halves goes with both
     answer = kept.heads[0](seen.grid.flatten(1, 2), None)
@@ -381,15 +383,15 @@ def test_pairs_that_cross_two_images_can_be_left_out():
     inside = (own[:, first] & own[:, second]) | (partner[:, first] & partner[:, second])
     assert 0 < float(inside.float().mean()) < 1
     assert losses[1] == pytest.approx(float(error[inside].mean().detach()), rel=1e-5)
-    assert float(left_out(seen, batch(), Context())["l1"]) == pytest.approx(losses[0])  # nothing is mixed
+    assert float(left_out(seen, batch())["l1"]) == pytest.approx(losses[0])  # nothing is mixed
 
 
 def test_pooled_grids_pool_the_mask_as_well():
     mix = a_mix(CutMix(), (14, 14))
     objective = make(skip_crossing=True, pairs=50)
     seen = view((14, 14))
-    got = objective(seen, batch(mix), Context())["l1"]
-    pairs = fn.random_pairs(B, 50, (7, 7), Context().generator("drloc/0", "cpu"))
+    got = objective(seen, batch(mix))["l1"]
+    pairs = fn.random_pairs(B, 50, (7, 7), StepKey().torch_generator("drloc/0", "cpu"))
     weight = fn.same_image(slow_mean(mix.at((14, 14)).expand(B, 14, 14)), pairs)
     answer = objective.heads[0](fn.pool_grid(seen.grid, (7, 7)).flatten(1, 2), pairs)
     target = fn.offset_targets(fn.offsets(pairs, (7, 7)), (7, 7))
@@ -406,18 +408,18 @@ def test_tokens_that_were_put_back_to_their_images_do_not_cross():
     mix = a_mix(MixToken())
     assert mix.unmixes
     seen = view((4, 4))
-    losses = [float(make(skip_crossing=s)(seen, batch(mix), Context())["l1"]) for s in (False, True)]
+    losses = [float(make(skip_crossing=s)(seen, batch(mix))["l1"]) for s in (False, True)]
     assert losses[0] == losses[1]
 
 
 def test_the_released_schedule_scales_the_loss():
     plain, scheduled = make(), make(released=["schedule"], warmup=0.2)
     seen = view()
-    full = plain(seen, batch(), Context())["l1"].item()
+    full = plain(seen, batch())["l1"].item()
     for progress, factor in ((0.0, 0.0), (0.1, 0.5), (0.2, 1.0), (0.6, 0.5), (1.0, 0.0)):
-        got = scheduled(seen, batch(), Context(progress=progress))["l1"].item()
+        got = scheduled(seen, replace(batch(), key=StepKey(epoch=progress)))["l1"].item()
         assert got == pytest.approx(full * factor, abs=1e-6)
-        assert plain(seen, batch(), Context(progress=progress))["l1"].item() == pytest.approx(full)
+        assert plain(seen, replace(batch(), key=StepKey(epoch=progress)))["l1"].item() == pytest.approx(full)
 
 
 @pytest.mark.parametrize("variant", ["l1", "ce", "reg"])
@@ -433,9 +435,9 @@ def test_nothing_waits_for_the_device(variant, pairs):
 def test_mixed_precision_gives_a_loss_in_single_precision():
     for variant in ("l1", "ce", "reg"):
         objective, seen = make(variant=variant), view()
-        exact = objective(seen, batch(), Context())[variant]
+        exact = objective(seen, batch())[variant]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            got = objective(seen, batch(), Context())[variant]
+            got = objective(seen, batch())[variant]
         assert got.dtype == torch.float32
         assert float(got) == pytest.approx(float(exact), rel=0.05)
 
@@ -475,7 +477,7 @@ def test_one_released_part_may_be_named_alone():
 
 def test_it_must_know_the_token_width():
     with pytest.raises(EverytokenError, match="give dim"):
-        Drloc()(view(), batch(), Context())
+        Drloc()(view(), batch())
 
 
 def test_the_snippet_in_the_documentation_runs():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import (
     blend,
@@ -17,11 +18,10 @@ from everytoken.functional import (
     participating,
     sample_maps,
 )
+from everytoken.keyed import StepKey
 from everytoken.mixing import CutMix, MixToken, apply_to_tokens, mix_image_target, mix_token_target
 from everytoken.objectives import (
     OBJECTIVES,
-    Batch,
-    Context,
     Distillation,
     HardLabels,
     Objective,
@@ -83,7 +83,7 @@ def test_every_mode_of_supervision_has_a_name():
 
 def test_hard_labels_are_torchs_cross_entropy():
     batch, view = a_batch(), a_view()
-    got = HardLabels()(view, batch, Context())
+    got = HardLabels()(view, batch)
     torch.testing.assert_close(got["class"], F.cross_entropy(view.logits, batch.labels, label_smoothing=0.1))
 
 
@@ -93,17 +93,17 @@ def test_hard_labels_are_mixed_by_area():
     y = F.one_hot(batch.labels, K) * 0.9 + 0.1 / K
     mixed = mix.ratio[:, None] * y + (1 - mix.ratio[:, None]) * y.flip(0)
     expected = -(mixed * view.logits.log_softmax(-1)).sum(-1).mean()
-    torch.testing.assert_close(HardLabels()(view, batch, Context())["class"], expected)
+    torch.testing.assert_close(HardLabels()(view, batch)["class"], expected)
 
 
 def test_token_labeling_is_the_papers_loss():
     batch, view = a_batch(), a_view()
     image, tokens = targets(batch)
-    got = TokenLabeling()(view, batch, Context())
+    got = TokenLabeling()(view, batch)
     torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, image))
     torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
-    torch.testing.assert_close(ReLabel()(view, batch, Context())["class"], got["class"])
-    only = TokenLabeling(class_term=False, beta=1.0)(view, batch, Context())
+    torch.testing.assert_close(ReLabel()(view, batch)["class"], got["class"])
+    only = TokenLabeling(class_term=False, beta=1.0)(view, batch)
     assert set(only) == {"token"}
     torch.testing.assert_close(only["token"], got["token"] * 2)
 
@@ -112,8 +112,8 @@ def test_ready_made_targets_take_the_place_of_maps():
     batch, view = a_batch(), a_view()
     image, tokens = targets(batch)
     ready = replace(batch, maps=None, placement=None, token_target=tokens, class_target=image)
-    for name, term in TokenLabeling()(view, batch, Context()).items():
-        torch.testing.assert_close(TokenLabeling()(view, ready, Context())[name], term)
+    for name, term in TokenLabeling()(view, batch).items():
+        torch.testing.assert_close(TokenLabeling()(view, ready)[name], term)
 
 
 def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():
@@ -121,7 +121,7 @@ def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():
     assert mix.unmixes
     batch, view = a_batch(mix), a_view()
     image, tokens = targets(batch)
-    got = TokenLabeling()(view, batch, Context())
+    got = TokenLabeling()(view, batch)
     torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
     torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, mix_image_target(image, mix)))
 
@@ -133,7 +133,7 @@ def test_where_outputs_stay_mixed_the_token_targets_are_mixed_too(mixer):
     _, tokens = targets(batch)
     own = mix.at(GRID).expand(B, *GRID)
     expected = compact_cross_entropy(view.token_logits, blend(tokens, own, tokens[mix.partner], 1 - own))
-    torch.testing.assert_close(TokenLabeling()(view, batch, Context())["token"], 0.5 * expected)
+    torch.testing.assert_close(TokenLabeling()(view, batch)["token"], 0.5 * expected)
     assert (own < 1).any()
 
 
@@ -142,26 +142,26 @@ def test_the_truth_can_be_blended_into_the_class_target():
     image, _ = targets(batch)
     for rho in (None, 0.3):
         expected = compact_cross_entropy(view.logits, mix_with_truth(image, batch.labels, rho, 0.1))
-        got = TokenLabeling(class_target="both", rho=rho)(view, batch, Context())["class"]
+        got = TokenLabeling(class_target="both", rho=rho)(view, batch)["class"]
         torch.testing.assert_close(got, expected)
 
 
 def test_the_token_head_may_speak_other_classes_than_the_class_head():
     batch, view = a_batch(), a_view(classes=9, token_classes=K)
     view.logits = torch.randn(B, 20)  # the data set has 20 classes, the annotator 9
-    got = TokenLabeling(class_target="truth")(view, batch, Context())
+    got = TokenLabeling(class_target="truth")(view, batch)
     torch.testing.assert_close(got["class"], F.cross_entropy(view.logits, batch.labels, label_smoothing=0.1))
     with pytest.raises(EverytokenError, match=r"20 outputs and the score maps speak 9 .*class_target='truth'"):
-        TokenLabeling()(view, batch, Context())
+        TokenLabeling()(view, batch)
     with pytest.raises(EverytokenError, match="class_map"):
-        ReLabel()(view, batch, Context())
+        ReLabel()(view, batch)
 
 
 def test_a_class_map_lets_an_annotator_label_images_in_the_data_sets_classes():
     batch, view = a_batch(), a_view()
     view.logits = torch.randn(B, 3)
     table = [0, 0, 0, 1, 1, 1, -1, -1, -1]  # class 2 of the data set is unknown to the annotator
-    got = ReLabel(class_map=table, smoothing=0)(view, batch, Context())["class"]
+    got = ReLabel(class_map=table, smoothing=0)(view, batch)["class"]
     sampled = sample_maps(batch.maps, batch.placement, GRID)
     dense = torch.zeros(B, 3)
     for b in range(B):
@@ -174,25 +174,27 @@ def test_a_class_map_lets_an_annotator_label_images_in_the_data_sets_classes():
     expected = -(dense.softmax(-1) * view.logits.log_softmax(-1)).sum(-1).mean()
     torch.testing.assert_close(got, expected)
     with pytest.raises(EverytokenError, match="2 entries"):
-        ReLabel(class_map=[0, 1])(view, batch, Context())
+        ReLabel(class_map=[0, 1])(view, batch)
 
 
 def test_a_token_head_of_another_size_than_the_maps_is_refused():
     with pytest.raises(EverytokenError, match="token_classes=9"):
-        TokenLabeling()(a_view(token_classes=5), a_batch(), Context())
+        TokenLabeling()(a_view(token_classes=5), a_batch())
     with pytest.raises(EverytokenError, match="needs a token head"):
-        TokenLabeling()(a_view(token_classes=0), a_batch(), Context())
+        TokenLabeling()(a_view(token_classes=0), a_batch())
     with pytest.raises(EverytokenError, match="everytoken annotate"):
-        TokenLabeling()(a_view(), replace(a_batch(), maps=None), Context())
+        TokenLabeling()(a_view(), replace(a_batch(), maps=None))
 
 
 def test_participation_is_keyed_by_seed_and_step():
     batch, view = a_batch(), a_view()
     half = TokenLabeling(participation=0.5)
-    one = half(view, batch, Context(seed=1, step=5))["token"]
-    torch.testing.assert_close(one, half(view, batch, Context(seed=1, step=5))["token"])
-    assert one != half(view, batch, Context(seed=1, step=6))["token"]
-    mask = participating(torch.Size((B, *GRID)), 0.5, Context(seed=1, step=5).generator("participation", "cpu"), "cpu")
+    one = half(view, replace(batch, key=StepKey(seed=1, step=5)))["token"]
+    torch.testing.assert_close(one, half(view, replace(batch, key=StepKey(seed=1, step=5)))["token"])
+    assert one != half(view, replace(batch, key=StepKey(seed=1, step=6)))["token"]
+    mask = participating(
+        torch.Size((B, *GRID)), 0.5, StepKey(seed=1, step=5).torch_generator("participation", "cpu"), "cpu"
+    )
     _, tokens = targets(batch)
     expected = compact_cross_entropy(view.token_logits, tokens, weight=tokens.weight * mask)
     torch.testing.assert_close(one, 0.5 * expected)
@@ -203,7 +205,7 @@ def test_the_legacy_setting_changes_both_crop_and_smoothing():
     maps = batch.maps
     sampled = sample_maps(maps, batch.placement, GRID, legacy_swap=True)
     tokens = from_scores(sampled.tokens, maps.classes, K).smooth(0.1, legacy=True)
-    got = TokenLabeling(legacy=True, beta=1.0)(view, batch.prepare(GRID), Context())["token"]
+    got = TokenLabeling(legacy=True, beta=1.0)(view, batch.plan(GRID))["token"]
     torch.testing.assert_close(got, compact_cross_entropy(view.token_logits, tokens))
 
 
@@ -218,21 +220,21 @@ def soft(student, teacher):
 
 def test_online_tokens_follow_the_teachers_tokens():
     batch, view, teacher = a_batch(), a_view(), a_teacher()
-    got = OnlineTokens()(view, batch, Context(teacher=teacher))
+    got = OnlineTokens()(view, replace(batch, teacher=teacher))
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, teacher.token_logits).mean())
     torch.testing.assert_close(got["class"], soft(view.logits, teacher.logits).mean())
-    truth = OnlineTokens(class_target="truth")(view, batch, Context(teacher=teacher))
-    torch.testing.assert_close(truth["class"], HardLabels()(view, batch, Context())["class"])
-    assert set(OnlineTokens(class_target="none")(view, batch, Context(teacher=teacher))) == {"token"}
+    truth = OnlineTokens(class_target="truth")(view, replace(batch, teacher=teacher))
+    torch.testing.assert_close(truth["class"], HardLabels()(view, batch)["class"])
+    assert set(OnlineTokens(class_target="none")(view, replace(batch, teacher=teacher))) == {"token"}
 
 
 def test_a_teacher_on_another_grid_is_resampled():
     batch, view, fine = a_batch(), a_view(), a_teacher(grid=(12, 8))
-    got = OnlineTokens()(view, batch, Context(teacher=fine))
+    got = OnlineTokens()(view, replace(batch, teacher=fine))
     label = fine.token_logits.view(B, 6, 2, 4, 2, K).mean((2, 4))
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, label).mean())
     coarse = a_teacher(grid=(1, 1))
-    got = OnlineTokens()(view, batch, Context(teacher=coarse))
+    got = OnlineTokens()(view, replace(batch, teacher=coarse))
     expected = soft(view.token_logits, coarse.token_logits.expand(B, *GRID, K))
     torch.testing.assert_close(got["token"], 0.5 * expected.mean())
 
@@ -240,7 +242,7 @@ def test_a_teacher_on_another_grid_is_resampled():
 def test_a_teacher_that_saw_clean_images_answers_for_both_partners():
     mix, teacher, view = draw(MixToken(mode="elem")), a_teacher(), a_view()
     batch = a_batch(mix)
-    got = OnlineTokens()(view, batch, Context(teacher=teacher))
+    got = OnlineTokens()(view, replace(batch, teacher=teacher))
     shown = apply_to_tokens(teacher.token_logits, mix)
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, shown).mean())
     p, r = teacher.logits.softmax(-1), mix.ratio[:, None]
@@ -248,46 +250,48 @@ def test_a_teacher_that_saw_clean_images_answers_for_both_partners():
     torch.testing.assert_close(got["class"], -(mixed * view.logits.log_softmax(-1)).sum(-1).mean())
     # un-mixed tokens, and pixels that the teacher saw mixed, meet the teacher's answer as it is
     for kind in (MixToken(), CutMix()):
-        got = OnlineTokens()(view, a_batch(draw(kind)), Context(teacher=teacher))
+        got = OnlineTokens()(view, replace(a_batch(draw(kind)), teacher=teacher))
         torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, teacher.token_logits).mean())
 
 
 def test_distillation_goes_through_the_token_that_is_named():
-    batch, view, ctx = a_batch(), a_view(distill=True), Context(teacher=a_teacher())
-    best = ctx.teacher.logits.argmax(-1)
-    hard = Distillation(kind="hard")(view, batch, ctx)["class"]
+    batch, view = replace(a_batch(), teacher=a_teacher()), a_view(distill=True)
+    best = batch.teacher.logits.argmax(-1)
+    hard = Distillation(kind="hard")(view, batch)["class"]
     torch.testing.assert_close(hard, F.cross_entropy(view.logits, best))
-    other = Distillation(kind="hard", through="distillation")(view, batch, ctx)["class"]
+    other = Distillation(kind="hard", through="distillation")(view, batch)["class"]
     torch.testing.assert_close(other, F.cross_entropy(view.distill_logits, best))
-    soft_one = Distillation(kind="soft")(view, batch, ctx)["class"]
-    expected = F.kl_div((view.logits / 3).log_softmax(-1), (ctx.teacher.logits / 3).softmax(-1), reduction="batchmean")
+    soft_one = Distillation(kind="soft")(view, batch)["class"]
+    expected = F.kl_div(
+        (view.logits / 3).log_softmax(-1), (batch.teacher.logits / 3).softmax(-1), reduction="batchmean"
+    )
     torch.testing.assert_close(soft_one, expected * 9)
     with pytest.raises(EverytokenError, match="no distillation token"):
-        Distillation(through="distillation")(a_view(), batch, ctx)
+        Distillation(through="distillation")(a_view(), batch)
     with pytest.raises(EverytokenError, match="needs a teacher"):
-        Distillation()(view, batch, Context())
+        Distillation()(view, replace(batch, teacher=None))
 
 
 def test_hard_distillation_of_mixed_tokens_counts_both_partners():
     mix = draw(MixToken())
-    batch, view, ctx = a_batch(mix), a_view(), Context(teacher=a_teacher())
-    best = ctx.teacher.logits.argmax(-1)
+    batch, view = replace(a_batch(mix), teacher=a_teacher()), a_view()
+    best = batch.teacher.logits.argmax(-1)
     rows = [F.cross_entropy(view.logits, y, reduction="none") for y in (best, best.flip(0))]
     expected = (mix.ratio * rows[0] + (1 - mix.ratio) * rows[1]).mean()
-    torch.testing.assert_close(Distillation()(view, batch, ctx)["class"], expected)
+    torch.testing.assert_close(Distillation()(view, batch)["class"], expected)
 
 
 def test_the_total_is_the_weighted_sum_and_names_its_terms():
     batch, view = a_batch(), a_view()
     parts = [HardLabels(weight=2.0), TokenLabeling(class_term=False)]
-    loss, terms = total_loss(parts, view, batch, Context())
+    loss, terms = total_loss(parts, view, batch)
     assert set(terms) == {"hard/class", "token/token"}
     torch.testing.assert_close(loss, 2 * terms["hard/class"] + terms["token/token"])
     loss.backward()
     assert view.token_logits.grad.abs().sum() > 0
     assert not terms["hard/class"].requires_grad
     with pytest.raises(EverytokenError, match="nothing to train on"):
-        total_loss([], view, batch, Context())
+        total_loss([], view, batch)
 
 
 def test_objectives_say_what_they_need():
@@ -303,13 +307,13 @@ def test_objectives_say_what_they_need():
 
 def test_a_planned_batch_moves_as_a_whole_and_gives_the_same_loss():
     batch, view = a_batch(draw(CutMix())), a_view()
-    planned = batch.prepare(GRID)
-    assert planned.plan is not None
-    for name, term in TokenLabeling()(view, batch, Context()).items():
-        torch.testing.assert_close(TokenLabeling()(view, planned, Context())[name], term)
+    planned = batch.plan(GRID)
+    assert planned.sampling is not None
+    for name, term in TokenLabeling()(view, batch).items():
+        torch.testing.assert_close(TokenLabeling()(view, planned)[name], term)
     moved = planned.to("meta")
     assert moved.images.device.type == moved.maps.scores.device.type == moved.mix.mask.device.type == "meta"
-    assert moved.plan == planned.plan
+    assert moved.sampling == planned.sampling
     assert len(moved) == B
 
 
@@ -321,7 +325,7 @@ def test_wrong_settings_are_named():
     with pytest.raises(EverytokenError, match="'class' or 'distillation'"):
         Distillation(through="patches")
     with pytest.raises(EverytokenError, match="needs class labels"):
-        HardLabels()(a_view(), replace(a_batch(), labels=None), Context())
+        HardLabels()(a_view(), replace(a_batch(), labels=None))
 
 
 def test_targets_from_labels_and_maps_mix_alike():

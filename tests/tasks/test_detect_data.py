@@ -203,41 +203,41 @@ def test_boxes_and_masks_lie_on_the_objects_in_every_view(data):
     for epoch in range(6):
         batch = views(data, epoch, [0, 1, 2, 3])
         at = 0
-        for i, count in enumerate(batch.maps.counts):
-            flips.add(bool(batch.maps.matrices[i, 0, 0] < 0))
+        for i, count in enumerate(batch.targets.counts):
+            flips.add(bool(batch.targets.matrices[i, 0, 0] < 0))
             for _ in range(count):
-                label, mask = int(batch.maps.labels[at]), batch.maps.masks[at].bool().numpy()
+                label, mask = int(batch.targets.labels[at]), batch.targets.masks[at].bool().numpy()
                 red, blue = batch.images[i, 0].numpy().astype(int), batch.images[i, 2].numpy().astype(int)
                 shown = red - blue > 60 if label == 1 else blue - red > 60  # discs are red and squares blue
                 assert (shown & mask).sum() / (shown | mask).sum() > 0.85
-                x0, y0, x1, y1 = batch.maps.boxes[at].tolist()
+                x0, y0, x1, y1 = batch.targets.boxes[at].tolist()
                 rows, columns = np.nonzero(mask)
                 assert (
                     np.abs([x0 - columns.min(), y0 - rows.min(), x1 - columns.max() - 1, y1 - rows.max() - 1]).max()
                     < 1.6
                 )
                 at += 1
-        assert batch.maps.counts == (2, 2, 2, 0)
-        assert {min(s) for s in batch.maps.sizes} <= {48, 64, 73}  # 80 would make the long side 120
+        assert batch.targets.counts == (2, 2, 2, 0)
+        assert {min(s) for s in batch.targets.sizes} <= {48, 64, 73}  # 80 would make the long side 120
     assert flips == {True, False}
 
 
 def test_a_view_depends_on_seed_epoch_and_image_alone(data):
     one = views(data, 2, [0, 1, 2])
     other = views(data, 2, [2])
-    h, w = other.maps.sizes[0]
-    assert one.maps.sizes[2] == (h, w)
+    h, w = other.targets.sizes[0]
+    assert one.targets.sizes[2] == (h, w)
     assert torch.equal(one.images[2, :, :h, :w], other.images[0])
-    assert torch.equal(one.maps.boxes[4:], other.maps.boxes)
-    assert any(views(data, e, [2]).maps.sizes != other.maps.sizes for e in (3, 4, 5, 6))
+    assert torch.equal(one.targets.boxes[4:], other.targets.boxes)
+    assert any(views(data, e, [2]).targets.sizes != other.targets.sizes for e in (3, 4, 5, 6))
 
 
 def test_batches_without_objects_and_without_masks_are_fine(data):
     batch = views(data, 0, [3])
-    assert batch.maps.boxes.shape == (0, 4)
-    assert batch.maps.per_image()[0]["masks"].shape[0] == 0
-    assert views(data, 0, [0, 3], masks=False).maps.masks is None
-    assert views(data, 0, [0], truth=False).maps.counts == (0,)
+    assert batch.targets.boxes.shape == (0, 4)
+    assert batch.targets.per_image()[0]["masks"].shape[0] == 0
+    assert views(data, 0, [0, 3], masks=False).targets.masks is None
+    assert views(data, 0, [0], truth=False).targets.counts == (0,)
 
 
 def test_an_image_of_another_size_than_its_annotations_is_named_or_skipped(data, tmp_path):
@@ -258,4 +258,4 @@ def test_an_annotation_without_mask_says_how_to_train_without(data, tmp_path):
     view = DetectTransform((48,), 100)
     with pytest.raises(AnnotationError, match=r"annotation 1 has no segmentation. --no-masks"):
         Samples(found, view, None).__getitems__([Request(0, 0, 0)])
-    assert Samples(found, view, None, masks=False).__getitems__([Request(0, 0, 0)]).maps.counts == (2,)
+    assert Samples(found, view, None, masks=False).__getitems__([Request(0, 0, 0)]).targets.counts == (2,)

@@ -310,7 +310,7 @@ def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path):
     for a, b in zip(*runs, strict=True):
         assert a.keys == b.keys
         assert torch.equal(a.images, b.images)
-        assert torch.equal(a.maps, b.maps)
+        assert torch.equal(a.targets, b.targets)
     (late,) = list(Loader(data, None, 2, train=True, seed=5, samples=samples).epoch(3, start=2))
     assert torch.equal(late.images, runs[0][2].images)
     assert not torch.equal(
@@ -322,4 +322,4 @@ def test_evaluation_sees_whole_images_at_their_own_size(tmp_path):
     data = open_masks(str(make(tmp_path, train=1, val=2, size=(40, 60))), "val")
     batches = list(Loader(data, None, 1, train=False, samples=EvalSamples(data)))
     assert [tuple(b.images.shape) for b in batches] == [(1, 3, 60, 40)] * 2
-    assert batches[1].maps.shape == (1, 60, 40)
+    assert batches[1].targets.shape == (1, 60, 40)

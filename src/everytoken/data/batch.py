@@ -1,57 +1,98 @@
-"""A batch as it leaves the loader, and its way to the device: bytes until there, normalised there."""
+"""One batch, from the loader to the loss, and its way to the device: bytes until there, normalised there.
+
+    batch = Batch(images, labels, placement=placement, maps=maps)
+    for name, term in TokenLabeling()(model(batch.images), batch).items(): ...
+
+The loader fills the first half; training adds the key of its randomness, the mix and the teacher's answer. Objectives
+read it; nothing changes it in place (`dataclasses.replace`).
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from everytoken.functional import CompactTarget, MapBatch, SamplingPlan, plan_sampling
+from everytoken.keyed import StepKey
+
+if TYPE_CHECKING:
+    from everytoken.mixing import Mix
+
+
+class TeacherView(Protocol):
+    """What a teacher answered to the pixels that the student saw, before tokens were mixed."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, K]"""
+
+    @property
+    def token_logits(self) -> Tensor | None:
+        """[B, h, w, C] on any grid, or None."""
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one step.
+    """Samples of one step. Only `images` is always there; objectives say what else they need.
 
     Attributes:
         images: [B, 3, H, W], uint8 from the loader, normalised floats after `to_device`.
-        labels: int64 [B], -1 where there is none.
-        placement: float32 [B, 2, 3], network fractions -> source fractions.
-        indices: int64 [B], the samples' numbers in the data set.
-        keys: their names.
-        erased: float32 [B, R, 4], rectangles (x0, y0, x1, y1) in network fractions that were erased; unused rows are 0.
-            None if nothing is ever erased.
-        maps: the samples' score maps, as the `collate_maps` hook made them; None without a store. In segmentation, the
-            masks: int16 [B, H, W].
+        labels: int64 [B], classes of the dataset, -1 where there is none.
+        placement: float32 [B, 2, 3], network input to source image, in fractions; needed with maps.
+        maps: score maps of the images.
+        keys: the samples' names.
+        indices: int64 [B], the samples' numbers in the dataset.
+        targets: of dense tasks: masks int16 [B, H, W], or objects.
+        erased: float32 [B, R, 4], rectangles (x0, y0, x1, y1) in network fractions that random erasing covered; unused
+            rows are 0. None unless somebody asked for them.
         skipped: (key, reason) of samples that should have been here and could not be read.
+        sampling: from `plan`; without it, sampling maps on a GPU waits for the placements.
+        token_target, class_target: ready-made targets [B, h, w] and [B], instead of maps.
+        mix: how the images are mixed. Pixels have been mixed already; targets never.
+        teacher: a teacher's answer.
+        key: what repeats the random draws of this step; None: objectives draw from torch's generator.
     """
 
     images: Tensor
-    labels: Tensor
-    placement: Tensor
-    indices: Tensor
-    keys: tuple[str, ...]
+    labels: Tensor | None = None
+    placement: Tensor | None = None
+    maps: MapBatch | None = None
+    keys: tuple[str, ...] = ()
+    indices: Tensor | None = None
+    targets: Any = None
     erased: Tensor | None = None
-    maps: Any = None
     skipped: tuple[tuple[str, str], ...] = ()
+    sampling: SamplingPlan | None = None
+    token_target: CompactTarget | None = None
+    class_target: CompactTarget | None = None
+    mix: Mix | None = None
+    teacher: TeacherView | None = None
+    key: StepKey | None = None
 
     def __len__(self) -> int:
         return self.images.shape[0]
 
+    def plan(self, grid: tuple[int, int]) -> Batch:
+        """The batch with its sampling planned for a token grid. Call it on the host, before `to`."""
+        if self.maps is None or self.placement is None:
+            return self
+        return replace(self, sampling=plan_sampling(self.placement, self.maps.area, self.maps.size, grid))
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
-        moved = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in self.__dict__.items()
-            if hasattr(value, "to")
-        }
-        return replace(self, **moved)
+        return self._change("to", lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which a GPU copies while the CPU goes on."""
-        return replace(self, **{n: v.pin_memory() for n, v in self.__dict__.items() if hasattr(v, "pin_memory")})
+        """The same batch in page-locked memory, from which a GPU copies while the CPU works."""
+        return self._change("pin_memory", lambda part: part.pin_memory())
+
+    def _change(self, method: str, change: Callable[[Any], Any]) -> Batch:
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: change(part) for name, part in parts.items() if hasattr(part, method)})
 
 
 def normalise(
@@ -82,16 +123,12 @@ def to_device(
 
 
 class Prefetcher:
-    """Batches on the device, the next one on its way while the current one is worked on; measures the waiting.
+    """Batches on the device, the next one on its way while the current one is worked on.
 
     Args:
         batches: of a loader's epoch.
         device: where they go. On CUDA the copy and the normalisation run on a stream of their own.
         mean, std, dtype, channels_last: as for `to_device`.
-
-    Attributes:
-        waited: seconds in which the consumer stood still because the loader had no batch ready.
-        worked: seconds that the consumer spent between batches.
     """
 
     def __init__(
@@ -105,45 +142,40 @@ class Prefetcher:
     ) -> None:
         self.batches, self.device = batches, torch.device(device)
         self.mean, self.std, self.dtype, self.channels_last = mean, std, dtype, channels_last
-        self.waited = self.worked = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        source = iter(self.batches)
-        upcoming = self._next(source, stream)
+        if self.device.type != "cuda":
+            for batch in self.batches:
+                yield self._ready(batch)
+            return
+        stream, source = torch.cuda.Stream(self.device), iter(self.batches)
+        upcoming = self._send(next(source, None), stream)
         while upcoming is not None:
-            ready, upcoming = upcoming, None
-            if stream is not None:
-                current = torch.cuda.current_stream(self.device)
-                current.wait_stream(stream)
-                self._record(ready, current)
-                upcoming = self._next(source, stream)  # on its way before the consumer gets this one
-            started = time.perf_counter()
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(stream)
+            for tensor in _tensors(upcoming):
+                tensor.record_stream(current)  # the allocator must know that this stream uses the memory too
+            ready, upcoming = upcoming, self._send(next(source, None), stream)
             yield ready
-            self.worked += time.perf_counter() - started
-            if stream is None:
-                upcoming = self._next(source, stream)
 
-    def _next(self, source: Iterator[Batch], stream: torch.cuda.Stream | None) -> Batch | None:
-        started = time.perf_counter()
-        batch = next(source, None)
-        self.waited += time.perf_counter() - started
+    def _ready(self, batch: Batch) -> Batch:
+        return to_device(batch, self.device, self.mean, self.std, self.dtype, self.channels_last)
+
+    def _send(self, batch: Batch | None, stream: torch.cuda.Stream) -> Batch | None:
         if batch is None:
             return None
-        options = (self.device, self.mean, self.std, self.dtype, self.channels_last)
-        if stream is None:
-            return to_device(batch, *options)
         stream.wait_stream(torch.cuda.current_stream(self.device))  # memory that the consumer freed may be reused here
         with torch.cuda.stream(stream):
-            return to_device(batch, *options)
+            return self._ready(batch)
 
-    @staticmethod
-    def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that this stream uses the batch's memory too."""
-        for value in (batch.images, batch.labels, batch.placement, batch.indices, batch.erased):
-            if value is not None:
-                value.record_stream(stream)
-        maps = batch.maps
-        for value in [maps] if isinstance(maps, Tensor) else vars(maps).values() if maps is not None else ():
-            if isinstance(value, Tensor):
-                value.record_stream(stream)
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a batch, also inside its maps, targets and mix."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)

@@ -17,8 +17,8 @@ from everytoken.engine.distributed import World
 from everytoken.engine.optim import learning_rate
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.runfolder import RunFolder
+from everytoken.keyed import StepKey
 from everytoken.tasks.build import Parts
-from everytoken.tasks.step import Moment
 
 
 def print_plan(parts: Parts, options: TrainOptions, world: World, steps: int = 3) -> None:
@@ -83,7 +83,7 @@ def _time_steps(task: Any, options: TrainOptions, world: World, steps: int) -> t
     for number, batch in enumerate(itertools.islice(task.batches(0, 0), len(batches))):
         started = time.perf_counter()
         with torch.autocast(world.device.type, torch.bfloat16, enabled=options.optim.amp):
-            terms = task.module.train()(batch, Moment(options.run.seed, number))
+            terms = task.module.train()(replace(batch, key=StepKey(options.run.seed, number)))
         terms["loss"].backward()
         if world.device.type == "cuda":
             torch.cuda.synchronize()

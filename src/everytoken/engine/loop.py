@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -36,15 +37,14 @@ from everytoken.engine.sharding import (
     whole,
 )
 from everytoken.errors import EverytokenError
-from everytoken.keyed import generator
-from everytoken.tasks.step import Moment
+from everytoken.keyed import StepKey, generator
 
 
 class Task(Protocol):
     """What the loop needs of a task."""
 
     module: nn.Module
-    """Called as module(batch, moment) in training mode; returns loss terms, of which "loss" is minimised."""
+    """Called as module(batch) in training mode; returns loss terms, of which "loss" is minimised."""
     backbone: nn.Module
     batches_per_epoch: int
     score_name: str
@@ -250,13 +250,13 @@ class Loop:
             started = time.perf_counter()
             batch = next(batches)
             epoch = self.place / self.updates_per_epoch
-            moment = Moment(self.options.run.seed, self.step, self.world.rank, part, epoch, self.epochs)
+            key = StepKey(self.options.run.seed, self.step, self.world.rank, part, epoch, self.epochs)
             waited += time.perf_counter() - started
             last = part == self.accumulate - 1
             no_sync = self.trained.no_sync if isinstance(self.trained, DistributedDataParallel) else nullcontext
             with nullcontext() if last else no_sync():
                 with torch.autocast(self.world.device.type, self.dtype, enabled=options.amp):
-                    out = self.trained(batch, moment)
+                    out = self.trained(replace(batch, key=key))
                 self.scaler.scale(out["loss"] / self.accumulate).backward()
             out.pop("output", None)
             for key, value in out.items():

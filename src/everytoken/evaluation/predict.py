@@ -68,6 +68,7 @@ def predict_images(
             with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
                 sure = model(batch.images).float().softmax(-1)
             values, places = sure.topk(min(top, sure.shape[1]))
+            assert batch.indices is not None
             for i, row, at in zip(batch.indices.tolist(), values.tolist(), places.tolist(), strict=True):
                 path = str(root / names[i])
                 out[i] = Answer(path, [(known[c], p) for c, p in zip(at, row, strict=True)])

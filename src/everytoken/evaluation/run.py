@@ -119,6 +119,7 @@ def evaluate_on(
     def batches() -> Iterator[Batch]:
         done = 0
         for batch in Prefetcher(loader.epoch(0), device, augment.mean, augment.std):
+            assert batch.labels is not None
             yield replace(batch, labels=lookup.to(batch.labels.device)[batch.labels])
             done += len(batch)
             tell(done, len(dataset))

@@ -1,6 +1,6 @@
 """Objectives: one named loss term each, over a token view and a batch.
 
-`OBJECTIVES[name](**settings)` makes one; `total_loss(objectives, view, batch, ctx)` adds them up. Supervision modes:
+`OBJECTIVES[name](**settings)` makes one; `total_loss(objectives, view, batch)` adds them up. Supervision modes:
 `hard` (true labels), `relabel` (the annotator's label of the crop), `token` (token labeling), `online-token` (a teacher
 labels tokens while training), `distill` (a teacher's class logits). Besides: `drloc` (distances between tokens) and
 `alignment` (labels that follow the tokens of mixed images; `transmix`: by area and the last layer's attention).
@@ -8,7 +8,7 @@ A new one is a subclass of `Objective` in its own file and a line in OBJECTIVES.
 """
 
 from everytoken.objectives.alignment import AlignedLabels, TransMix
-from everytoken.objectives.base import Batch, Context, Objective, Teacher, View, total_loss
+from everytoken.objectives.base import Objective, View, total_loss
 from everytoken.objectives.distillation import Distillation
 from everytoken.objectives.drloc import Drloc
 from everytoken.objectives.hard import HardLabels
@@ -24,15 +24,12 @@ OBJECTIVES: dict[str, type[Objective]] = {
 __all__ = [
     "OBJECTIVES",
     "AlignedLabels",
-    "Batch",
-    "Context",
     "Distillation",
     "Drloc",
     "HardLabels",
     "Objective",
     "OnlineTokens",
     "ReLabel",
-    "Teacher",
     "TokenLabeling",
     "TransMix",
     "View",

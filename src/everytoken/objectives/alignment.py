@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.functional import compact_cross_entropy
+from everytoken.functional import compact_cross_entropy, sample_maps
 from everytoken.functional.shares import aligned_target
 from everytoken.mixing import placed_token_targets
-from everytoken.objectives.base import Batch, Context, View, need_maps, need_token_logits
+from everytoken.objectives.base import View, need_maps, need_token_logits
 from everytoken.objectives.relabel import ClassTarget, FromMaps
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class AlignedLabels(FromMaps):
         layers = None if self.layers is None else tuple(self.layers)
         model.align(Alignment(layers, self.residual, self.normalise, patches_only=self.patches_only))
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """{"class": H(cls)}, and {"token": β · mean H(token)} with `beta`."""
         plain = replace(batch, mix=None)
         sampled = None
@@ -73,8 +74,9 @@ class AlignedLabels(FromMaps):
             logits = need_token_logits(view)
             target = batch.token_target
             if target is None:
-                maps, _ = need_maps(batch)
-                sampled = batch.sampled((logits.shape[1], logits.shape[2]), self.legacy)
+                maps, placement = need_maps(batch)
+                grid = (logits.shape[1], logits.shape[2])
+                sampled = sample_maps(maps, placement, grid, batch.sampling, self.legacy)
                 target = self.soft_target(sampled.tokens, maps.classes, maps.num_classes, sampled.weight)
             if batch.mix is not None:
                 target = aligned_target(*placed_token_targets(target, batch.mix), need_shares(view).grid)

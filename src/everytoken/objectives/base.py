@@ -6,16 +6,16 @@ fields are its settings. `loss = Σ over objectives of weight · Σ of its terms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from everytoken.data.batch import Batch, TeacherView
 from everytoken.errors import EverytokenError
-from everytoken.functional import CompactTarget, MapBatch, SampledMaps, SamplingPlan, plan_sampling, sample_maps
-from everytoken.mixing import Mix
+from everytoken.functional import MapBatch
 
 
 class View(Protocol):
@@ -36,93 +36,6 @@ class View(Protocol):
     @property
     def distill_logits(self) -> Tensor | None:
         """[B, K] of the distillation token, or None."""
-
-
-class Teacher(Protocol):
-    """What a teacher answered to the pixels that the student saw (before tokens were mixed)."""
-
-    @property
-    def logits(self) -> Tensor:
-        """[B, K]"""
-
-    @property
-    def token_logits(self) -> Tensor | None:
-        """[B, h, w, C] on any grid, or None."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One batch, ready for the network.
-
-    Attributes:
-        images: [B, 3, H, W] uint8 or float.
-        labels: [B] int64 classes of the data set, -1 = not known; or None.
-        keys: the samples' names.
-        maps: score maps of the images, or None.
-        placement: [B, 2, 3] float32, network input to source image, in fractions; needed with maps.
-        plan: from `prepare`; without it, sampling on a GPU waits for the placements.
-        token_target, class_target: ready-made targets, instead of maps.
-        mix: how the images are mixed, or None. Pixels have been mixed already; targets never.
-    """
-
-    images: Tensor
-    labels: Tensor | None = None
-    keys: tuple[str, ...] = ()
-    maps: MapBatch | None = None
-    placement: Tensor | None = None
-    plan: SamplingPlan | None = None
-    token_target: CompactTarget | None = None
-    class_target: CompactTarget | None = None
-    mix: Mix | None = None
-
-    def __len__(self) -> int:
-        return self.images.shape[0]
-
-    def prepare(self, grid: tuple[int, int]) -> Batch:
-        """The batch with its sampling planned for a token grid. Call it on the host, before `to`."""
-        if self.maps is None or self.placement is None:
-            return self
-        return replace(self, plan=plan_sampling(self.placement, self.maps.area, self.maps.size, grid))
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Everything on another device."""
-        return self._each(lambda part: part.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        """Everything in page-locked memory; torch's DataLoader calls this."""
-        return self._each(lambda part: part.pin_memory() if hasattr(part, "pin_memory") else part)
-
-    def sampled(self, grid: tuple[int, int], legacy_swap: bool = False) -> SampledMaps:
-        """The maps' scores on a token grid, for objectives that make targets of their own."""
-        maps, placement = need_maps(self)
-        return sample_maps(maps, placement, grid, self.plan, legacy_swap)
-
-    def _each(self, change: Callable[[Any], Any]) -> Batch:
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(part) for name, part in parts.items() if hasattr(part, "to")})
-
-
-@dataclass(frozen=True)
-class Context:
-    """The moment of training that an objective runs in.
-
-    Attributes:
-        seed, step: key of all randomness in objectives.
-        progress: part of the training that is done, 0..1; for terms that grow or fade. 0 is the start: a loop that
-            never sets it leaves such terms there (drloc with the released schedule at 0).
-        teacher: a teacher's answer to this batch, or None.
-    """
-
-    seed: int = 0
-    step: int = 0
-    progress: float = 0.0
-    teacher: Teacher | None = None
-
-    def generator(self, purpose: str, device: torch.device | str) -> torch.Generator:
-        """Random numbers for one purpose in this step."""
-        from everytoken.keyed import torch_generator  # here, as `data` makes batches and may import this room
-
-        return torch_generator(self.seed, self.step, purpose, device=device)
 
 
 @dataclass(frozen=True)
@@ -146,19 +59,17 @@ class Objective:
         """Parameters of its own, to be trained with the backbone."""
         return None
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """Terms by name, scalars; the loss takes their sum times `weight`."""
         raise NotImplementedError(f"{type(self).__name__} has no terms")
 
 
-def total_loss(
-    objectives: Iterable[Objective], view: View, batch: Batch, ctx: Context
-) -> tuple[Tensor, dict[str, Tensor]]:
+def total_loss(objectives: Iterable[Objective], view: View, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss, terms): terms are named "objective/term", detached, before weighting; keep them on the device."""
     loss: Tensor | None = None
     logged: dict[str, Tensor] = {}
     for objective in objectives:
-        for name, term in objective(view, batch, ctx).items():
+        for name, term in objective(view, batch).items():
             part = term * objective.weight
             loss = part if loss is None else loss + part
             logged[f"{objective.name}/{name}"] = term.detach()
@@ -189,3 +100,19 @@ def need_token_logits(view: View) -> Tensor:
     if view.token_logits is None:
         raise EverytokenError("this supervision needs a token head: build TokenModel(backbone, token_classes=...).")
     return view.token_logits
+
+
+def need_teacher(batch: Batch) -> TeacherView:
+    """The teacher's answer, or an error that says who wants it."""
+    if batch.teacher is None:
+        raise EverytokenError("this supervision needs a teacher: name a model that has learnt these classes.")
+    return batch.teacher
+
+
+def draws(batch: Batch | None, purpose: str, device: torch.device | str) -> torch.Generator:
+    """The generator of one purpose in this step: keyed, or seeded by torch's own where the batch has no key."""
+    if batch is not None and batch.key is not None:
+        return batch.key.torch_generator(purpose, device)
+    unkeyed = torch.Generator(device=device)
+    unkeyed.manual_seed(int(torch.randint(2**62, ())))
+    return unkeyed

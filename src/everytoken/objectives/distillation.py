@@ -13,10 +13,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import distillation_loss
-from everytoken.objectives.base import Batch, Context, Objective, View
-from everytoken.objectives.online import mixed_rows, need_teacher
+from everytoken.objectives.base import Objective, View, need_teacher
+from everytoken.objectives.online import mixed_rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Distillation(Objective):
         """A teacher, and perhaps a distillation token."""
         return frozenset({"teacher"} | ({"distill_logits"} if self.through == "distillation" else set()))
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """{"class": loss}"""
         logits = view.logits if self.through == "class" else view.distill_logits
         if logits is None:
@@ -56,7 +57,7 @@ class Distillation(Objective):
                 "this model has no distillation token in training; take a distilled model (such as "
                 "deit_small_distilled_patch16_224) or distill through the class token."
             )
-        teacher = need_teacher(ctx)
+        teacher = need_teacher(batch)
         loss = mixed_rows(
             batch,
             lambda z: distillation_loss(logits, z, self.kind, self.temperature, reduction="none"),

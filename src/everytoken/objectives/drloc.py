@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.functional import drloc as fn
-from everytoken.objectives.base import Batch, Context, Objective, View
+from everytoken.objectives.base import Objective, View, draws
 
 if TYPE_CHECKING:
     from everytoken.models import TokenModel
@@ -243,7 +244,7 @@ class Drloc(Objective):
             )
         return self.pool
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """{variant: loss}, summed over levels; nothing in evaluation."""
         if not self.heads:
             raise EverytokenError("drloc does not know its backbone: give dim, or call attach(TokenModel(backbone)).")
@@ -252,11 +253,11 @@ class Drloc(Objective):
         grids, masks = self._grids(view, batch)
         # a level of one token has no distances; it is left out as long as there is another
         told = [i for i, grid in enumerate(grids) if grid.shape[1] * grid.shape[2] > 1] or range(len(grids))
-        losses = [self.loss(grids[i], ctx.generator(f"drloc/{i}", grids[i].device), masks[i], level=i) for i in told]
+        losses = [self.loss(grids[i], draws(batch, f"drloc/{i}", grids[i].device), masks[i], level=i) for i in told]
         # its MLP takes part with nothing, as distributed training waits for every parameter
         losses += [p.sum() * 0 for i, head in enumerate(self.heads) if i not in told for p in head.parameters()]
         total = torch.stack(losses).sum()
-        factor = fn.ramp(ctx.progress, self.warmup) if "schedule" in self.released else 1.0
+        factor = fn.ramp(batch.key.progress if batch.key else 0.0, self.warmup) if "schedule" in self.released else 1.0
         return {self.variant: total * factor}
 
     def _grids(self, view: View, batch: Batch) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -11,9 +11,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from everytoken.data.batch import Batch
 from everytoken.functional import compact_cross_entropy, from_labels
 from everytoken.mixing import mix_image_target
-from everytoken.objectives.base import Batch, Context, Objective, View, need_labels
+from everytoken.objectives.base import Objective, View, need_labels
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class HardLabels(Objective):
         """Labels."""
         return frozenset({"labels"})
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """{"class": H}"""
         target = from_labels(need_labels(batch), view.logits.shape[-1], self.smoothing)
         if batch.mix is not None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import dense_soft_cross_entropy
-from everytoken.objectives.base import Batch, Context, Objective, Teacher, View, need_token_logits
+from everytoken.objectives.base import Objective, View, need_teacher, need_token_logits
 from everytoken.objectives.hard import HardLabels
 
 
@@ -44,9 +45,9 @@ class OnlineTokens(Objective):
         """A teacher and a token head, and labels when the truth is asked for."""
         return frozenset({"teacher", "token_logits"} | ({"labels"} if self.class_target == "truth" else set()))
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """{"token": β · mean H(token), "class": H(cls)}"""
-        teacher, logits = need_teacher(ctx), need_token_logits(view)
+        teacher, logits = need_teacher(batch), need_token_logits(view)
         if teacher.token_logits is None:
             raise EverytokenError(
                 "'online-token' needs a teacher with token logits; this one labels whole images only."
@@ -61,19 +62,12 @@ class OnlineTokens(Objective):
             token = (own * rows[0] + (1 - own) * rows[1]).mean()
         terms = {"token": token * self.beta}
         if self.class_target == "truth":
-            terms |= HardLabels(smoothing=self.smoothing)(view, batch, ctx)
+            terms |= HardLabels(smoothing=self.smoothing)(view, batch)
         elif self.class_target == "teacher":
             terms["class"] = mixed_rows(
                 batch, lambda z: dense_soft_cross_entropy(view.logits, z, self.temperature, "none"), teacher.logits
             )
         return terms
-
-
-def need_teacher(ctx: Context) -> Teacher:
-    """The teacher's answer, or an error that says who wants it."""
-    if ctx.teacher is None:
-        raise EverytokenError("this supervision needs a teacher: name a model that has learnt these classes.")
-    return ctx.teacher
 
 
 def mixed_rows(batch: Batch, rows: Callable[[Tensor], Tensor], teacher_logits: Tensor) -> Tensor:

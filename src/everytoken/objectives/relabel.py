@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import (
     CompactTarget,
@@ -27,7 +28,7 @@ from everytoken.functional import (
     mix_with_truth,
 )
 from everytoken.mixing import mix_image_target
-from everytoken.objectives.base import Batch, Context, Objective, View, need_labels, need_maps
+from everytoken.objectives.base import Objective, View, need_labels, need_maps
 
 ClassTarget = Literal["machine", "truth", "both"]
 
@@ -68,7 +69,7 @@ class FromMaps(Objective):
         """What the maps say about a grid of tokens and about the crop."""
         maps, placement = need_maps(batch)
         return label_tokens(
-            maps, placement, grid, batch.plan, self.temperature, self.top_k, self.smoothing, self.legacy
+            maps, placement, grid, batch.sampling, self.temperature, self.top_k, self.smoothing, self.legacy
         )
 
     def soft_target(self, logits: Tensor, classes: Tensor, num_classes: int, weight: Tensor) -> CompactTarget:
@@ -118,6 +119,6 @@ class ReLabel(FromMaps):
 
     name: ClassVar[str] = "relabel"
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """{"class": H}"""
         return {"class": compact_cross_entropy(view.logits, self.image_target(view, batch, None))}

@@ -13,10 +13,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import compact_cross_entropy, participating
 from everytoken.mixing import mix_token_target
-from everytoken.objectives.base import Batch, Context, View, need_token_logits
+from everytoken.objectives.base import View, draws, need_token_logits
 from everytoken.objectives.relabel import FromMaps
 
 
@@ -42,7 +43,7 @@ class TokenLabeling(FromMaps):
         asked = super().needs if self.class_term else frozenset({"maps"})
         return asked | {"token_logits"}
 
-    def __call__(self, view: View, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
         """{"class": H(cls), "token": β · mean H(token)}"""
         logits = need_token_logits(view)
         target, made = batch.token_target, None
@@ -58,7 +59,7 @@ class TokenLabeling(FromMaps):
             target = mix_token_target(target, batch.mix)
         weight = target.weight
         if self.participation < 1:
-            generator = ctx.generator("participation", weight.device)
+            generator = draws(batch, "participation", weight.device)
             weight = weight * participating(weight.shape, self.participation, generator, weight.device)
         terms = {"token": compact_cross_entropy(logits, target, weight=weight) * self.beta}
         if self.class_term:

@@ -296,6 +296,7 @@ def _attack(
         tell(suite.name, sum(sizes[: len(log.batches)]), len(data))
 
     for batch in loader.epoch(0, len(log.batches)) if len(log.batches) < len(sizes) else ():
+        assert batch.indices is not None
         while len(log.batches) < int(batch.indices[0]) // size:
             add([])  # nothing of a batch could be read
         labels = torch.from_numpy(pair.labels)[batch.labels].to(subject.device)

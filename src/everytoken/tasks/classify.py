@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 from everytoken._json import plain_json
 from everytoken.data.augment import TrainTransform
-from everytoken.data.batch import Batch as LoadedBatch
-from everytoken.data.batch import Prefetcher
+from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.loader import BadImages, Loader
 from everytoken.engine.checks import check_loop
@@ -25,10 +23,7 @@ from everytoken.engine.options import TrainOptions
 from everytoken.engine.progress import watched
 from everytoken.engine.runfolder import RunFolder
 from everytoken.evaluation.accuracy import Predictions
-from everytoken.functional import plan_sampling
-from everytoken.objectives import Batch
 from everytoken.tasks.build import Parts, build
-from everytoken.tasks.step import Moment
 
 
 class Classification:
@@ -65,19 +60,9 @@ class Classification:
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Training batches on the device. Where maps are sampled is planned while placements are still on the host."""
-        plans: deque[Any] = deque()
+        yield from self._on_device(batch.plan(self.parts.grid) for batch in self.loader.epoch(epoch, start))
 
-        def planned() -> Iterator[LoadedBatch]:
-            for raw in self.loader.epoch(epoch, start):
-                maps = raw.maps
-                plans.append(maps and plan_sampling(raw.placement, maps.area, maps.size, self.parts.grid))
-                yield raw
-
-        for raw in self._on_device(planned()):
-            maps, placement = raw.maps, raw.placement
-            yield Batch(raw.images, raw.labels, raw.keys, maps, placement, plans.popleft())
-
-    def _on_device(self, batches: Iterator[LoadedBatch]) -> Prefetcher:
+    def _on_device(self, batches: Iterator[Batch]) -> Prefetcher:
         augment, last = self.parts.augment, self.options.model.channels_last
         return Prefetcher(batches, self.world.device, augment.mean, augment.std, channels_last=last)
 
@@ -96,7 +81,9 @@ class Classification:
         module.eval()
         parts = []
         for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.parts.val_set), self.world):
-            logits = module(Batch(batch.images), Moment())["output"]
+            logits = module(Batch(batch.images))["output"]
+            assert batch.indices is not None
+            assert batch.labels is not None
             parts.append(Predictions.of_batch(batch.indices, batch.labels, logits))
         if self.options.run.fsdp and self.world.size > 1:
             self._keep_in_step(module, len(parts))
@@ -107,7 +94,7 @@ class Classification:
         """Sharded weights are gathered in every pass, so a process with a batch less runs an empty one."""
         size = self.options.model.img_size
         for _ in range(done, max(self.world.gather(done))):
-            module(Batch(torch.zeros(1, 3, size, size, device=self.world.device)), Moment())
+            module(Batch(torch.zeros(1, 3, size, size, device=self.world.device)))
 
     def score(self, module: nn.Module) -> dict[str, float]:
         """Validation numbers; "score" is top-1."""

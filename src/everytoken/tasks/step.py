@@ -13,37 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everytoken.data.batch import Batch
 from everytoken.engine.guide import guide_for
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.keyed import generator
+from everytoken.keyed import StepKey
 from everytoken.mixing import MIXERS, Guide, GuideKind, Mix, Mixer, OneOf, apply_to_pixels
 from everytoken.models import TokenModel
-from everytoken.objectives import OBJECTIVES, Batch, Context, Objective, total_loss
+from everytoken.objectives import OBJECTIVES, Objective, total_loss
 
 CLASS_TERMS = {"hard", "relabel", "token", "online-token", "alignment", "transmix"}
 ALIASES = {"token_labeling": "token", "online_token": "online-token", "distillation": "distill"}
 
 
 @dataclass(frozen=True)
-class Moment:
-    """When a batch is seen: the key of everything random, and what schedules need.
-
-    Attributes:
-        seed, step, rank, part: the run's seed, the update, the process, and the part of an accumulated update.
-        epoch: epochs done, with a fraction.
-        epochs: epochs in all.
-    """
-
-    seed: int = 0
-    step: int = 0
-    rank: int = 0
-    part: int = 0
-    epoch: float = 0.0
-    epochs: int = 1
-
-
-@dataclass(frozen=True)
-class TeacherView:
+class TeacherAnswer:
     """A teacher's answer: class logits [B, K] and cell logits [B, h, w, K]."""
 
     logits: Tensor
@@ -72,13 +55,13 @@ class FrozenTeacher(nn.Module):
         self.register_buffer("shift", (mean - own_mean) / own_std, persistent=False)
 
     @torch.no_grad()
-    def forward(self, images: Tensor, cells: bool) -> TeacherView:
+    def forward(self, images: Tensor, cells: bool) -> TeacherAnswer:
         """Images as the student gets them -> class logits and, if asked for, logits at every cell."""
         self.model.eval()
         images = self.as_wanted(images)
         if cells:
-            return TeacherView(*self.model.class_and_cell_logits(images))
-        return TeacherView(self.model(images).logits, None)
+            return TeacherAnswer(*self.model.class_and_cell_logits(images))
+        return TeacherAnswer(self.model(images).logits, None)
 
     def as_wanted(self, images: Tensor) -> Tensor:
         """The student's images, normalised as the teacher wants them."""
@@ -114,30 +97,24 @@ class TokenStep(nn.Module):
             model.compile()  # in place: the state dict and copies stay plain
         self.grid: tuple[int, int] | None = None
 
-    def forward(self, batch: Batch, moment: Moment) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Terms by name, each a scalar; "loss" is their weighted sum; "output" holds the class logits [B, K].
 
         In evaluation mode the output only.
         """
-        batch = self.mixed(batch, moment)
+        batch = self.mixed(batch)
         view = self.model(batch.images, batch.mix)
         if not self.training:
             return {"output": view.logits}
-        context = Context(
-            seed=moment.seed,
-            step=moment.step * 1_000_003 + moment.rank * 1009 + moment.part,
-            progress=moment.epoch / max(1, moment.epochs),
-            teacher=self._ask_teacher(batch),
-        )
-        loss, terms = total_loss(self.objectives, view, batch, context)
+        loss, terms = total_loss(self.objectives, view, replace(batch, teacher=self._ask_teacher(batch)))
         return {"loss": loss, **terms, "output": view.logits.detach()}
 
-    def mixed(self, batch: Batch, moment: Moment) -> Batch:
+    def mixed(self, batch: Batch) -> Batch:
         """The batch with its mix drawn and, for pixels, carried out."""
         if self.mixer is None or not self.training:
             return batch
         size = (batch.images.shape[-2], batch.images.shape[-1])
-        rng = generator(moment.seed, moment.step, moment.rank, moment.part, "mix")
+        rng = (batch.key or StepKey()).generator("mix")
         guide = self._guide(batch)
         mix: Mix | None = self.mixer.draw(len(batch), size, self._grid(batch.images), rng, batch.images.device, guide)
         if mix is None:
@@ -163,7 +140,7 @@ class TokenStep(nn.Module):
             self.grid = probe(self.model, (images.shape[-2], images.shape[-1]), images.shape[1])
         return self.grid
 
-    def _ask_teacher(self, batch: Batch) -> TeacherView | None:
+    def _ask_teacher(self, batch: Batch) -> TeacherAnswer | None:
         (teacher,) = self._teacher
         if teacher is None:
             return None

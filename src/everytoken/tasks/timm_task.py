@@ -12,16 +12,18 @@ grow or fade with the training (drloc with the released schedule) want to know i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from timm.task import TrainingTask
 from torch import Tensor, nn
 
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
+from everytoken.keyed import StepKey
 from everytoken.models import TokenModel
-from everytoken.objectives import Batch
-from everytoken.tasks.step import Moment, TokenStep, build_mixer, build_objectives
+from everytoken.tasks.step import TokenStep, build_mixer, build_objectives
 
 
 class TokenTask(TrainingTask):
@@ -90,8 +92,8 @@ class TokenTask(TrainingTask):
         batch = input if isinstance(input, Batch) else Batch(images=input, labels=target)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         training = self.trainable_module.training
-        moment = Moment(self.seed, self.step, rank, epoch=self.progress if training else 0.0, epochs=1)
-        result: dict[str, Tensor] = self.trainable_module(batch, moment)
+        key = StepKey(self.seed, self.step, rank, epoch=self.progress if training else 0.0, epochs=1)
+        result: dict[str, Tensor] = self.trainable_module(replace(batch, key=key))
         self.step += int(training)
         return result
 

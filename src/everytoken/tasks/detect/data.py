@@ -317,6 +317,6 @@ def _collate(
         ),  # of the image, not the canvas
         indices=torch.tensor(kept, dtype=torch.int64),
         keys=tuple(data.key(i) for i in kept),
-        maps=objects,
+        targets=objects,
         skipped=tuple(skipped),
     )

@@ -84,6 +84,7 @@ def evaluate(
     found: dict[int, Found] = {}
     started = time.perf_counter()
     for batch, answer in _answers(ask, loader, device, amp):
+        assert batch.indices is not None
         found[base_of(found_set, int(batch.indices[0]))[1]] = answer
     seconds = time.perf_counter() - started
     loader.close()
@@ -154,6 +155,7 @@ def predict(
     rows: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
     for batch, answer in _answers(ask, loader, device, amp):
+        assert batch.indices is not None
         key = batch.keys[0]
         shown = answer.better_than(sure)
         image: Image.Image = data.picture(int(batch.indices[0])).upright()

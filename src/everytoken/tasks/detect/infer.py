@@ -82,9 +82,9 @@ class Inference:
     def __call__(self, batch: Batch, device: torch.device | str) -> list[Found]:
         """Objects of each image of a batch of bytes."""
         images = normalise(batch.images.to(device), self.mean, self.std)
-        answers = self.model.detect(images, batch.maps.sizes, self.find)
+        answers = self.model.detect(images, batch.targets.sizes, self.find)
         out = []
-        for one, matrix, size in zip(answers, batch.maps.matrices, batch.maps.sources, strict=True):
+        for one, matrix, size in zip(answers, batch.targets.matrices, batch.targets.sources, strict=True):
             boxes = one["boxes"].float().cpu().numpy().astype(np.float64)
             scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # the view is upright
             boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)

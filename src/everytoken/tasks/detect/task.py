@@ -38,7 +38,6 @@ from everytoken.tasks.detect.model import Detector, DetectorDescription, build_d
 from everytoken.tasks.detect.options import DetectOptions
 from everytoken.tasks.options import default_output
 from everytoken.tasks.segment.draw import sheet
-from everytoken.tasks.step import Moment
 
 _PREFIX = "detector."
 _PICTURES = 8  # of validation images, at the end of a run
@@ -52,9 +51,9 @@ class DetectStep(nn.Module):
         super().__init__()
         self.detector = detector
 
-    def forward(self, batch: Batch, moment: Moment) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Terms by name; "loss" is their sum."""
-        terms = self.detector.losses(batch.images, batch.maps)
+        terms = self.detector.losses(batch.images, batch.targets)
         return {"loss": torch.stack(list(terms.values())).sum(), **terms}
 
 
@@ -134,6 +133,7 @@ class Detection:
         for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
             with torch.autocast(self.world.device.type, dtype, enabled=optim.amp):
                 (answer,) = ask(batch, self.world.device)
+            assert batch.indices is not None
             mine[int(batch.indices[0])] = answer
         module.train(was)
         return {k: v for part in self.world.gather(mine) for k, v in part.items()}

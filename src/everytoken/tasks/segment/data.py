@@ -223,6 +223,6 @@ def _batch(
         placement=torch.from_numpy(placement),
         indices=torch.tensor(kept, dtype=torch.int64),
         keys=tuple(data.key(i) for i in kept),
-        maps=torch.from_numpy(masks),
+        targets=torch.from_numpy(masks),
         skipped=tuple(skipped),
     )

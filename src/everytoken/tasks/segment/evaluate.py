@@ -117,11 +117,11 @@ def evaluate(
     panels: list[Image.Image] = []
     started, images = time.perf_counter(), 0
     for batch, answer in _answers(asked.ask, loader, device, amp):
-        counts.add(batch.maps[0], answer)
+        counts.add(batch.targets[0], answer)
         images += 1
         if pictures and len(panels) < picture_count:
             pixels = batch.images[0].permute(1, 2, 0).numpy()
-            both = [("truth", batch.maps[0].numpy()), ("found", answer.numpy())]
+            both = [("truth", batch.targets[0].numpy()), ("found", answer.numpy())]
             panels.append(panel(pixels, both, asked.class_names))
     seconds = time.perf_counter() - started
     loader.close()

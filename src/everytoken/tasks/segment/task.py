@@ -37,7 +37,6 @@ from everytoken.tasks.segment.layouts import divided, open_masks
 from everytoken.tasks.segment.metrics import Confusion
 from everytoken.tasks.segment.model import Segmenter, SegmenterDescription, build_segmenter, count
 from everytoken.tasks.segment.options import SegmentOptions
-from everytoken.tasks.step import Moment
 
 _PREFIX = "segmenter."
 _PICTURES = 8  # of validation images, at the end of a run
@@ -55,17 +54,17 @@ class SegmentStep(nn.Module):
         super().__init__()
         self.segmenter, self.aux_weight = segmenter, aux_weight
 
-    def forward(self, batch: Batch, moment: Moment) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Terms by name: "loss" is `pixels` plus the weighted `aux`; `accuracy` is of the pixels of this batch."""
         logits, aux = self.segmenter.both(batch.images)
-        pixels = pixel_loss(logits, batch.maps)
+        pixels = pixel_loss(logits, batch.targets)
         terms = {"loss": pixels, "pixels": pixels}
         if aux is not None:
-            terms["aux"] = pixel_loss(aux, batch.maps)
+            terms["aux"] = pixel_loss(aux, batch.targets)
             terms["loss"] = pixels + self.aux_weight * terms["aux"]
         with torch.no_grad():
-            seen = batch.maps >= 0
-            terms["accuracy"] = (logits.argmax(1) == batch.maps)[seen].float().mean().nan_to_num()
+            seen = batch.targets >= 0
+            terms["accuracy"] = (logits.argmax(1) == batch.targets)[seen].float().mean().nan_to_num()
         return terms
 
 
@@ -152,7 +151,7 @@ class Segmentation:
                 self.world.device.type, _dtype(self.options.optim.amp_dtype), enabled=self.options.optim.amp
             ):
                 found = ask(batch.images.to(self.world.device))
-            counts.add(batch.maps[0], found.cpu())
+            counts.add(batch.targets[0], found.cpu())
         module.train(was)
         total = self.world.add(counts.counts.to(self.world.device))
         counts.counts = total.cpu()
@@ -246,7 +245,7 @@ def _finish(
         for batch in task.val_loader.epoch(0):
             found = ask(batch.images.to(task.world.device)).cpu().numpy()
             image = batch.images[0].permute(1, 2, 0).numpy()
-            panels.append(panel(image, [("truth", batch.maps[0].numpy()), ("found", found)], task.about.class_names))
+            panels.append(panel(image, [("truth", batch.targets[0].numpy()), ("found", found)], task.about.class_names))
             if len(panels) == _PICTURES:
                 break
         sheet(panels).save(folder.path / "pictures.jpg", quality=88)
