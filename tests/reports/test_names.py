@@ -35,7 +35,7 @@ def test_maps_of_wordnet_folders_are_told_in_words(tmp_path, names, capsys):
     assert _namer(store, None)(1) == "English springer"
     found = annotator_agreement(store, open_dataset(tmp_path / "photos", "all"))
     assert [name for name, _, _ in found.per_class] == ["tench", "English springer"]
-    assert {label for _, _, label, _ in found.shown} == {"tench", "English springer"}
+    assert {example.label for example in found.examples} == {"tench", "English springer"}
     assert found.agreement == 1.0
     assert main(["labels", "info", str(tmp_path / "maps"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["map's class = folder's"] == "100.0%"

@@ -12,7 +12,7 @@ import pytest
 from everytoken.cli import main
 from everytoken.reports.charts import Series, interval_chart, line_chart, thin, ticks
 from everytoken.reports.groups import Estimate
-from everytoken.reports.matrix import contrast, level_colours
+from everytoken.reports.page import contrast, level_colours
 from everytoken.reports.predictions import CACHE, predict_run, validation_set
 from everytoken.reports.runs import read_run
 
@@ -87,14 +87,14 @@ def test_in_a_folder_of_runs_the_one_with_plain_labels_is_the_baseline(trained, 
 
 
 def test_numbers_on_the_page_are_those_of_the_runs(trained, tmp_path):
-    text = write(trained, tmp_path / "report.md", "--format", "md", "--no-predictions")
+    text = write(trained, tmp_path / "report.md", "--no-predictions")
     for kind in ("plain", "token"):
         for seed in (1, 2):
             rows = (trained / f"runs/{kind}-seed{seed}/metrics.jsonl").read_text().splitlines()
             score = [json.loads(r) for r in rows if '"epoch"' in r and '"score"' in r][-1]["score"]
             line = next(line for line in text.splitlines() if line.startswith(f"| {kind}-seed{seed} "))
             assert f" {score:.2f} " in line
-    assert "--no-predictions" in text
+    assert "left out on request" in text
 
 
 def test_predictions_are_those_of_eval_and_are_kept(trained, photos, capsys):
@@ -194,26 +194,33 @@ def test_thinning_keeps_the_mean_and_the_end():
 
 
 def test_a_line_is_where_its_numbers_are():
-    text = line_chart("t", "", [Series("a", [(0.0, 0.0), (1.0, 10.0), (2.0, 5.0)], 0)])
-    points = re.search(r'points="([^"]+)"', text)[1].split()
-    (x0, y0), (x1, y1), (x2, y2) = [tuple(map(float, p.split(","))) for p in points]
+    chart = line_chart("t", "", [Series("a", [(0.0, 0.0), (1.0, 10.0), (2.0, 5.0)], 0)])
+    (x0, y0), (x1, y1), (x2, y2) = chart.marks[0]["points"]
     assert x1 - x0 == pytest.approx(x2 - x1)
     assert y0 - y1 == pytest.approx(2 * (y0 - y2))  # up is less
-    assert line_chart("t", "", [Series("a", [], 0)]) == ""
+    assert line_chart("t", "", [Series("a", [], 0)]) is None
 
 
 def test_an_interval_is_drawn_around_its_mean_and_one_seed_has_none():
-    text = interval_chart("t", " %", [("a", Estimate.of([50.0, 52.0, 54.0]), 0), ("b", Estimate.of([51.0]), 1)])
-    bars = re.findall(r'class="bar mark" x1="([\d.]+)" x2="([\d.]+)"', text)
-    means = [float(x) for x in re.findall(r'class="mean mark" x1="([\d.]+)"', text)]
-    assert len(bars) == 1
-    assert (float(bars[0][0]) + float(bars[0][1])) / 2 == pytest.approx(means[0], abs=0.2)
-    assert means[1] < means[0]
-    assert text.count('class="seed mark"') == 4
+    chart = interval_chart("t", " %", [("a", Estimate.of([50.0, 52.0, 54.0]), 0), ("b", Estimate.of([51.0]), 1)])
+    first, second = chart.marks
+    assert sum(first["bar"]) / 2 == pytest.approx(first["mean"], abs=0.2)
+    assert second["bar"] is None
+    assert second["mean"] < first["mean"]
+    assert len(first["dots"]) == 3
+
+
+def test_markdown_keeps_foreign_text_as_text(trained, tmp_path):
+    shutil.copytree(trained / "runs/plain-seed1", tmp_path / "run")
+    (tmp_path / "run/skipped-images.jsonl").write_text('{"key": "<script>alert(1)</script>|x", "reason": "*torn*"}\n')
+    assert main(["report", str(tmp_path / "run"), "--no-predictions", "--out", str(tmp_path / "r.md")]) == 0
+    text = (tmp_path / "r.md").read_text()
+    assert "<script>" not in text
+    assert "\\<script\\>" in text
 
 
 def test_all_text_is_readable_in_light_and_dark():
-    style = (resources.files("everytoken.reports") / "style.css").read_text()
+    style = (resources.files("everytoken.reports") / "templates/style.css").read_text()
     light, dark = re.findall(r":root \{(.*?)\n\s*\}", style, re.DOTALL)[:2]
     for block in (light, dark):
         colours = dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6})", block))

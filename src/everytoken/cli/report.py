@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +11,11 @@ import tyro
 
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
+from everytoken.reports import ReportOptions, report
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, kw_only=True)
+class ReportCommand(ReportOptions):
     """Write one page about runs: result with its interval over seeds, comparison, curves, classes, sample predictions.
 
     Runs that differ in the seed only are one group. The group of the first run is the baseline (in a folder of runs,
@@ -32,64 +31,26 @@ class Report:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folders, or folders of run folders."""
     out: Path | None = None
-    """The file to write. Default: report.html, or report.md with --format md. `-`: print it."""
-    format: Literal["html", "md"] = "html"
-    """html: a page with charts and pictures. md: words and tables."""
-    title: str = ""
-    """Title of the page."""
-    predictions: bool = True
-    """Evaluate the best weights on the validation images, for class tables and sample predictions (kept in the run)."""
-    samples: int = 12
-    """Validation images to show."""
-    data: str = ""
-    """Where the images are now, if not where they were in training."""
-    device: str = ""
-    """cpu, cuda, mps; default: the best there is."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
-    """Loader processes."""
+    """The file to write. Default: report.html, or report.md with --format md."""
+    format: Literal["html", "md"] | None = None
+    """html: a page with charts and pictures. md: words and tables. Default: by the file's name."""
 
 
 def main(argv: list[str], prog: str) -> int:
     """Parse, collect, write."""
-    options = parse(Report, prog, argv)
+    options = parse(ReportCommand, prog, argv)
     if not options.runs:
         raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
-    from everytoken.reports.build import collect
-
-    out = options.out or Path(f"report.{options.format}")
-    if str(out) != "-" and not out.parent.is_dir():
-        raise EverytokenError(f"there is no folder {out.parent} to write {out.name} to")
-    if out.is_dir():
-        raise EverytokenError(f"--out {out} is a folder; name a file, such as {out / ('report.' + options.format)}")
-    report = collect(
-        options.runs, data=options.data, predictions=options.predictions, count=options.samples,
-        device=options.device, workers=options.workers, meter=_meter,
-    )  # fmt: skip
-    if options.format == "md":
-        from everytoken.reports.markdown import render
-    else:
-        from everytoken.reports.page import render
-    text = render(report, options.title)
-    if str(out) == "-":
-        print(text)
-        return 0
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise EverytokenError(f"the report could not be written to {out}: {error}") from error
-    from everytoken.reports.words import headline
-
-    print(headline(report))
-    for note in report.notes:
-        print(f"note: {note}")
-    print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)")
-    return 0
-
-
-@contextmanager
-def _meter(title: str) -> Iterator[Callable[[int, int], None]]:
+    out = options.out or Path(f"report.{options.format or 'html'}")
+    if options.format and out.suffix != f".{options.format}" and not out.is_dir():
+        raise EverytokenError(f"--format {options.format} writes a .{options.format} file, and --out is {out}")
     from everytoken._meter import Meter
 
     sys.stdout.flush()
-    with Meter(title, "images") as meter:
-        yield meter
+    shared = {field.name: getattr(options, field.name) for field in fields(ReportOptions)}
+    result = report(options.runs, out, progress=lambda title: Meter(title, "images"), **shared)
+    print(result.headline)
+    for note in result.notes:
+        print(f"note: {note}")
+    print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    return 0

@@ -1,1 +1,5 @@
-"""The page of one or several runs: what came out, how sure it is, what was different, and pictures to look at."""
+"""The page of one or several runs: groups of seeds, intervals, curves, classes, predictions and token maps."""
+
+from everytoken.reports.collect import Report, ReportOptions, report
+
+__all__ = ["Report", "ReportOptions", "report"]

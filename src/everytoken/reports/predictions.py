@@ -1,4 +1,4 @@
-"""What the best weights of a run say about its validation images, kept in the run folder for the next report.
+"""What the best weights of a run answer about its validation images, kept in the run folder for the next report.
 
 The validation images are those of the training run: found from its configuration, `--val-split` included. What was
 predicted is kept in RUN/report-predictions.npz with a note of the weights and images it belongs to, and is used again
@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,11 +23,14 @@ from everytoken.evaluation.held_out import origin_of
 from everytoken.evaluation.kept import keep, kept
 from everytoken.reports.runs import Run
 
+if TYPE_CHECKING:
+    from everytoken.models.load import LoadedModel
+
 CACHE = "report-predictions.npz"
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedRun:
     """Predictions of one run on its validation images.
 
     Attributes:
@@ -34,6 +38,8 @@ class Predicted:
         keys: of the images, by `predictions.index`.
         data: the images.
         skipped: unreadable images, key -> reason.
+        weights: the file that was evaluated.
+        loaded: its model, if it had to be opened for the predictions.
     """
 
     predictions: Predictions
@@ -41,6 +47,27 @@ class Predicted:
     keys: list[str]
     data: DataSet
     skipped: dict[str, str]
+    weights: Path
+    loaded: LoadedModel | None = None
+
+    def model(self) -> LoadedModel:
+        """The model, opened once."""
+        from everytoken.models.load import load_model
+
+        return self.loaded or load_model(self.weights)
+
+    def same_images(self, other: PredictedRun) -> bool:
+        """Whether two runs answered the same images, in the same classes."""
+        return (
+            self.keys == other.keys
+            and self.class_names == other.class_names
+            and np.array_equal(self.predictions.index, other.predictions.index)
+        )
+
+    def confusion(self) -> np.ndarray:
+        """[classes, classes] images of a row's class that were taken for the column's."""
+        count, p = len(self.class_names), self.predictions
+        return np.bincount(p.label * count + p.top[:, 0], minlength=count * count).reshape(count, count)
 
 
 def validation_set(run: Run, data: str = "") -> DataSet:
@@ -67,7 +94,7 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
 
 def predict_run(
     run: Run, device: str, data: str = "", workers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
-) -> Predicted:
+) -> PredictedRun:
     """Evaluate the best weights of a run, or read what the last report found.
 
     Raises:
@@ -82,15 +109,15 @@ def predict_run(
     about = describe(weights)
     known = kept(run.path / CACHE, stamp)
     if known is not None and about is not None and about.class_names:
-        found, skipped = known
-        return Predicted(found, list(about.class_names), keys, images, skipped)
+        predictions, skipped = known
+        return PredictedRun(predictions, list(about.class_names), keys, images, skipped, weights)
     from everytoken.evaluation.run import evaluate_on
 
     loaded = load_model(weights)
     result = evaluate_on(loaded, images, device=device, workers=workers, on_bad_image="skip", tell=tell)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
         keep(run.path / CACHE, result.predictions, stamp, result.skipped)
-    return Predicted(result.predictions, result.class_names, keys, images, result.skipped)
+    return PredictedRun(result.predictions, result.class_names, keys, images, result.skipped, weights, loaded)
 
 
 def _stamp(weights: Path, keys: list[str], images: DataSet) -> str:
@@ -100,10 +127,3 @@ def _stamp(weights: Path, keys: list[str], images: DataSet) -> str:
     content.update(json.dumps([images.name, images.class_names, keys]).encode("utf-8", "surrogateescape"))
     content.update(images.labels.tobytes())
     return content.hexdigest()
-
-
-def confusion(found: Predicted) -> np.ndarray:
-    """[classes, classes] images of a row's class that were taken for the column's."""
-    count = len(found.class_names)
-    p = found.predictions
-    return np.bincount(p.label * count + p.top[:, 0], minlength=count * count).reshape(count, count)

@@ -24,9 +24,7 @@ from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import eval_view
 from everytoken.maps import Maps
 from everytoken.maps.summary import folder_label, sample_positions, summarize
-from everytoken.models.load import find_weights, load_model
-from everytoken.reports.predictions import Predicted
-from everytoken.reports.runs import Run
+from everytoken.reports.predictions import PredictedRun
 
 SIDE = 160  # pixels of a picture on the page, at most
 
@@ -53,25 +51,35 @@ class TokenMap:
 
 
 @dataclass(frozen=True)
-class Said:
+class Answer:
     """One group's answer about an image."""
 
     group: str
     guess: str
     confidence: float
-    right: bool
+    correct: bool
     tokens: TokenMap | None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image: `why` it was picked, the picture as a data address, the label, what was said."""
+    """One image: `why` it was picked, the picture as a data address, the label, each group's answer."""
 
     key: str
     why: str
     picture: str
     label: str
-    said: tuple[Said, ...]
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A training image with its score map."""
+
+    key: str
+    picture: str
+    label: str
+    tokens: TokenMap
 
 
 def data_address(image: Image.Image) -> str:
@@ -88,18 +96,18 @@ def data_address(image: Image.Image) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def choose(found: Sequence[Predicted], count: int = 12) -> list[tuple[int, str]]:
+def choose(predicted: Sequence[PredictedRun], count: int = 12) -> list[tuple[int, str]]:
     """(position in the predictions, why) of images to show, of the first set of predictions' images.
 
     With two groups or more: equally many that only the last group gets right, that only the first one does (so that
     nothing looks better than it is), that all get wrong, surest first, and that all get right. With one group: half
     wrong, surest first, and half right. Where the order is not by sureness, they are spread evenly over it.
     """
-    correct = np.array([p.predictions.correct for p in found])
-    sure = np.mean([p.predictions.confidence for p in found], axis=0)
+    correct = np.array([p.predictions.correct for p in predicted])
+    sure = np.mean([p.predictions.confidence for p in predicted], axis=0)
     by_sureness = np.argsort(-sure, kind="stable")
     kinds: list[tuple[str, np.ndarray]] = [("wrong", ~np.any(correct, axis=0)), ("right", np.all(correct, axis=0))]
-    if len(found) > 1:
+    if len(predicted) > 1:
         kinds = [
             ("only the last group is right", correct[-1] & ~np.any(correct[:-1], axis=0)),
             ("only the first group is right", correct[0] & ~np.any(correct[1:], axis=0)),
@@ -115,53 +123,55 @@ def choose(found: Sequence[Predicted], count: int = 12) -> list[tuple[int, str]]
     return picked[: max(count, len(kinds))]
 
 
-def token_maps(run: Run, images: DataSet, indices: Sequence[int]) -> tuple[list[Image.Image], list[TokenMap | None]]:
-    """The network's view of some images, and what its tokens say."""
-    loaded = load_model(find_weights(run.path))
+def token_maps(
+    predicted: PredictedRun, indices: Sequence[int], device: str = "cpu"
+) -> tuple[list[Image.Image], list[TokenMap | None]]:
+    """The network's view of some images of the data, and what its tokens say."""
+    loaded = predicted.model()
+    model = loaded.model.to(device)
     view = EvalTransform(eval_view(loaded))
-    pictures, maps = [], []
+    pixels = [view(predicted.data.picture(index))[0] for index in indices]
+    pictures = [Image.fromarray(image) for image in pixels]
+    if not pictures:
+        return [], []
+    batch = torch.from_numpy(np.stack(pixels).transpose(0, 3, 1, 2).copy()).to(device)
     names = list(loaded.description.token_class_names) or list(loaded.description.class_names)
-    for index in indices:
-        pixels, _ = view(images.picture(index))
-        pictures.append(Image.fromarray(pixels))
-        batch = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))[None]
-        maps.append(_ask_tokens(loaded, normalise(batch, view.config.mean, view.config.std), names))
-    return pictures, maps
-
-
-@torch.no_grad()
-def _ask_tokens(loaded: object, images: torch.Tensor, names: list[str]) -> TokenMap | None:
-    model = loaded.model  # type: ignore[attr-defined]
-    logits, source = model(images).token_logits, "token head"
-    if logits is None:
-        source, names = "class head", list(loaded.description.class_names)  # type: ignore[attr-defined]
-        try:
-            logits = model.cell_logits(images)
-        except (RuntimeError, EverytokenError, AttributeError):  # a head that cannot read single cells
-            return None
+    source = "token head"
+    with torch.no_grad():
+        images = normalise(batch, view.config.mean, view.config.std)
+        logits = model(images).token_logits
+        if logits is None:
+            source, names = "class head", list(loaded.description.class_names)
+            try:
+                logits = model.cell_logits(images)
+            except (RuntimeError, EverytokenError, AttributeError):  # a head that cannot read single cells
+                return pictures, [None] * len(pictures)
     if logits.shape[-1] != len(names):
         names = [f"class {i}" for i in range(logits.shape[-1])]
-    sure, top = logits[0].float().softmax(-1).max(-1)
-    return TokenMap(top.numpy(), sure.numpy(), [shown_name(name) for name in names], source)
+    confidence, top = logits.float().softmax(-1).max(-1)
+    shown = [shown_name(name) for name in names]
+    maps = zip(top.cpu().numpy(), confidence.cpu().numpy(), strict=True)
+    return pictures, [TokenMap(best, sure, shown, source) for best, sure in maps]
 
 
-def samples(groups: Sequence[tuple[str, Run, Predicted]], count: int = 12) -> list[Sample]:
+def samples(groups: Sequence[tuple[str, PredictedRun]], count: int = 12, device: str = "cpu") -> list[Sample]:
     """Some validation images with every group's answer; the groups have the same images."""
-    base = groups[0][2]
-    chosen = choose([predicted for _, _, predicted in groups], count)
+    base = groups[0][1]
+    chosen = choose([predicted for _, predicted in groups], count)
     indices = [int(base.predictions.index[i]) for i, _ in chosen]
-    asked = [token_maps(run, predicted.data, indices) for _, run, predicted in groups]
-    out = []
+    views = [token_maps(predicted, indices, device) for _, predicted in groups]
+    result = []
     for place, (i, why) in enumerate(chosen):
-        said = []
-        for (name, _, predicted), (_, maps) in zip(groups, asked, strict=True):
+        answers = []
+        for (name, predicted), (_, maps) in zip(groups, views, strict=True):
             p, names = predicted.predictions, predicted.class_names
             top = shown_name(names[int(p.top[i, 0])])
-            said.append(Said(name, top, float(p.confidence[i]), bool(p.correct[i]), maps[place]))
+            answers.append(Answer(name, top, float(p.confidence[i]), bool(p.correct[i]), maps[place]))
         label = shown_name(base.class_names[int(base.predictions.label[i])])
-        words = why.replace("the last group", groups[-1][0]).replace("the first group", groups[0][0])
-        out.append(Sample(base.keys[indices[place]], words, data_address(asked[-1][0][place]), label, tuple(said)))
-    return out
+        reason = why.replace("the last group", groups[-1][0]).replace("the first group", groups[0][0])
+        picture = data_address(views[-1][0][place])
+        result.append(Sample(base.keys[indices[place]], reason, picture, label, tuple(answers)))
+    return result
 
 
 @dataclass(frozen=True)
@@ -170,82 +180,85 @@ class Agreement:
 
     Attributes:
         store: its folder; annotator: its name; held_out: accuracy on images it did not train on, if it is known.
-        looked_at, agreement, confidence, vocabulary: of the maps that were looked at; agreement is with the folders.
+        maps: how many were read; agreement (with the folders), confidence, vocabulary: means over them.
         per_class: (class, maps, part whose main class is the folder's).
         skipped: images without a map, key -> reason.
-        shown: training images with their maps.
+        examples: training images with their maps.
     """
 
     store: str
     annotator: str
     held_out: float | None
     grid: tuple[int, int]
-    looked_at: int
+    maps: int
     agreement: float | None
     confidence: float
     vocabulary: float
     per_class: list[tuple[str, int, float]]
     skipped: dict[str, str]
-    shown: list[tuple[str, str, str, TokenMap]]
+    examples: list[Example]
 
 
 def annotator_agreement(store: Maps, images: DataSet | None, limit: int = 2000, show: int = 6) -> Agreement:
     """Compare maps with the folders' labels; `images` is where the pictures are, None without."""
     manifest = store.manifest
     find = class_finder(manifest.class_names)
-    right: dict[int, list[bool]] = {}
-    sure, words = [], []
+    agrees: dict[int, list[bool]] = {}
+    confidences, vocabularies = [], []
     for i in sample_positions(len(store), limit):
-        one = summarize(store.read(i), manifest.num_classes)
-        sure.append(float(one.confidence[one.inside].mean()))
-        words.append(one.vocabulary)
+        summary = summarize(store.read(i), manifest.num_classes)
+        confidences.append(float(summary.confidence[summary.inside].mean()))
+        vocabularies.append(summary.vocabulary)
         label = folder_label(store.key(i), find)
         if label is not None:
-            right.setdefault(label, []).append(label == one.image_class)
-    settings = manifest.annotator
-    held = settings.get("held_out_accuracy")
-    every = [hit for hits in right.values() for hit in hits]
+            agrees.setdefault(label, []).append(label == summary.image_class)
+    held_out = manifest.annotator.get("held_out_accuracy")
+    every = [hit for hits in agrees.values() for hit in hits]
     return Agreement(
-        str(store.path),
-        _annotator_name(settings),
-        float(held) if isinstance(held, int | float) else None,
-        manifest.grid,
-        len(sure),
-        float(np.mean(every)) if every else None,
-        float(np.mean(sure)) if sure else 0.0,
-        float(np.mean(words)) if words else 0.0,
-        [(shown_name(manifest.class_names[c]), len(hits), float(np.mean(hits))) for c, hits in sorted(right.items())],
-        store.skipped,
-        _shown(store, images, show) if images is not None else [],
+        store=str(store.path),
+        annotator=_annotator_name(manifest.annotator),
+        held_out=float(held_out) if isinstance(held_out, int | float) else None,
+        grid=manifest.grid,
+        maps=len(confidences),
+        agreement=float(np.mean(every)) if every else None,
+        confidence=float(np.mean(confidences)) if confidences else 0.0,
+        vocabulary=float(np.mean(vocabularies)) if vocabularies else 0.0,
+        per_class=[
+            (shown_name(manifest.class_names[c]), len(hits), float(np.mean(hits))) for c, hits in sorted(agrees.items())
+        ],
+        skipped=store.skipped,
+        examples=_examples(store, images, show) if images is not None else [],
     )
 
 
 def _annotator_name(settings: Mapping[str, Any]) -> str:
-    """ "fit" is a network that was trained on the data set; say which, and from what."""
+    """ "fit" is a network that was trained on the dataset; say which, and from what."""
     name, fit = str(settings.get("name", "unknown")), settings.get("fit")
     if not isinstance(fit, Mapping):
         return name
     model = fit.get("model") or "a small CNN"
-    begun = fit.get("pretrained") or str(model).startswith("registry:")
-    return f"{name}, {model} trained on these images" + (" from pretrained weights" if begun else " from scratch")
+    pretrained = fit.get("pretrained") or str(model).startswith("registry:")
+    return f"{name}, {model} trained on these images" + (" from pretrained weights" if pretrained else " from scratch")
 
 
-def _shown(store: Maps, images: DataSet, count: int) -> list[tuple[str, str, str, TokenMap]]:
-    """(key, picture, label, map) of a few images spread over the data set."""
+def _examples(store: Maps, images: DataSet, count: int) -> list[Example]:
+    """A few images spread over the dataset."""
     names = [shown_name(store.manifest.class_name(i)) for i in range(store.manifest.num_classes)]
-    out = []
+    examples = []
     for i in sample_positions(len(images), count):
         key = images.key(i)
         if key not in store:
             continue
-        one = summarize(store[key], store.manifest.num_classes)
+        score_map = store[key]
+        summary = summarize(score_map, store.manifest.num_classes)
         try:
             picture = images.load(i)
         except EverytokenError:
             continue
-        x0, y0, x1, y1 = store[key].area  # what the map covers; beyond the image (letterbox) is black
+        x0, y0, x1, y1 = score_map.area  # what the map covers; beyond the image (letterbox) is black
         w, h = picture.size
         picture = picture.crop((round(x0 * w), round(y0 * h), round(x1 * w), round(y1 * h)))
         label = shown_name(images.class_names[images.label(i)]) if images.label(i) >= 0 else "no label"
-        out.append((key, data_address(picture), label, TokenMap(one.top, one.confidence, names, "annotator")))
-    return out
+        tokens = TokenMap(summary.top, summary.confidence, names, "annotator")
+        examples.append(Example(key, data_address(picture), label, tokens))
+    return examples

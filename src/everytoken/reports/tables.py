@@ -1,4 +1,4 @@
-"""The tables of a report as plain cells, for HTML and for Markdown."""
+"""The tables of a report as plain cells; the templates make HTML and Markdown of them. A new column goes here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everytoken._meter import clock
-from everytoken.reports.build import Report
+from everytoken.reports.collect import Report
 from everytoken.reports.runs import Run
-from everytoken.reports.words import interval_words, progress
+from everytoken.reports.text import interval_words, progress
+
+if TYPE_CHECKING:
+    from everytoken.reports.samples import Agreement
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,11 @@ def class_table(report: Report, most: int = 60) -> Table | None:
     return Table(caption, columns, rows, frozenset({0, len(columns) - 1}))
 
 
-def agreement_table(report: Report, number_: int, most: int = 40) -> Table | None:
+def agreement_table(agreement: Agreement, most: int = 40) -> Table | None:
     """How often the main class of a map is the folder's, per class."""
-    found = report.agreements[number_]
-    if not found.per_class:
+    if not agreement.per_class:
         return None
-    rows = sorted(found.per_class, key=lambda row: row[2])[:most]
+    rows = sorted(agreement.per_class, key=lambda row: row[2])[:most]
     return Table(
         "Maps whose main class is the folder's, worst first.",
         ["class", "maps looked at", "agree %"],

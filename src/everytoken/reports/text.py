@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from everytoken.reports.build import Report
 from everytoken.reports.charts import describe
+from everytoken.reports.collect import Report
 from everytoken.reports.groups import Difference, Estimate, Group
 from everytoken.reports.runs import Run
 
+if TYPE_CHECKING:
+    from everytoken.reports.samples import Agreement
+
 OBJECTIVES = {
     "hard": "one label per image, from its folder",
-    "token": "a label for every token, from the annotator's score map, besides the label of the image",
     "token_labeling": "a label for every token, from the annotator's score map, besides the label of the image",
     "relabel": "one label per crop, read from the annotator's score map",
-    "online-token": "a teacher's answer for every token while training",
-    "distill": "a teacher's answer for the image",
+    "online_token": "a teacher's answer for every token while training",
+    "distillation": "a teacher's answer for the image",
     "drloc": "how far apart pairs of tokens are, which needs no labels",
-    "alignment": "labels of mixed images that follow the tokens through the layers",
+    "tl_align": "labels of mixed images that follow the tokens through the layers",
+    "transmix": "labels of mixed images, by area and by the last layer's attention",
+}
+OLD_NAMES = {
+    "token": "token_labeling",
+    "online-token": "online_token",
+    "distill": "distillation",
+    "alignment": "tl_align",
 }
 
 
@@ -34,9 +43,9 @@ def headline(report: Report) -> str:
     return f"{group.name}: {report.metric} {estimate.mean:.2f} % on the validation images"
 
 
-def difference_words(found: Difference) -> str:
+def difference_words(difference: Difference) -> str:
     """What a group gained over the first, honestly."""
-    e, other, base = found.estimate, found.other.name, found.base.name
+    e, other, base = difference.estimate, difference.other.name, difference.base.name
     if len(e.values) < 2:
         return f"{other} against {base}: {e.mean:+.2f} points with one seed, which proves nothing yet"
     if e.clear:
@@ -47,12 +56,12 @@ def difference_words(found: Difference) -> str:
     return f"No clear difference between {other} and {base}: {e.mean:+.2f} points"
 
 
-def how_sure(found: Difference) -> str:
+def how_sure(difference: Difference) -> str:
     """The spread behind `difference_words`."""
-    e = found.estimate
+    e = difference.estimate
     each = ", ".join(f"{v:+.2f}" for v in e.values)
-    seeds = ", ".join(map(str, found.seeds))
-    text = f"{found.other.name} minus {found.base.name}, seed by seed ({seeds}): {each} points"
+    seeds = ", ".join(map(str, difference.seeds))
+    text = f"{difference.other.name} minus {difference.base.name}, seed by seed ({seeds}): {each} points"
     if e.low is None or e.high is None:
         return f"{text}. One pair of runs says nothing about chance; train more seeds of each."
     text += f"; mean {e.mean:+.2f}, 95 % interval {e.low:+.2f} to {e.high:+.2f}."
@@ -67,16 +76,39 @@ def group_words(group: Group) -> str:
     """A group's result."""
     e = group.accuracy
     left = len(group.runs) - len(group.finished)
-    open_ = f"; {left} of {len(group.runs)} runs not finished" if left else ""
-    return (describe(e, " %") if e is not None else "no finished run") + open_
+    unfinished = f"; {left} of {len(group.runs)} runs not finished" if left else ""
+    return (describe(e, " %") if e is not None else "no finished run") + unfinished
 
 
 def learns(config: Mapping[str, Any]) -> str:
     """What a run's network is asked to learn."""
-    names = list(config.get("objectives") or {}) or ["hard"]
-    said = [OBJECTIVES.get(str(name), str(name)) for name in names]
+    names = [str(name) for name in config.get("objectives") or {}] or ["hard"]
+    parts = [OBJECTIVES.get(OLD_NAMES.get(name, name), name) for name in names]
     mixing = ", ".join(map(str, config.get("mixing") or {}))
-    return "; and ".join(said) + (f" (images mixed by {mixing})" if mixing else "")
+    return "; and ".join(parts) + (f" (images mixed by {mixing})" if mixing else "")
+
+
+def facts(config: Mapping[str, Any]) -> str:
+    """Model, size, length and data of a run, as far as its configuration says."""
+    size, epochs, data = (config.get(name) for name in ("img_size", "epochs", "data"))
+    model = str(config.get("model", "unknown model")) + (f" at {size} px" if size else "")
+    return ", ".join([model, *([f"{epochs} epochs"] if epochs else []), *([f"data {data}"] if data else [])])
+
+
+def agreement_words(agreement: Agreement) -> str:
+    """What an annotator's score maps are like."""
+    rows, columns = agreement.grid
+    words = f"{rows} x {columns} cells per image."
+    if agreement.held_out is not None:
+        words += f" It was right on {agreement.held_out:.1%} of images held out from it."
+    if agreement.agreement is None:
+        words += " The names of the folders are not class names of the maps, so agreement cannot be measured."
+    else:
+        words += f" The main class of a map is the folder's for {agreement.agreement:.1%} of {agreement.maps:,} maps."
+    return (
+        f"{words} A cell is {agreement.confidence:.0%} sure on average, and a map names {agreement.vocabulary:.1f} "
+        "classes."
+    )
 
 
 def progress(run: Run) -> str:
