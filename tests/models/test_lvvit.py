@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401  (registers the models)
+from everytoken.models import TokenModel
 from everytoken.models.lvvit import ConvStem, LVViT, TokenGroupNorm
 
 TINY = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -146,32 +147,29 @@ def test_a_stem_with_unequal_lists_is_refused():
         ConvStem(kernels=[7, 3], strides=[2])
 
 
-def test_training_gives_class_and_token_logits():
-    model = tiny()
-    logits, tokens = model.forward_train(torch.randn(2, 3, 64, 64))
-    assert logits.shape == (2, 5)
-    assert tokens.shape == (2, 16, 5)
-    model.train()
-    assert isinstance(model(torch.randn(2, 3, 64, 64)), torch.Tensor)  # plain loops see an ordinary timm model
-    model.set_token_training()
-    assert isinstance(model(torch.randn(2, 3, 64, 64)), tuple)
-    assert model.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+def test_plain_training_gives_every_trained_weight_a_gradient_and_a_token_model_trains_the_token_head():
+    model = tiny().train()
+    model(torch.randn(2, 3, 64, 64)).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert not model.aux_head.weight.requires_grad
+    view = TokenModel(model, 5)(torch.randn(2, 3, 64, 64))
+    assert view.token_logits.shape == (2, 4, 4, 5)
+    view.token_logits.sum().backward()
+    assert model.aux_head.weight.grad is not None
+    assert tiny(token_classes=7).aux_head.weight.requires_grad  # whoever asks for one wants to train it
 
 
 def test_the_token_vote_adds_the_strongest_token_of_each_class_in_evaluation():
     model = tiny().eval()
     x = torch.randn(2, 3, 64, 64)
-    logits, tokens = model.forward_train(x)
-    assert torch.allclose(model(x), logits, atol=1e-6)
+    view = TokenModel(model, 5)(x)
+    assert torch.allclose(model(x), view.logits, atol=1e-6)
     model.token_vote = 0.5
-    assert torch.allclose(model(x), logits + 0.5 * tokens.max(1)[0], atol=1e-6)
+    assert torch.allclose(model(x), view.logits + 0.5 * view.token_logits.amax((1, 2)), atol=1e-6)
 
 
-def test_a_model_without_token_head_says_so():
-    model = tiny(token_classes=0)
-    with pytest.raises(ValueError, match="no token head"):
-        model.forward_train(torch.randn(1, 3, 64, 64))
-    assert "aux_head.weight" not in model.state_dict()
+def test_a_model_without_token_head_has_no_weights_for_it():
+    assert "aux_head.weight" not in tiny(token_classes=0).state_dict()
 
 
 def test_ordinary_timm_arguments_work():
@@ -185,11 +183,10 @@ def test_ordinary_timm_arguments_work():
 def test_reset_classifier_renews_both_heads():
     model = tiny()
     model.reset_classifier(9)
-    logits, tokens = model.forward_train(torch.randn(1, 3, 64, 64))
-    assert (logits.shape[-1], tokens.shape[-1]) == (9, 9)
+    assert (model.head.out_features, model.aux_head.out_features) == (9, 9)
     model.reset_classifier(3, token_classes=20)
-    logits, tokens = model.forward_train(torch.randn(1, 3, 64, 64))
-    assert (logits.shape[-1], tokens.shape[-1]) == (3, 20)
+    assert (model.head.out_features, model.aux_head.out_features) == (3, 20)
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 3)
     assert model.get_classifier() is model.head
     model.reset_classifier(0)
     assert model.aux_head is None

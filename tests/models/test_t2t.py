@@ -11,8 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import everytoken  # noqa: F401  (registers the models)
 from everytoken.mixing import Mix
 from everytoken.models import TokenModel, family_of_name, probe
-from everytoken.models.t2t import T2TViT, checkpoint_filter_fn, sinusoid_positions
-from everytoken.models.tokens_to_token import TokenPerformer, TokensToToken, TokenTransformer, performer
+from everytoken.models.t2t_vit import (
+    T2TViT,
+    TokenPerformer,
+    TokensToToken,
+    TokenTransformer,
+    checkpoint_filter_fn,
+    performer,
+    sinusoid_positions,
+)
 from everytoken.models.weights import load_weights
 
 TINY = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3, "token_dim": 16}

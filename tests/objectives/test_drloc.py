@@ -20,7 +20,7 @@ from everytoken.functional import drloc as fn
 from everytoken.keyed import StepKey
 from everytoken.mixing import CutMix, MixToken
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError
-from everytoken.models.taps import Taps
+from everytoken.models.token_model import LayerTaps
 from everytoken.objectives.drloc import LAMBDA, RELEASED, Drloc, DrlocHead
 
 B, DIM = 3, 12
@@ -299,7 +299,7 @@ def test_every_block_has_its_own_mlp_in_all():
 )
 def test_levels_of_a_hierarchical_model(levels, shapes):
     model = tiny_swin().train()
-    taps = Taps(model, levels)
+    taps = LayerTaps(model, levels)
     model(images := torch.randn(2, 3, 64, 64))
     assert [tuple(g.shape[1:]) for g in taps.grids((64, 64))] == shapes
     taps.remove()
@@ -313,7 +313,7 @@ def test_levels_of_a_hierarchical_model(levels, shapes):
 
 def test_the_final_level_is_the_grid_before_the_last_norm():
     model = tiny_vit().train()
-    taps = Taps(model, "final")
+    taps = LayerTaps(model, "final")
     seen = model(torch.randn(2, 3, 64, 64))
     (grid,) = taps.grids((64, 64))
     assert torch.allclose(model.backbone.norm(grid), seen.grid, atol=1e-6)
@@ -322,14 +322,14 @@ def test_the_final_level_is_the_grid_before_the_last_norm():
 def test_taps_follow_class_tokens_that_join_late_and_rectangular_images():
     small = {"embed_dims": (8, 16, 24), "depths": (1, 1, 1), "num_heads": (1, 2, 3)}
     model = TokenModel(timm.create_model("cvt_13", **small)).train()
-    taps = Taps(model, "blocks")
+    taps = LayerTaps(model, "blocks")
     model(torch.randn(2, 3, 64, 96))
     assert [tuple(g.shape[1:]) for g in taps.grids((64, 96))] == [(16, 24, 8), (8, 12, 16), (4, 6, 24)]
 
 
 def test_taps_hold_nothing_in_evaluation_nor_in_copies():
     model = tiny_vit().eval()
-    taps = Taps(model, "blocks")
+    taps = LayerTaps(model, "blocks")
     model(torch.randn(1, 3, 64, 64))
     assert not taps.outputs
     with pytest.raises(UnsupportedModelError, match="0 of 3"):
@@ -346,7 +346,7 @@ def test_taps_hold_nothing_in_evaluation_nor_in_copies():
 
 def test_taps_work_in_a_model_compiled_as_one_graph():
     model = tiny_vit().train()
-    taps = Taps(model, "blocks")
+    taps = LayerTaps(model, "blocks")
     images = torch.randn(1, 3, 64, 64)
     model(images)
     wanted = taps.grids((64, 64))

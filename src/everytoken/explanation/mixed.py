@@ -23,8 +23,7 @@ from everytoken.mixing.boxes import box_masks
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.align.aligner import pooling
 from everytoken.models.families import UnsupportedModelError
-from everytoken.models.taps import blocks_of
-from everytoken.models.view import TokenModel
+from everytoken.models.token_model import TokenModel, blocks_of
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from everytoken.errors import EverytokenError
 from everytoken.explanation.attention import NoAttentionError, attention_layers, evaluating, read_tokens, see_attention
 from everytoken.functional.shares import row_normalised
 from everytoken.models.families import UnsupportedModelError, family_of
-from everytoken.models.taps import last_block
-from everytoken.models.view import TokenModel, grid_shape
+from everytoken.models.token_model import TokenModel, grid_shape, last_block
 
 Method = Literal["auto", "attention", "rollout", "cam"]
 Classes = Tensor | Sequence[int]

@@ -5,8 +5,8 @@ from everytoken.models.cvt import CvT
 from everytoken.models.families import FAMILIES, Family, UnsupportedModelError, family_of, family_of_name
 from everytoken.models.lvvit import LVViT
 from everytoken.models.small import SMALL
-from everytoken.models.t2t import T2TViT
-from everytoken.models.view import TokenModel, TokenView, grid_shape, probe
+from everytoken.models.t2t_vit import T2TViT
+from everytoken.models.token_model import TokenModel, TokenView, grid_shape, probe
 
 __all__ = [
     "FAMILIES",

@@ -50,7 +50,7 @@ FAMILIES: dict[str, Family] = {
     for name, title, fields in [
         # ours
         ("lvvit", "LV-ViT", _TOKENS),
-        ("t2t", "T2T-ViT", {**_TOKENS, "embed": "tokens_to_token"}),
+        ("t2t_vit", "T2T-ViT", {**_TOKENS, "embed": "tokens_to_token"}),
         ("cvt", "CvT", {**_TOKENS, "embed": "stage0.patch_embed", "embed_layout": "nchw"}),
         # sequences of tokens
         ("vision_transformer", "ViT, DeiT, DINOv2, SigLIP", _TOKENS),
@@ -107,6 +107,8 @@ def family_of_name(name: str) -> Family | None:
     """The family of a registered model name, without building it; None if there is no token view."""
     from timm.models import model_entrypoint
 
-    entry = model_entrypoint(name)
-    # the small-image variants of all families live in one module and say which family they are
-    return FAMILIES.get(getattr(entry, "family", entry.__module__.rsplit(".", 1)[-1]))
+    from everytoken.models.small import SMALL
+
+    if name in SMALL:  # variants of several families in one module
+        return FAMILIES[SMALL[name].family]
+    return FAMILIES.get(model_entrypoint(name).__module__.rsplit(".", 1)[-1])

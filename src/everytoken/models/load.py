@@ -20,7 +20,7 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.models.view import TokenModel
+from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, load_weights, read_weights
 
 DESCRIPTION = "everytoken"  # the key in the metadata

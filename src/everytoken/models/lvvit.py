@@ -16,19 +16,86 @@ about 1 % of it and runs only in training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from timm.layers import LayerNorm, Mlp
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.layers import LayerNorm, Mlp, nchw_to
+from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, init_weights_vit_timm
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 
-from everytoken.models.conv_stem import ConvStem
+from everytoken.models.common import StridedEmbed, create_variant, default_cfg
+from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["ConvStem", "LVViT"]
+
+
+class ConvStem(StridedEmbed):
+    """Patch embedding by a few convolutions; the last one makes the tokens (section 3 and Table 1).
+
+    Args:
+        kernels, strides: one entry per convolution. All but the last are followed by batch norm and ReLU. One
+            entry is the plain patch embedding of ViT. The token size is the product of the strides.
+        width: channels of all convolutions but the last.
+        others: as in timm's PatchEmbed.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] | None = 224,
+        in_chans: int = 3,
+        embed_dim: int = 384,
+        kernels: Sequence[int] = (7, 3, 3, 8),
+        strides: Sequence[int] = (2, 1, 1, 8),
+        width: int = 64,
+        strict_img_size: bool = True,
+        dynamic_img_pad: bool = False,
+        output_fmt: str | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        if not kernels or len(kernels) != len(strides):
+            raise ValueError(
+                f"the stem needs one stride per kernel: {len(kernels)} kernels {tuple(kernels)}, "
+                f"{len(strides)} strides {tuple(strides)}"
+            )
+        super().__init__(math.prod(strides), strict_img_size, output_fmt)
+        self.dynamic_img_pad = dynamic_img_pad
+        self.num_hidden = len(kernels) - 1
+        dd = {"device": device, "dtype": dtype}
+        channels = in_chans
+        for i, (kernel, stride) in enumerate(zip(kernels[:-1], strides[:-1], strict=True), start=1):
+            conv = nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=False, **dd)
+            self.add_module(f"conv{i}", conv)
+            self.add_module(f"bn{i}", nn.BatchNorm2d(width, **dd))
+            channels = width
+        # a kernel wider than its stride overlaps; padding keeps the number of tokens at size / stride
+        padding = max(0, kernels[-1] - strides[-1]) // 2
+        self.proj = nn.Conv2d(channels, embed_dim, kernels[-1], stride=strides[-1], padding=padding, bias=bias, **dd)
+        self.set_input_size(img_size)
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Token grid (h, w) for an image of (height, width)."""
+        if self.dynamic_img_pad:
+            return -(-img_size[0] // self.patch_size[0]), -(-img_size[1] // self.patch_size[1])
+        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> tokens [B, h*w, D] (or [B, h, w, D] with output_fmt NHWC), row by row."""
+        self.check_size(x)
+        if self.dynamic_img_pad:
+            height, width = x.shape[-2:]
+            x = nn.functional.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
+        for i in range(1, self.num_hidden + 1):
+            x = nn.functional.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)), inplace=True)
+        x = self.proj(x)
+        if self.output_fmt is None:
+            return x.flatten(2).transpose(1, 2)
+        return nchw_to(x, self.output_fmt)
 
 
 class TokenGroupNorm(nn.GroupNorm):
@@ -65,7 +132,8 @@ class LVViT(VisionTransformer):
     Arguments beyond timm's VisionTransformer:
         stem_kernels, stem_strides, stem_width: the convolutional patch embedding.
         residual_divisor: what each residual branch is divided by (the released `skip_lam`).
-        token_classes: outputs of the token head; None as many as num_classes, 0 no token head.
+        token_classes: outputs of the token head; 0: no token head. None: as many as num_classes, for released weights;
+            nothing trains that head in plain training, so it gets no gradient until `TokenModel` uses it.
         token_vote: at evaluation, add this much of the strongest token logit of each class to the class logits.
             The papers' accuracies were measured with 0.5; the method as described is 0.
         block_norm, norm_groups: "layer", or "group" with that many groups, inside the blocks.
@@ -125,10 +193,11 @@ class LVViT(VisionTransformer):
             **kwargs,
         )
         self.token_vote = token_vote
-        self.token_training = False
         outputs = num_classes if token_classes is None else token_classes
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         self.aux_head: nn.Linear | None = nn.Linear(embed_dim, outputs, device=device, dtype=dtype) if outputs else None
+        if self.aux_head is not None:
+            self.aux_head.requires_grad_(token_classes is not None)
         self.weight_init_mode = ""
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
@@ -151,31 +220,16 @@ class LVViT(VisionTransformer):
         super().reset_classifier(num_classes, global_pool)
         if isinstance(self.head, nn.Linear):
             init_weights_vit_timm(self.head)
+        trained = self.aux_head is not None and self.aux_head.weight.requires_grad
         outputs = (num_classes if self.aux_head is not None else 0) if token_classes is None else token_classes
         like = self.patch_embed.proj.weight
         self.aux_head = nn.Linear(self.embed_dim, outputs, device=like.device, dtype=like.dtype) if outputs else None
         if self.aux_head is not None:
             init_weights_vit_timm(self.aux_head)
+            self.aux_head.requires_grad_(trained or token_classes is not None)
 
-    def set_token_training(self, enable: bool = True) -> None:
-        """In training mode, let `forward` return (class logits, token logits) as `forward_train` does."""
-        if enable and self.aux_head is None:
-            raise ValueError("this model has no token head (token_classes=0)")
-        self.token_training = enable
-
-    def forward_train(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [B, C, H, W] -> class logits [B, K] and token logits [B, h*w, K], row by row."""
-        if self.aux_head is None:
-            raise ValueError("this model has no token head (token_classes=0)")
-        features = self.forward_features(x)
-        return self.forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
-
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Class logits [B, K]; in training after `set_token_training`, the pair of `forward_train`."""
-        if self.training and self.token_training:
-            return self.forward_train(x)
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Images [B, C, H, W] -> class logits [B, K], at evaluation with the vote of the tokens, if any."""
         features = self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal)
         logits = self.forward_head(features)
         if self.token_vote and self.aux_head is not None and not self.training:
@@ -188,82 +242,50 @@ def _block(*args: Any, norm_layer: Any, inner_norm: Any, **kwargs: Any) -> Scale
     return ScaledBlock(*args, norm_layer=inner_norm, **kwargs)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Fit released weights to `model`: unwrap, drop the `module.` prefix, resize the position embedding.
 
     Resizing is bicubic without anti-aliasing, as the released fine-tuning does it.
     """
-    for name in ("state_dict_ema", "state_dict", "model"):
-        if name in state_dict and isinstance(state_dict[name], dict):
-            state_dict = state_dict[name]
-            break
-    state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}
-    return vit_filter(state_dict, model, antialias=False)
+    return vit_filter(unwrap_state_dict(state_dict), model, antialias=False)
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "patch_embed.conv1",
-        "classifier": ("head", "aux_head"),
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
+_NAMES = {"first_conv": "patch_embed.conv1", "classifier": ("head", "aux_head"), "license": "apache-2.0"}
 
 default_cfgs = generate_default_cfgs(
     {
-        "lvvit_t": _cfg(),
-        "lvvit_s": _cfg(),
-        "lvvit_m": _cfg(crop_pct=1.0),
-        "lvvit_l": _cfg(crop_pct=1.0),
+        "lvvit_t": default_cfg(**_NAMES),
+        "lvvit_s": default_cfg(**_NAMES),
+        "lvvit_m": default_cfg(**_NAMES, crop_pct=1.0),
+        "lvvit_l": default_cfg(**_NAMES, crop_pct=1.0),
     }
 )
 
 
-def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> LVViT:
-    out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
-        LVViT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **{**defaults, **kwargs},
-    )
+def _create(variant: str, pretrained: bool, kwargs: dict[str, Any], **defaults: Any) -> LVViT:
+    return create_variant(LVViT, variant, pretrained, checkpoint_filter_fn, defaults, kwargs)
 
 
 @register_model
 def lvvit_t(pretrained: bool = False, **kwargs: Any) -> LVViT:
     """LV-ViT-T: 8.5 M parameters, no residual scaling."""
-    args = {"embed_dim": 240, "depth": 12, "num_heads": 4, "residual_divisor": 1.0}
-    return _create("lvvit_t", pretrained, args, kwargs)
+    return _create("lvvit_t", pretrained, kwargs, embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0)
 
 
 @register_model
 def lvvit_s(pretrained: bool = False, **kwargs: Any) -> LVViT:
     """LV-ViT-S: 26 M parameters."""
-    args = {"embed_dim": 384, "depth": 16, "num_heads": 6, "residual_divisor": 2.0}
-    return _create("lvvit_s", pretrained, args, kwargs)
+    return _create("lvvit_s", pretrained, kwargs, embed_dim=384, depth=16, num_heads=6)
 
 
 @register_model
 def lvvit_m(pretrained: bool = False, **kwargs: Any) -> LVViT:
     """LV-ViT-M: 56 M parameters."""
-    args = {"embed_dim": 512, "depth": 20, "num_heads": 8, "residual_divisor": 2.0}
-    return _create("lvvit_m", pretrained, args, kwargs)
+    return _create("lvvit_m", pretrained, kwargs, embed_dim=512, depth=20, num_heads=8)
 
 
 @register_model
 def lvvit_l(pretrained: bool = False, **kwargs: Any) -> LVViT:
     """LV-ViT-L: 150 M parameters, a stem of 128 channels."""
-    args = {"embed_dim": 768, "depth": 24, "num_heads": 12, "residual_divisor": 3.0, "stem_width": 128}
-    return _create("lvvit_l", pretrained, args, kwargs)
+    defaults = {"embed_dim": 768, "depth": 24, "num_heads": 12, "residual_divisor": 3.0, "stem_width": 128}
+    return _create("lvvit_l", pretrained, kwargs, **defaults)

@@ -15,20 +15,36 @@ as much at 96.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer import checkpoint_filter_fn as swin_filter
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import nn
 
-from everytoken.models import cvt, lvvit, t2t
-
-__all__ = ["SMALL"]
+from everytoken.models import cvt, lvvit, t2t_vit
+from everytoken.models.common import create_variant, default_cfg
 
 Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A small-image variant.
+
+    Attributes:
+        family: key in `everytoken.models.families.FAMILIES`.
+        image: side of the image in pixels.
+        arguments: of the family's class.
+    """
+
+    family: str
+    image: int
+    arguments: Arguments
+
 
 _IMAGES = (32, 64, 96)
 _TOKEN = {32: 4, 64: 8, 96: 8}  # pixels per token
@@ -74,79 +90,75 @@ _CVT_EMBEDS: dict[int, Arguments] = {
 }
 
 
-def _variants() -> dict[str, tuple[str, int, Arguments]]:
-    """name -> (family module, image size, arguments)."""
-    table: dict[str, tuple[str, int, Arguments]] = {}
+def _variants() -> dict[str, SmallModel]:
+    table: dict[str, SmallModel] = {}
     for image in _IMAGES:
         token = _TOKEN[image]
         patch, window = _SWIN_CUTS[image]
         for size in ("nano", "micro", "mini"):
             vit = {**_VIT[size], "patch_size": token}
             swin = {**_SWIN[size], "patch_size": patch, "window_size": window}
-            table[f"vit_{size}_patch{token}_{image}"] = ("vision_transformer", image, vit)
-            table[f"swin_{size}_patch{patch}_window{window}_{image}"] = ("swin_transformer", image, swin)
-            table[f"lvvit_{size}_patch{token}_{image}"] = ("lvvit", image, {**_LVVIT[size], **_LVVIT_STEM[image]})
-            table[f"t2t_vit_{size}_patch{token}_{image}"] = ("t2t", image, {**_T2T[size], **_T2T_SPLITS[image]})
-            table[f"cvt_{size}_patch{token}_{image}"] = ("cvt", image, {**_CVT[size], **_CVT_EMBEDS[image]})
+            lv = {**_LVVIT[size], **_LVVIT_STEM[image]}
+            t2t = {**_T2T[size], **_T2T_SPLITS[image]}
+            conv = {**_CVT[size], **_CVT_EMBEDS[image]}
+            table[f"vit_{size}_patch{token}_{image}"] = SmallModel("vision_transformer", image, vit)
+            table[f"swin_{size}_patch{patch}_window{window}_{image}"] = SmallModel("swin_transformer", image, swin)
+            table[f"lvvit_{size}_patch{token}_{image}"] = SmallModel("lvvit", image, lv)
+            table[f"t2t_vit_{size}_patch{token}_{image}"] = SmallModel("t2t_vit", image, t2t)
+            table[f"cvt_{size}_patch{token}_{image}"] = SmallModel("cvt", image, conv)
     return table
 
 
 SMALL = _variants()
 
-# family module -> class, rule for loading weights, first convolution, classifiers
-_FAMILY: dict[str, tuple[type[nn.Module], Callable[..., Any], str | None, str | tuple[str, ...]]] = {
-    "vision_transformer": (VisionTransformer, vit_filter, "patch_embed.proj", "head"),
-    "swin_transformer": (SwinTransformer, swin_filter, "patch_embed.proj", "head.fc"),
-    "lvvit": (lvvit.LVViT, lvvit.checkpoint_filter_fn, "patch_embed.conv1", ("head", "aux_head")),
-    "t2t": (t2t.T2TViT, t2t.checkpoint_filter_fn, None, "head"),
-    "cvt": (cvt.CvT, cvt.checkpoint_filter_fn, "stage0.patch_embed.proj", "head"),
+_ClassAndFilter = tuple[type[nn.Module], Callable[..., Any]]
+_CLASSES: dict[str, _ClassAndFilter] = {
+    "vision_transformer": (VisionTransformer, vit_filter),
+    "swin_transformer": (SwinTransformer, swin_filter),
+    "lvvit": (lvvit.LVViT, lvvit.checkpoint_filter_fn),
+    "t2t_vit": (t2t_vit.T2TViT, t2t_vit.checkpoint_filter_fn),
+    "cvt": (cvt.CvT, cvt.checkpoint_filter_fn),
+}
+_LAYER_NAMES: dict[str, Arguments] = {
+    "vision_transformer": {"first_conv": "patch_embed.proj", "classifier": "head"},
+    "swin_transformer": {"first_conv": "patch_embed.proj", "classifier": "head.fc"},
+    "lvvit": {"first_conv": "patch_embed.conv1", "classifier": ("head", "aux_head")},
+    "t2t_vit": {"first_conv": "tokens_to_token.attention1.kqv", "classifier": "head"},
+    "cvt": {"first_conv": "stage0.patch_embed.proj", "classifier": "head"},
 }
 
 
-def _cfg(family: str, image: int) -> Arguments:
-    _, _, first, classifier = _FAMILY[family]
-    return {
-        "url": "",
-        "num_classes": 10,
-        "input_size": (3, image, image),
-        "pool_size": (_SWIN_CUTS[image][1],) * 2 if family == "swin_transformer" else None,  # one window is left
-        "crop_pct": 1.0,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": first,
-        "classifier": classifier,
-        "license": "apache-2.0",
-    }
+def _cfg(model: SmallModel) -> Arguments:
+    # Swin pools one last window
+    pool_size = (_SWIN_CUTS[model.image][1],) * 2 if model.family == "swin_transformer" else None
+    return default_cfg(
+        num_classes=10,
+        input_size=(3, model.image, model.image),
+        pool_size=pool_size,
+        crop_pct=1.0,
+        license="apache-2.0",
+        **_LAYER_NAMES[model.family],
+    )
 
 
-default_cfgs = generate_default_cfgs({name: _cfg(family, image) for name, (family, image, _) in SMALL.items()})
+default_cfgs = generate_default_cfgs({name: _cfg(model) for name, model in SMALL.items()})
 
 
-def _entrypoint(name: str, family: str, image: int, arguments: Arguments) -> Callable[..., nn.Module]:
-    cls, rule, _, _ = _FAMILY[family]
+def _entry_point(name: str, small: SmallModel) -> Callable[..., nn.Module]:
+    model_class, filter_fn = _CLASSES[small.family]
+    defaults = {"img_size": small.image, **small.arguments}
+    out_indices = (0, 1, 2) if small.family in ("swin_transformer", "cvt") else 3
+    feature_cfg = {"flatten_sequential": True} if small.family == "swin_transformer" else {}
 
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        swin = family == "swin_transformer"
-        hierarchical = swin or family == "cvt"
-        out_indices = kwargs.pop("out_indices", (0, 1, 2) if hierarchical else 3)
-        features = {"flatten_sequential": True} if swin else {"feature_cls": "getter"}
-        model: nn.Module = build_model_with_cfg(
-            cls,
-            name,
-            pretrained,
-            pretrained_filter_fn=rule,
-            feature_cfg={"out_indices": out_indices, **features},
-            **{"img_size": image, **arguments, **kwargs},
-        )
-        return model
+        return create_variant(model_class, name, pretrained, filter_fn, defaults, kwargs, out_indices, **feature_cfg)
 
     build.__name__ = build.__qualname__ = name
-    build.__doc__ = f"{name}: {cls.__name__} for images of {image} pixels."
-    build.family = family  # type: ignore[attr-defined]  # read by families.family_of_name
+    build.__doc__ = f"{name}: {model_class.__name__} for images of {small.image} pixels."
     return build
 
 
-for _name, _variant in SMALL.items():
-    globals()[_name] = register_model(_entrypoint(_name, *_variant))
+for _name, _small in SMALL.items():
+    register_model(_entry_point(_name, _small))
+
+__all__ = ["SMALL", "SmallModel"]  # register_model adds names that only timm's registry holds

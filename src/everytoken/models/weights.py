@@ -88,13 +88,18 @@ def read_weights(path: str | Path, ema: bool = True) -> dict[str, Tensor]:
             ) from error
         except (RuntimeError, EOFError, ValueError, OSError) as error:
             raise WeightsError(f"{path} is not a checkpoint that torch can read: {error}") from error
-    state = _unwrap(content, ema)
+    state = unwrap_state_dict(content, ema)
     if not state:
         raise WeightsError(f"{path} holds no tensors")
     return state
 
 
-def _unwrap(content: Any, ema: bool) -> dict[str, Tensor]:
+def unwrap_state_dict(content: Any, ema: bool = True) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: found under `state_dict`, `model` and the like, names without `module.`.
+
+    Args:
+        ema: prefer averaged weights where there are both.
+    """
     wrappers = _WRAPPERS if ema else tuple(name for name in _WRAPPERS if "ema" not in name)
     while isinstance(content, Mapping):
         inner = next((content[w] for w in wrappers if isinstance(content.get(w), Mapping)), None)
@@ -112,30 +117,34 @@ def load_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor], em
     Raises WeightsError when fewer than half of the model's tensors find a value, which means that the file belongs to
     another architecture.
     """
-    state = _unwrap(source, ema) if isinstance(source, Mapping) else read_weights(source, ema)
+    state = unwrap_state_dict(source, ema) if isinstance(source, Mapping) else read_weights(source, ema)
     where = "the given state dict" if isinstance(source, Mapping) else str(source)
     shapes = {name: tuple(value.shape) for name, value in state.items()}
-    own = model.state_dict()
+    expected = model.state_dict()
     state = _fit(model, state)
-    good = {k: v for k, v in state.items() if k in own and own[k].shape == v.shape}
-    left_out = [
-        f"{k} (file {tuple(v.shape)}, model {tuple(own[k].shape)})"
-        for k, v in state.items()
-        if k in own and own[k].shape != v.shape
-    ]
-    if len(good) * 2 < len(own):
+    fitting = {name: value for name, value in state.items() if name in expected and expected[name].shape == value.shape}
+    left_out = {
+        name: f"{name} (file {tuple(value.shape)}, model {tuple(expected[name].shape)})"
+        for name, value in state.items()
+        if name in expected and name not in fitting
+    }
+    if len(fitting) * 2 < len(expected):
         raise WeightsError(
-            f"{where} does not belong to {type(model).__name__}: only {len(good)} of its {len(own)} tensors are found. "
-            f"The file has {', '.join(list(shapes)[:3])}, ...; the model has {', '.join(list(own)[:3])}, ..."
+            f"{where} does not belong to {type(model).__name__}: it has only {len(fitting)} of its {len(expected)} "
+            f"tensors. It holds {', '.join(list(shapes)[:3])}, ...; the model {', '.join(list(expected)[:3])}, ..."
         )
-    model.load_state_dict(good, strict=False)
-    dropped = {entry.split(" ")[0] for entry in left_out}
+    model.load_state_dict(fitting, strict=False)
+    fresh = [name for name in expected if name not in fitting and name not in left_out]
     return LoadReport(
-        loaded=sorted(good),
-        resized=[f"{k} ({shapes[k]} to {tuple(v.shape)})" for k, v in good.items() if shapes.get(k) != tuple(v.shape)],
-        left_out=left_out,
-        missing=[k for k in own if k not in good and k not in dropped and not k.endswith("num_batches_tracked")],
-        unknown=[k for k in state if k not in own],
+        loaded=sorted(fitting),
+        resized=[
+            f"{name} ({shapes[name]} to {tuple(value.shape)})"
+            for name, value in fitting.items()
+            if shapes.get(name) != tuple(value.shape)
+        ],
+        left_out=list(left_out.values()),
+        missing=[name for name in fresh if not name.endswith("num_batches_tracked")],
+        unknown=[name for name in state if name not in expected],
     )
 
 

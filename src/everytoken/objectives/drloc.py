@@ -125,7 +125,7 @@ class Drloc(Objective):
         pool: average larger grids to this size, (rows, columns) or one number; None: never; "auto": 7, but not for
             levels between the layers.
         levels: "last", the grid of the token view; or grids from inside the backbone, which need `attach`: "final",
-            "blocks", "stages" or "merged" (released multi-scale), see `everytoken.models.taps`.
+            "blocks", "stages" or "merged" (released multi-scale), see `everytoken.models.token_model.LayerTaps`.
         skip_crossing: on mixed images, leave out pairs whose ends come from different images.
         alpha: weight of log σ in `reg`.
         norm: L1 norm instead of the mean over the two axes, twice the loss.
@@ -198,13 +198,13 @@ class Drloc(Objective):
 
     def attach(self, model: TokenModel) -> None:
         """Learn token width and family (λ) from a model, and tap its layers if `levels` asks for grids inside."""
-        from everytoken.models.taps import Taps
+        from everytoken.models.token_model import LayerTaps
 
         self._know_family(self.given[1] or model.family.title)
         if self.levels == "last":
             dims = [model.num_features]
         else:
-            self._set("taps", Taps(model, self.levels))
+            self._set("taps", LayerTaps(model, self.levels))
             dims = self.taps.dims
         like = next(model.parameters())
         del self.heads[:]

@@ -263,7 +263,7 @@ class _Begin:
 
     def _patches(self, mask: Tensor, module: nn.Module, images: Tensor, output: Tensor) -> Tensor:
         """[B, h, w]: the mean of the mask over each patch."""
-        from everytoken.models.view import grid_shape
+        from everytoken.models.token_model import grid_shape
 
         size = (images.shape[-2], images.shape[-1])
         if output.dim() == 4:

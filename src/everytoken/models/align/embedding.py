@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from everytoken.functional.shares import convolved_shares
 from everytoken.models.align.attention import seen
 from everytoken.models.align.tape import Hook, Site, Tape
-from everytoken.models.tokens_to_token import Split, TokenPerformer, performer
+from everytoken.models.t2t_vit import Split, TokenPerformer, performer
 
 
 class SoftSplit(Hook):

@@ -35,10 +35,10 @@ RULES: dict[str, Rule] = {
     "timm.models.cait.TalkingHeadAttn": talking_heads,
     "timm.models.cait.ClassAttn": self_attention,
     # embeddings that attend
-    "everytoken.models.tokens_to_token.TokensToToken": tokens_to_token,
+    "everytoken.models.t2t_vit.TokensToToken": tokens_to_token,
     # attention over convolved tokens
-    "everytoken.models.cvt_stage.ConvAttention": conv_attention,
-    "everytoken.models.cvt_stage.ConvEmbed": stage_embedding,
+    "everytoken.models.cvt.ConvAttention": conv_attention,
+    "everytoken.models.cvt.ConvEmbed": stage_embedding,
     # attention in windows
     "timm.models.swin_transformer.SwinTransformerBlock": window_block,
     "timm.models.swin_transformer_v2.SwinTransformerV2Block": window_block,
@@ -91,10 +91,10 @@ PLAIN: set[str] = {
     "timm.models.cait.Cait",
     "timm.models.cait.LayerScaleBlock",
     "timm.models.cait.LayerScaleBlockClassAttn",
-    "everytoken.models.conv_stem.ConvStem",
+    "everytoken.models.lvvit.ConvStem",
     "everytoken.models.cvt.CvT",
-    "everytoken.models.cvt_stage.CvTStage",
-    "everytoken.models.cvt_stage.CvTBlock",
+    "everytoken.models.cvt.CvTStage",
+    "everytoken.models.cvt.CvTBlock",
     "timm.models.swin_transformer.SwinTransformer",
     "timm.models.swin_transformer.SwinTransformerStage",
     "timm.models.swin_transformer_v2.SwinTransformerV2",

@@ -1,24 +1,31 @@
-"""The token view: one small interface through which every objective sees any backbone.
+"""The token model: one small interface through which every objective sees the tokens of any backbone.
 
 `TokenModel(backbone)` wraps a timm model without changing it and answers a batch of images with a `TokenView`: class
 logits, the token grid in image order, prefix tokens and, with a token head, logits for every token. The backbone's
-state dict stays that of the plain timm model, so weights trained here load in timm.
+state dict stays that of the plain timm model, so weights trained here load in timm. `LayerTaps` keeps the token grids
+from between the layers, for objectives that look at more than the last one.
 
-Cost: nothing beyond the backbone and the token head (about 1 % of a ViT's multiply-adds at 1000 classes).
+Cost: nothing beyond the backbone and the token head (about 1 % of a ViT's multiply-adds at 1000 classes);
+for taps the memory of the tapped outputs, which training keeps anyway, except under gradient checkpointing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing import Mix, apply_to_tokens, unmix_tokens
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of
+
+__all__ = ["LayerTaps", "TapLevel", "TokenModel", "TokenView", "blocks_of", "grid_shape", "last_block", "probe"]
+
+TapLevel = Literal["blocks", "stages", "merged", "final"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,14 @@ class TokenView:
 
 
 class TokenModel(nn.Module):
-    """A timm backbone, seen token by token.
+    """A timm backbone that shows its tokens.
+
+        model = TokenModel(timm.create_model("deit_small_patch16_224"), token_classes=1000)
+        view = model(images)                   # images [B, 3, 224, 224]
+        view.logits, view.token_logits         # [B, 1000], [B, 14, 14, 1000]
 
     Args:
-        backbone: any timm model of a supported family (`everytoken models`).
+        backbone: any timm model of a supported family (`everytoken.models.FAMILIES`).
         token_classes: outputs of the token head. None: no token head. Backbones that bring one (`aux_head` of LV-ViT
             and VOLO) use it when it has that many outputs.
     """
@@ -56,7 +67,7 @@ class TokenModel(nn.Module):
         self.family: Family = family_of(backbone)
         self.backbone = backbone
         self.token_head: nn.Linear | None = None
-        self._own_head = False
+        self._backbone_head = False
         if token_classes:
             self.add_token_head(token_classes)
         self.aligner: Aligner | None = None
@@ -67,9 +78,12 @@ class TokenModel(nn.Module):
 
     def add_token_head(self, classes: int) -> None:
         """Give every token a classifier with `classes` outputs, the backbone's own if it fits."""
-        own = getattr(self.backbone, "aux_head", None)
-        self._own_head = isinstance(own, nn.Linear) and own.out_features == classes
-        if not self._own_head:
+        head = getattr(self.backbone, "aux_head", None)
+        self._backbone_head = False
+        if isinstance(head, nn.Linear) and head.out_features == classes:
+            self._backbone_head = True
+            head.requires_grad_(True)  # LV-ViT keeps it frozen until somebody uses it
+        else:
             like = next(self.backbone.parameters())
             self.token_head = nn.Linear(self.num_features, classes, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(self.token_head.weight, std=0.02)
@@ -87,9 +101,16 @@ class TokenModel(nn.Module):
         return int(self.backbone.num_features)  # type: ignore[arg-type]
 
     @property
+    def num_prefix_tokens(self) -> int:
+        """Class, distillation and register tokens P in front of the grid."""
+        if self.family.prefix is not None:
+            return self.family.prefix
+        return int(self.backbone.num_prefix_tokens)  # type: ignore[arg-type]
+
+    @property
     def uses_own_head(self) -> bool:
         """Whether token logits come from a head that the backbone brought along."""
-        return self._own_head
+        return self._backbone_head
 
     @property
     def can_mix_tokens(self) -> bool:
@@ -128,7 +149,7 @@ class TokenModel(nn.Module):
 
     def token_logits(self, grid: Tensor) -> Tensor | None:
         """[B, h, w, D] -> [B, h, w, C], or None without a token head."""
-        head = self.backbone.aux_head if self._own_head else self.token_head
+        head = self.backbone.aux_head if self._backbone_head else self.token_head
         return None if head is None else head(grid)  # type: ignore[operator]
 
     def split(self, features: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
@@ -138,9 +159,9 @@ class TokenModel(nn.Module):
                 f"{type(self.backbone).__name__}.forward_features returns a {type(features).__name__}, not one tensor"
             )
         if self.family.layout == "tokens":
-            prefix_count = self._prefix_count()
-            prefix = features[:, :prefix_count] if prefix_count else None
-            tokens = _norm_of_pooled(self.backbone, features[:, prefix_count:])
+            count = self.num_prefix_tokens
+            prefix = features[:, :count] if count else None
+            tokens = _norm_of_pooled(self.backbone, features[:, count:])
             h, w = grid_shape(tokens.shape[1], size)
             return tokens.reshape(tokens.shape[0], h, w, tokens.shape[2]), prefix
         features = _norm_of_pooled(self.backbone, features)
@@ -165,7 +186,7 @@ class TokenModel(nn.Module):
 
     def _cells(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         if self.family.layout == "tokens":
-            count = self._prefix_count()
+            count = self.num_prefix_tokens
             tokens = features[:, count:]
             b, n, d = tokens.shape
             cells = tokens.reshape(b * n, 1, d).expand(-1, count + 1, -1)
@@ -186,11 +207,6 @@ class TokenModel(nn.Module):
             return model.head(model.forward_head(features, pre_logits=True)), None
         out = model.forward_head(features)
         return out if isinstance(out, tuple) else (out, None)
-
-    def _prefix_count(self) -> int:
-        if self.family.prefix is not None:
-            return self.family.prefix
-        return int(self.backbone.num_prefix_tokens)  # type: ignore[arg-type]
 
 
 class _MixSlot:
@@ -247,3 +263,125 @@ def probe(model: TokenModel, size: tuple[int, int], channels: int = 3) -> tuple[
     view = model(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
     model.train(was)
     return view.grid.shape[1], view.grid.shape[2]
+
+
+class LayerTaps:
+    """Token grids from between the layers of a backbone, kept by forward hooks in every training pass.
+
+    timm's `feature_info` names the stages (or, in a plain ViT, the blocks); the blocks of a stage are its `.blocks` or
+    the members of its container. Nothing is computed twice, and the backbone's state dict is not touched.
+
+    Args:
+        model: the backbone's token model.
+        level: "blocks", every block; "stages", the last block of each stage; "merged", what the next stage's merging
+            makes of each stage, and the last block; "final", the last block, which is before the final norm.
+
+    Attributes:
+        dims: channels at each tap.
+    """
+
+    def __init__(self, model: TokenModel, level: TapLevel) -> None:
+        self.layout = model.family.layout
+        self.prefix = model.num_prefix_tokens
+        self.name = type(model.backbone).__name__
+        modules = _tapped_modules(model.backbone, level)
+        self.dims = [dim for _, dim in modules]
+        self.outputs = _TapOutputs()
+        self.handles: list[RemovableHandle] = [
+            module.register_forward_hook(_TapHook(self.outputs, i)) for i, (module, _) in enumerate(modules)
+        ]
+
+    def grids(self, size: tuple[int, int]) -> list[Tensor]:
+        """The grids of the last training pass, [B, h, w, D] each, for images of (height, width).
+
+        They are handed over once: the next call needs another training pass.
+        """
+        if len(self.outputs) != len(self.dims):
+            raise UnsupportedModelError(
+                f"{len(self.outputs)} of {len(self.dims)} tapped blocks of {self.name} have run in training mode since "
+                "the last call of `grids`; run the model in training mode first, after creating these taps"
+            )
+        grids = [self._as_grid(self.outputs[i], size) for i in range(len(self.dims))]
+        self.outputs.clear()
+        return grids
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.outputs.clear()
+
+    def _as_grid(self, output: Tensor, size: tuple[int, int]) -> Tensor:
+        if output.ndim == 4 and self.layout != "tokens":
+            return output.permute(0, 2, 3, 1) if self.layout == "nchw" else output
+        if output.ndim != 3:
+            raise UnsupportedModelError(f"a block of {self.name} returns {output.ndim} dimensions, not 3 or 4")
+        # class tokens may join late (CvT), so take the number of prefix tokens that leaves the image's proportions
+        prefix, (h, w) = min(
+            ((p, grid_shape(output.shape[1] - p, size)) for p in dict.fromkeys((self.prefix, 0))),
+            key=lambda split: abs(split[1][0] * size[1] - split[1][1] * size[0]),
+        )
+        return output[:, prefix:].reshape(output.shape[0], h, w, output.shape[2])
+
+
+class _TapOutputs(dict[int, Tensor]):
+    """Outputs by number. A copy of a tapped model (averaged weights) starts with no outputs."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TapOutputs:
+        memo[id(self)] = new = _TapOutputs()
+        return new
+
+
+class _TapHook:
+    """Keeps what a block returns in training mode."""
+
+    def __init__(self, outputs: _TapOutputs, index: int) -> None:
+        self.outputs = outputs
+        self.index = index
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training:
+            self.outputs[self.index] = output[0] if isinstance(output, tuple) else output
+
+
+def blocks_of(backbone: nn.Module) -> list[nn.Module]:
+    """All blocks of the stages that the backbone names, in the order in which they run."""
+    return [module for module, _ in _tapped_modules(backbone, "blocks")]
+
+
+def last_block(backbone: nn.Module) -> nn.Module:
+    """The last block of the last stage that the backbone names."""
+    return _tapped_modules(backbone, "final")[-1][0]
+
+
+def _tapped_modules(backbone: nn.Module, level: TapLevel) -> list[tuple[nn.Module, int]]:
+    """The modules to tap, with their channels."""
+    infos: Any = getattr(backbone, "feature_info", None)
+    if not infos:
+        raise UnsupportedModelError(f"{type(backbone).__name__} does not name its stages (no feature_info)")
+    try:
+        named = [(backbone.get_submodule(info["module"]), int(info["num_chs"])) for info in infos]
+    except AttributeError as error:
+        raise UnsupportedModelError(f"the stages that {type(backbone).__name__} names do not exist: {error}") from error
+    stages = [(module, members, dim) for module, dim in named if (members := _members(module))]
+    if level == "final":
+        return [(stages[-1][1][-1], stages[-1][2]) if stages else named[-1]]
+    if not stages:  # a plain transformer: the named modules are its blocks
+        if level == "blocks":
+            return named
+        raise UnsupportedModelError(f"{type(backbone).__name__} has no stages; take every block ('blocks')")
+    if level == "blocks":
+        return [(block, dim) for _, members, dim in stages for block in members]
+    if level == "stages":
+        return [(members[-1], dim) for _, members, dim in stages]
+    merges: list[tuple[Any, int]] = [(getattr(module, "downsample", None), dim) for module, _, dim in stages[1:]]
+    if any(merge is None or isinstance(merge, nn.Identity) for merge, _ in merges):
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} does not begin its stages with a merging; take 'stages'"
+        )
+    return [*merges, (stages[-1][1][-1], stages[-1][2])]
+
+
+def _members(module: nn.Module) -> list[nn.Module]:
+    blocks = getattr(module, "blocks", module)
+    return list(blocks) if isinstance(blocks, nn.Sequential | nn.ModuleList) else []

@@ -1,0 +1,120 @@
+"""What LV-ViT, T2T-ViT, CvT and the small variants share as timm models: configuration, construction, patch grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import Format
+from timm.layers.trace_utils import _assert
+from timm.models import build_model_with_cfg
+from torch import Tensor, nn
+
+__all__ = ["StridedEmbed", "create_variant", "default_cfg"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def default_cfg(**fields: Any) -> dict[str, Any]:
+    """timm's default configuration of a model without published weights, for ImageNet at 224 unless `fields` say else.
+
+    `first_conv`, `classifier` and `license` have no default.
+    """
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        **fields,
+    }
+
+
+def create_variant(
+    model_class: type[Model],
+    variant: str,
+    pretrained: bool,
+    filter_fn: Callable[..., Any],
+    defaults: Mapping[str, Any],
+    kwargs: dict[str, Any],
+    out_indices: int | tuple[int, ...] = 3,
+    **feature_cfg: Any,
+) -> Model:
+    """Build a registered variant: its `defaults`, overridden by the caller's `kwargs`.
+
+    Args:
+        filter_fn: fits a checkpoint to the model (timm's `checkpoint_filter_fn`).
+        out_indices: what `features_only=True` returns unless the caller says else.
+        feature_cfg: further settings of feature extraction; without any, by `forward_intermediates`.
+    """
+    out_indices = kwargs.pop("out_indices", out_indices)
+    model: Model = build_model_with_cfg(
+        model_class,
+        variant,
+        pretrained,
+        pretrained_filter_fn=filter_fn,
+        feature_cfg={"out_indices": out_indices, **(feature_cfg or {"feature_cls": "getter"})},
+        **{**defaults, **kwargs},
+    )
+    return model
+
+
+class StridedEmbed(nn.Module):
+    """Base of patch embeddings whose token size follows from the strides of their layers (timm's PatchEmbed protocol).
+
+    Subclasses implement `dynamic_feat_size` and call `set_input_size` at the end of their constructor.
+
+    Args:
+        stride: pixels per token, along both axes.
+        strict_img_size: refuse images of another size than `set_input_size` was given.
+        output_fmt: timm's Format of what `forward` returns; None: [B, N, D].
+    """
+
+    def __init__(self, stride: int, strict_img_size: bool = True, output_fmt: str | None = None) -> None:
+        super().__init__()
+        self.patch_size = (stride, stride)
+        self.img_size: tuple[int, int] | None = None
+        self.strict_img_size = strict_img_size
+        self.output_fmt = Format(output_fmt) if output_fmt else None
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Set the expected image size (None: keep); the token size is fixed by the strides."""
+        asked = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        if asked is not None and tuple(asked) != self.patch_size:
+            raise ValueError(
+                f"the token size of {type(self).__name__} follows from its strides, which make {self.patch_size[0]}; "
+                f"patch_size={patch_size} does not fit, change the strides instead"
+            )
+        if img_size is not None:
+            self.img_size = (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
+            self.grid_size = self.dynamic_feat_size(self.img_size)
+            self.num_patches = self.grid_size[0] * self.grid_size[1]
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """Pixels per token, along each axis."""
+        return max(self.patch_size) if as_scalar else self.patch_size
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Token grid (h, w) for an image of (height, width)."""
+        raise NotImplementedError
+
+    def check_size(self, x: Tensor) -> None:
+        """Refuse images [B, C, H, W] of another size than the model was made for, if that matters.
+
+        One number at a time, so that torch.fx can trace it.
+        """
+        if self.strict_img_size and self.img_size is not None:
+            height, width = x.shape[-2:]
+            message = (
+                f"the input is {height}x{width}, the model was made for {self.img_size}; "
+                "call set_input_size, or create it with img_size or dynamic_img_size=True"
+            )
+            _assert(height == self.img_size[0], message)
+            _assert(width == self.img_size[1], message)
