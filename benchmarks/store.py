@@ -27,11 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from everytoken.maps import Maps, MapWriter, StoreMeta, verify
-from everytoken.maps import keys as keys_module
-from everytoken.maps.lifecycle import begin
-from everytoken.maps.manifest import MANIFEST, Manifest, ShardInfo
-from everytoken.maps.scoremap import pack
-from everytoken.maps.shard import header, shard_bytes, shard_name
+from everytoken.maps.format import MANIFEST, ShardInfo, encode_keys, shard_bytes, shard_header, shard_name
+from everytoken.maps.score_map import pack
 
 GRID, TOP_K, CLASSES = (18, 18), 5, 1000
 META = StoreMeta(GRID, TOP_K, num_classes=CLASSES, annotator={"name": "benchmark"})
@@ -55,7 +52,7 @@ def fill(folder: Path, total: int, batch: int = 32) -> float:
     scores, classes = random_maps(batch)
     names = keys(total)
     began = time.perf_counter()
-    with MapWriter.create_or_resume(folder, names, META) as writer:
+    with MapWriter(folder, names, META) as writer:
         for first in range(0, total, batch):
             n = min(batch, total - first)
             writer.put(range(first, first + n), scores[:n], classes[:n], [(500, 375)] * n, [(0, 0, 1, 1)] * n)
@@ -65,14 +62,14 @@ def fill(folder: Path, total: int, batch: int = 32) -> float:
 
 def make_sparse(folder: Path, total: int, real: int) -> list[str]:
     """A store of ``total`` records of which ``real`` are written and the rest are holes; returns the written keys."""
-    folder.mkdir(parents=True)
-    encoded = keys_module.plan(keys(total))
-    manifest: Manifest = begin(folder, encoded, META, None, 0)
+    with MapWriter(folder, keys(total), META) as writer:
+        manifest = writer.manifest
+    encoded = encode_keys(keys(total))
     shards = []
     for index in range(manifest.num_shards):
         records = len(manifest.shard_range(index))
         with (folder / shard_name(index)).open("wb") as file:
-            file.write(header(manifest.record, records))
+            file.write(shard_header(manifest.record, records))
             file.truncate(shard_bytes(manifest, index))
         shards.append(ShardInfo(shard_name(index), records, "0" * 64))
     positions = np.random.default_rng(1).choice(total, min(real, total), replace=False)
@@ -85,15 +82,17 @@ def make_sparse(folder: Path, total: int, real: int) -> list[str]:
         )
         place = position - manifest.shard_range(index).start
         with (folder / shard_name(index)).open("r+b") as file:
-            file.seek(len(header(manifest.record, len(manifest.shard_range(index)))) + place * manifest.record.itemsize)
+            file.seek(
+                len(shard_header(manifest.record, len(manifest.shard_range(index)))) + place * manifest.record.itemsize
+            )
             file.write(record.tobytes())
     (folder / MANIFEST).write_bytes(replace(manifest, shards=tuple(shards), complete=True).to_bytes())
-    return [keys_module.decode(encoded[position]) for position in positions]
+    return [encoded[position].decode() for position in positions]
 
 
 OPENING = """
 import json, sys, time
-import numpy, everytoken.maps.store as s
+import numpy, pydantic, everytoken.maps.store as s
 def rss():
     return int(open('/proc/self/statm').read().split()[1]) * 4096
 before, t0 = rss(), time.perf_counter()
@@ -139,7 +138,7 @@ def reading(folder: Path, written: list[str], pt: Path, rounds: int) -> dict[str
         planes = torch.stack([torch.from_numpy(scores[i]), torch.from_numpy(classes[i]).half()])
         torch.save(planes.permute(0, 3, 1, 2), pt / f"{i}.pt")
     released = [pt / f"{i}.pt" for i in range(300)]
-    plain, checked = Maps(folder), Maps(folder, check=True)
+    plain, checked = Maps(folder, check=False), Maps(folder)
     some = written[:3000]
 
     def load_released() -> None:

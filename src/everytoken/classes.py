@@ -316,3 +316,13 @@ def _read_rows(path: Path) -> list[tuple[str, Any]]:
         values = value if isinstance(value, list) and value else [None if value == [] else value]
         pairs += [(str(name), one) for one in values]
     return pairs
+
+
+def read_class_names(path: Path | None) -> list[str]:
+    """Class names from a text file, one per line; none without a file."""
+    if path is None:
+        return []
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClassError(f"{path} cannot be read ({error}). Class names are a text file, one name per line.") from error

@@ -1,8 +1,10 @@
-"""Small files that are either there, whole and on the disk, or not there at all.
+"""Files that are either there, whole and on the disk, or not there at all; and locks that die with their process.
 
-Everything is written under a temporary name, flushed to the disk and then renamed, so that a process
-that dies at any moment leaves no torn file under a final name. JSON files are *sealed*: they carry a
-SHA-256 of their own content and have exactly one spelling, so that any changed bit is noticed.
+Everything is written under a temporary name, flushed to the disk and then renamed, so that a process that dies at any
+moment leaves no torn file under a final name. Temporary names cannot be guessed and are only ever created, so a link
+that somebody planted is not followed, and two writers of one file do not disturb each other: the last one wins.
+
+Sealed JSON files carry a SHA-256 of their own content and have exactly one spelling: any changed bit is noticed.
 """
 
 from __future__ import annotations
@@ -10,55 +12,147 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
+import math
 import os
+import secrets
+import socket
+import stat
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from everytoken.maps.errors import StoreDamagedError, StoreError, StoreFullError
+from everytoken.errors import EverytokenError
 
-TEMPORARY = ".tmp-"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+log = logging.getLogger(__name__)
+
+TEMPORARY, LOCK = ".tmp-", ".lock-"
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
+_NEVER_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_LOCKED_BYTE = 1 << 30  # Windows: far behind the note in a lock file, which others may then still read
 
 
-def temporary_name(path: Path, rank: int) -> Path:
-    """Where ``path`` is written before it is complete; each process (rank) has its own."""
-    return path.with_name(f"{TEMPORARY}{rank}-{path.name}")
+class FileError(EverytokenError):
+    """A file or folder cannot be read or written."""
 
 
-def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write every byte at ``offset``. (Not through a memory map: there a full disk kills the process.)"""
+class DamagedError(FileError):
+    """Bytes on disk are not what was written."""
+
+
+class DiskFullError(FileError):
+    """No space left on the disk."""
+
+
+class BusyError(FileError):
+    """Another process is writing there."""
+
+
+@contextmanager
+def disk_errors(path: Path, doing: str, advice: str = "") -> Iterator[None]:
+    """Turn the operating system's errors into sentences.
+
+    Args:
+        path: what is worked on.
+        doing: completes "while ...".
+        advice: further sentences, such as what is kept.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise DiskFullError(
+                f"no space left on the disk (or quota used up) while {doing} in {path}.\n"
+                f"Free some space and run the same command again. {advice}".rstrip()
+            ) from error
+        name = f" (file {error.filename})" if error.filename and str(error.filename) != str(path) else ""
+        raise FileError(
+            f"{error.strerror or error} while {doing} in {path}{name}.\n"
+            f"Check permissions and the disk. {advice}".rstrip()
+        ) from error
+
+
+def temporary_name(path: Path, rank: int = 0) -> Path:
+    """Where `path` is written before it is complete: a new name at each call; `rank` tells processes apart that share
+    a folder, so that each can remove what it left behind."""
+    return path.with_name(f"{TEMPORARY}{rank}-{os.getpid()}-{secrets.token_hex(4)}-{path.name[-48:]}")
+
+
+def open_new(path: Path) -> int:
+    """A descriptor of a new file, readable and writable; its mode follows the umask. Whatever is there is an error."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NEVER_FOLLOW, 0o666)
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
+    """Write every byte at `offset`. (Not through a memory map: there a full disk kills the process.)"""
     view = memoryview(data).cast("B")
+    os.lseek(fd, offset, os.SEEK_SET)
     while len(view):
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[os.write(fd, view) :]
 
 
-def write_atomically(path: Path, data: bytes | memoryview, rank: int = 0) -> None:
-    """Put ``data`` at ``path``: afterwards the file is complete and on the disk, or unchanged."""
+@contextmanager
+def writing(path: Path, rank: int = 0, sync: bool = True) -> Iterator[BinaryIO]:
+    """A new binary file that takes the place of `path` when the block ends, and vanishes when the block fails.
+
+        with writing(Path("weights.pt")) as file:
+            torch.save(state, file)
+
+    Without `sync` it is not forced onto the disk: for many small files that could be made again.
+    """
     temporary = temporary_name(path, rank)
     try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            write_all(fd, data, 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with os.fdopen(open_new(temporary), "w+b") as file:
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        if sync:
+            sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
+def write_atomically(path: Path, data: bytes | memoryview, rank: int = 0, sync: bool = True) -> None:
+    """Put `data` at `path`: afterwards the file is complete and on the disk, or unchanged."""
+    with writing(path, rank, sync) as file:
+        write_all(file.fileno(), data)
+
+
+def remove_temporary(folder: Path, rank: int | None = None, world: int = 1) -> None:
+    """Remove what killed writers left in a folder. Only for the process that holds the folder's lock.
+
+    Args:
+        folder: where to look; not in folders inside it.
+        rank: files of this rank only, for rank 0 also of ranks that are no more (`world` and up); None: all.
+        world: number of processes that share the folder.
+    """
+    for path in folder.glob(f"{TEMPORARY}*"):
+        owner = path.name.removeprefix(TEMPORARY).split("-")[0]
+        if rank is None or owner == str(rank) or (rank == 0 and owner.isdigit() and int(owner) >= world):
+            path.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
-    """Make renames in ``folder`` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
+    """Make renames in `folder` survive a power cut, where the system can."""
+    if sys.platform == "win32":
+        return  # folders cannot be opened there
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(fd)
     except OSError as error:  # some network file systems cannot sync a folder
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        if error.errno not in _NO_FOLDER_SYNC:
             raise
     finally:
         os.close(fd)
@@ -70,23 +164,17 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@contextmanager
-def disk_trouble(store: Path, doing: str) -> Iterator[None]:
-    """Turn the operating system's errors into sentences. ``doing`` completes 'while ...'."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StoreFullError(
-                f"no space left on the disk (or quota used up) while {doing} in {store}.\n"
-                "Nothing is lost: all finished shards are kept and no torn file is left. "
-                "Free some space and run the same command again; it goes on where it stopped."
-            ) from error
-        raise StoreError(
-            f"{error.strerror or error} while {doing} in {store}"
-            + (f" (file {error.filename})" if error.filename else "")
-            + ".\nCheck the folder's permissions and the disk; finished shards are kept, and the same command goes on."
-        ) from error
+def plain_json(value: Any, indent: int | None = 1) -> str:
+    """Like `json.dumps`, but with null instead of NaN and Infinity, which are no JSON."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
@@ -98,16 +186,140 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal(path: Path) -> dict[str, Any]:
-    """Read a sealed JSON file, or say that it was changed."""
-    raw = path.read_bytes()
+    """Read a sealed JSON file, or raise a `DamagedError` if it was changed (FileNotFoundError if it is not there)."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror}).") from error
     try:
         content = json.loads(raw)
-        same = isinstance(content, dict) and seal(content) == raw
-    except ValueError:
-        same = False
-    if not same:
-        raise StoreDamagedError(
-            f"{path} is damaged or was edited by hand: it does not match its own checksum.\n"
-            "Restore it from a copy, or delete the store and make it again."
+        intact = isinstance(content, dict) and seal(content) == raw
+    except (ValueError, RecursionError):
+        intact = False
+    if not intact:
+        raise DamagedError(
+            f"{path} is damaged or was edited by hand: it does not match its own checksum. Restore it from a copy."
         )
     return dict(content)
+
+
+# A second lock of the same file in the same process would succeed, and closing it would free both.
+_held: set[tuple[int, str]] = set()
+
+
+class Lock:
+    """Exclusive lock on ``folder/.lock-<name>``; raises `BusyError` when another process has it. A context manager.
+
+    A POSIX record lock belongs to the process, not to the file handle: kill -9 frees it at once, and forked
+    data-loading workers that live a little longer do not keep it. What is written in the lock file (process, host,
+    time) is only for the error that the second run gets. (Windows: `msvcrt.locking`.)
+
+    Args:
+        folder: an existing folder.
+        name: what is locked.
+        patience: seconds to keep trying. A process that was just killed may need a moment to go away.
+    """
+
+    def __init__(self, folder: Path, name: str, patience: float = 3.0) -> None:
+        self.path = Path(os.path.realpath(folder)) / f"{LOCK}{name}"
+        self._owner = (os.getpid(), str(self.path))
+        self._fd: int | None = None
+        if self._owner in _held:  # do not look into the file: closing it here would free the lock
+            raise self._busy(folder, "this very process")
+        until = time.monotonic() + patience
+        while not self._try():
+            if time.monotonic() >= until:
+                note = _read_note(self.path)
+                who = f"process {note['pid']} on {note['host']}, since {note['since']}" if note else "another process"
+                raise self._busy(folder, who)
+            time.sleep(0.05)
+        _held.add(self._owner)
+
+    def _try(self) -> bool:
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _NEVER_FOLLOW, 0o666)
+        except OSError as error:
+            if self.path.is_symlink():
+                raise FileError(f"{self.path} is a link, which a lock must not be. Remove it.") from error
+            raise
+        try:
+            locked = _lock_without_waiting(fd)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise FileError(f"{self.path} is not a lock file of its own (a device, or a second name). Remove it.")
+            # The file may have been removed by its last owner between our open and our lock.
+            if not locked or not self.path.exists() or status.st_ino != self.path.stat().st_ino:
+                os.close(fd)
+                return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(fd)
+                raise
+            log.warning(
+                f"the file system of {self.path.parent} has no file locks: make sure that only one run writes there"
+            )
+        except FileError:
+            os.close(fd)
+            raise
+        self._fd = fd
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError):  # on a full disk the lock holds without its note
+            os.ftruncate(fd, 0)
+            write_all(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode())
+        return True
+
+    @staticmethod
+    def _busy(folder: Path, who: str) -> BusyError:
+        return BusyError(
+            f"{folder} is being written by another run ({who}).\n"
+            "Let it finish, or stop it and run this again: what it has done is kept. "
+            "(The lock goes away with its process; there is no file to delete.)"
+        )
+
+    def release(self) -> None:
+        """Give the lock back and remove its file. Only the process that took it can."""
+        if self._fd is None or self._owner[0] != os.getpid():
+            return
+        with suppress(PermissionError):  # Windows does not remove an open file; an empty one does no harm
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = None
+        _held.discard(self._owner)
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _lock_without_waiting(fd: int) -> bool:
+    """Lock an open file; False if another process has it, OSError if the file system has no locks."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        return True
+    import fcntl
+
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _read_note(path: Path) -> dict[str, Any] | None:
+    try:
+        note = json.loads(path.read_bytes())
+        return note if {"pid", "host", "since"} <= set(note) else None
+    except (OSError, ValueError, TypeError):
+        return None

@@ -35,7 +35,7 @@ def make_record(key: str) -> ScoreMap | Skipped:
 def fill(
     path: Path, n: int = 40, shard_size: int = 8, rank: int = 0, world: int = 1, delay: float = 0, finish: bool = True
 ) -> None:
-    with MapWriter.create_or_resume(path, keys(n), META, shard_size, rank=rank, world=world) as writer:
+    with MapWriter(path, keys(n), META, shard_size, rank=rank, world=world) as writer:
         for shard in writer.pending_shards():
 
             def records(shard: int = shard) -> Iterator[ScoreMap | Skipped]:

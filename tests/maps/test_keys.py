@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everytoken.maps import keys as keys_module
 from everytoken.maps.errors import StoreDamagedError, StoreError
-from everytoken.maps.keys import KeyTable
+from everytoken.maps.format import KeyTable, encode_key, encode_keys, key_files
 
 part = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda text: text not in (".", "..")
@@ -26,8 +25,8 @@ any_key = st.lists(part | odd_part, min_size=1, max_size=4).map("/".join)
 
 
 def table(folder, keys) -> KeyTable:
-    encoded = keys_module.plan(keys)
-    for name, blob in keys_module.npy_files(encoded).items():
+    encoded = encode_keys(keys)
+    for name, blob in key_files(encoded).items():
         (folder / name).write_bytes(blob)
     return KeyTable(folder, len(encoded))
 
@@ -36,7 +35,7 @@ def table(folder, keys) -> KeyTable:
 @given(st.sets(any_key, max_size=40), any_key)
 def test_every_key_is_found_at_its_place_and_no_other_is(tmp_path_factory, keys, stranger):
     made = table(tmp_path_factory.mktemp("keys"), keys)
-    in_order = sorted(keys, key=keys_module.encode)
+    in_order = sorted(keys, key=encode_key)
     assert list(made.iterate()) == in_order
     assert [made.find(key) for key in in_order] == list(range(len(keys)))
     assert [made.key(i) for i in range(len(keys))] == in_order
@@ -58,12 +57,12 @@ def test_keys_with_equal_hashes_are_told_apart(tmp_path):
 @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "./a", "a/../b", "a\0b", "..", "\ud800.jpg", 7, None])
 def test_what_is_no_relative_path_is_refused(key):
     with pytest.raises(StoreError, match="key"):
-        keys_module.encode(key)
+        encode_key(key)
 
 
 def test_a_key_that_occurs_twice_is_named():
     with pytest.raises(StoreError, match=r"'b/c\.jpg' occurs twice"):
-        keys_module.plan(["a", "b/c.jpg", "z", "b/c.jpg"])
+        encode_keys(["a", "b/c.jpg", "z", "b/c.jpg"])
 
 
 def test_near_keys_are_found_for_other_spellings_of_a_path(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 
 from everytoken.maps import Maps, MapWriter, verify
 from everytoken.maps.errors import StoreError
-from everytoken.maps.scoremap import HEAD
-from everytoken.maps.shard import header, shard_name
+from everytoken.maps.format import shard_header, shard_name
+from everytoken.maps.score_map import HEAD
 
 
 def flip(path, bit: int) -> None:
@@ -52,7 +52,7 @@ def test_a_flipped_bit_in_any_file_is_found(folder):
 def test_a_flipped_bit_in_a_record_names_its_image_only(folder):
     chance, manifest = random.Random(4), Maps(folder).manifest
     keys = sorted([*Maps(folder), *Maps(folder).skipped])
-    start = len(header(manifest.record, 8))
+    start = len(shard_header(manifest.record, 8))
     for _ in range(60):
         shard, place = chance.randrange(5), chance.randrange(8)
         path = folder / shard_name(shard)
@@ -66,7 +66,7 @@ def test_a_flipped_bit_in_a_record_names_its_image_only(folder):
 
 def test_every_field_of_a_record_is_covered(folder):
     manifest = Maps(folder).manifest
-    path, start = folder / shard_name(0), len(header(manifest.record, 8))
+    path, start = folder / shard_name(0), len(shard_header(manifest.record, 8))
     places = {name: manifest.record.fields[name][1] for name in manifest.record.names}
     assert places["classes"] == HEAD.size
     for name, offset in places.items():
@@ -88,7 +88,7 @@ def test_a_damaged_key_is_named(folder):
 
 def test_swapped_records_are_noticed_although_each_is_intact(folder):
     manifest = Maps(folder).manifest
-    path, size, start = folder / shard_name(0), manifest.record.itemsize, len(header(manifest.record, 8))
+    path, size, start = folder / shard_name(0), manifest.record.itemsize, len(shard_header(manifest.record, 8))
     raw = path.read_bytes()
     first, second = raw[start + size : start + 2 * size], raw[start + 2 * size : start + 3 * size]
     path.write_bytes(raw[: start + size] + second + first + raw[start + 3 * size :])
@@ -122,7 +122,7 @@ def test_damage_to_keys_and_a_shard_together_is_reported_for_both(folder):
 
 
 def test_an_unfinished_store_is_verified_as_far_as_it_goes(filling, tmp_path):
-    with MapWriter.create_or_resume(tmp_path / "s", filling.keys(40), filling.META, 8) as writer:
+    with MapWriter(tmp_path / "s", filling.keys(40), filling.META, 8) as writer:
         for shard in (0, 2):
             writer.write_shard(shard, map(filling.make_record, writer.shard_keys(shard)))
     verdict = verify(tmp_path / "s")

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from everytoken import files
-from everytoken.maps import Maps, MapWriter, ScoreMap, lifecycle
+from everytoken.maps import Maps, MapWriter, ScoreMap
 from everytoken.maps.errors import (
     StoreDamagedError,
     StoreError,
     StoreMismatchError,
 )
-from everytoken.maps.shard import shard_name, sidecar
+from everytoken.maps.format import shard_name, sidecar
+from everytoken.maps.writer import default_shard_size
 
 
 def test_shards_are_split_between_processes_without_gap_or_overlap(filling, tmp_path):
-    with MapWriter.create_or_resume(tmp_path / "s", filling.keys(40), filling.META, 4) as writer:
+    with MapWriter(tmp_path / "s", filling.keys(40), filling.META, 4) as writer:
         for world in (1, 2, 3, 16):
             parts = [writer.pending_shards(rank, world) for rank in range(world)]
             assert sorted(shard for part in parts for shard in part) == list(range(10))
@@ -26,10 +27,10 @@ def test_shards_are_split_between_processes_without_gap_or_overlap(filling, tmp_
 
 def test_other_settings_or_images_are_refused_and_the_difference_is_told(filling, tmp_path):
     folder, keys = tmp_path / "s", filling.keys(20)
-    MapWriter.create_or_resume(folder, keys, filling.META, 8).close()
+    MapWriter(folder, keys, filling.META, 8).close()
     other = replace(filling.META, resize_mode="center", annotator={"name": "test", "size": [96, 96], "amp": True})
     with pytest.raises(StoreMismatchError) as error:
-        MapWriter.create_or_resume(folder, keys, other, 16)
+        MapWriter(folder, keys, other, 16)
     for words in (
         "how images are resized: squash in the store, center now",
         "mixed precision: none in the store, True now",
@@ -38,38 +39,38 @@ def test_other_settings_or_images_are_refused_and_the_difference_is_told(filling
     ):
         assert words in str(error.value)
     with pytest.raises(StoreMismatchError, match="shard size: 8 in the store, 16 now"):
-        MapWriter.create_or_resume(folder, keys, filling.META, 16)
+        MapWriter(folder, keys, filling.META, 16)
     with pytest.raises(StoreMismatchError, match=r"20 in the store, 21 now; 1 are gone .*0.* 2 are new .*'new/a"):
-        MapWriter.create_or_resume(folder, [*keys[1:], "new/a.jpg", "new/b.jpg"], filling.META)
+        MapWriter(folder, [*keys[1:], "new/a.jpg", "new/b.jpg"], filling.META)
     assert not list(folder.glob(".lock*"))
-    MapWriter.create_or_resume(folder, keys[::-1], filling.META).close()  # the order does not matter
+    MapWriter(folder, keys[::-1], filling.META).close()  # the order does not matter
 
 
 def test_another_annotator_is_one_difference_and_no_list_of_hashes(filling, tmp_path):
     folder, keys = tmp_path / "s", filling.keys(20)
     made = {"name": "timm:a", "weights_sha256": "0" * 64, "input": {"size": [64, 64], "mean": [0.5, 0.5, 0.5]}}
     mine = replace(filling.META, annotator=made)
-    MapWriter.create_or_resume(folder, keys, mine, 8).close()
+    MapWriter(folder, keys, mine, 8).close()
     with pytest.raises(StoreMismatchError) as error:
-        MapWriter.create_or_resume(folder, keys, replace(mine, annotator={"name": "fit", "fit": {"folds": 2}}))
+        MapWriter(folder, keys, replace(mine, annotator={"name": "fit", "fit": {"folds": 2}}))
     assert str(error.value).splitlines()[1:-1] == ["  annotator: timm:a in the store, fit now"]
     with pytest.raises(StoreMismatchError, match="\n  weights: not the same\n"):
-        MapWriter.create_or_resume(folder, keys, replace(mine, annotator={**made, "weights_sha256": "1" * 64}))
+        MapWriter(folder, keys, replace(mine, annotator={**made, "weights_sha256": "1" * 64}))
 
 
 def test_a_folder_with_other_things_in_it_is_left_alone(filling, tmp_path):
     (tmp_path / "cat.jpg").touch()
     with pytest.raises(StoreError, match=r"not empty and not a store .*'cat\.jpg'"):
-        MapWriter.create_or_resume(tmp_path, filling.keys(3), filling.META)
+        MapWriter(tmp_path, filling.keys(3), filling.META)
     with pytest.raises(StoreError, match="is a file"):
-        MapWriter.create_or_resume(tmp_path / "cat.jpg", filling.keys(3), filling.META)
+        MapWriter(tmp_path / "cat.jpg", filling.keys(3), filling.META)
     assert [p.name for p in tmp_path.iterdir()] == ["cat.jpg"]
 
 
 def test_a_deleted_shard_of_a_finished_store_is_made_again(filling, content, reference, tmp_path):
     filling.fill(tmp_path / "s")
     (tmp_path / "s" / shard_name(2)).unlink()
-    with MapWriter.create_or_resume(tmp_path / "s", filling.keys(40), filling.META) as writer:
+    with MapWriter(tmp_path / "s", filling.keys(40), filling.META) as writer:
         assert writer.pending_shards() == [2]
     filling.fill(tmp_path / "s")
     assert content(tmp_path / "s") == reference
@@ -77,10 +78,10 @@ def test_a_deleted_shard_of_a_finished_store_is_made_again(filling, content, ref
 
 def test_skipped_images_are_tried_again_on_request(filling, content, tmp_path):
     filling.fill(tmp_path / "s")
-    with MapWriter.create_or_resume(tmp_path / "s", filling.keys(40), filling.META) as writer:
+    with MapWriter(tmp_path / "s", filling.keys(40), filling.META) as writer:
         assert writer.complete
         assert writer.pending_shards() == []
-    with MapWriter.create_or_resume(tmp_path / "s", filling.keys(40), filling.META, retry_skipped=True) as writer:
+    with MapWriter(tmp_path / "s", filling.keys(40), filling.META, retry_skipped=True) as writer:
         pending = writer.pending_shards()
         assert 0 < len(pending) < 5
         for shard in pending:
@@ -89,7 +90,7 @@ def test_skipped_images_are_tried_again_on_request(filling, content, tmp_path):
     store = Maps(tmp_path / "s")
     assert len(store) == 40
     assert not (tmp_path / "s/skipped.csv").exists()
-    with MapWriter.create_or_resume(tmp_path / "t", filling.keys(40), filling.META, 8) as writer:
+    with MapWriter(tmp_path / "t", filling.keys(40), filling.META, 8) as writer:
         for shard in writer.pending_shards():
             writer.write_shard(shard, map(filling.make_map, writer.shard_keys(shard)))
         writer.finalize()
@@ -101,7 +102,7 @@ def test_a_damaged_note_or_plan_is_not_trusted(filling, content, reference, tmp_
     filling.fill(folder, finish=False)
     note = sidecar(folder, 1)
     note.write_bytes(note.read_bytes().replace(b'"records": 8', b'"records": 9'))
-    with MapWriter.create_or_resume(folder, filling.keys(40), filling.META) as writer:
+    with MapWriter(folder, filling.keys(40), filling.META) as writer:
         assert writer.pending_shards() == [1]
     filling.fill(folder)
     assert content(folder) == reference
@@ -131,7 +132,7 @@ def test_a_map_that_makes_no_sense_is_refused_by_name(filling, tmp_path, change,
     bad = ScoreMap(**{name: getattr(good, name) for name in ("scores", "classes", "size", "area")} | change)
     both = [[getattr(one, name) for one in (good, bad)] for name in ("scores", "classes", "size", "area")]
     with (
-        MapWriter.create_or_resume(tmp_path / "s", ["a.jpg", "b.jpg"], filling.META) as writer,
+        MapWriter(tmp_path / "s", ["a.jpg", "b.jpg"], filling.META) as writer,
         pytest.raises(StoreError, match=rf"(?s)'b\.jpg'.*{complaint}"),
     ):
         writer.put([0, 1], *both)
@@ -140,10 +141,10 @@ def test_a_map_that_makes_no_sense_is_refused_by_name(filling, tmp_path, change,
 def test_misuse_of_the_writer_is_explained(filling, tmp_path):
     one = filling.make_map("a")
     with pytest.raises(StoreError, match="no images"):
-        MapWriter.create_or_resume(tmp_path / "s", [], filling.META)
+        MapWriter(tmp_path / "s", [], filling.META)
     with pytest.raises(StoreError, match="rank 2 of 2"):
-        MapWriter.create_or_resume(tmp_path / "s", ["a"], filling.META, rank=2, world=2)
-    with MapWriter.create_or_resume(tmp_path / "s", ["a", "b", "c"], filling.META, 2) as writer:
+        MapWriter(tmp_path / "s", ["a"], filling.META, rank=2, world=2)
+    with MapWriter(tmp_path / "s", ["a", "b", "c"], filling.META, 2) as writer:
         with pytest.raises(StoreError, match="shape"):
             writer.put([0], one.scores[None, :2], one.classes[None], [one.size], [one.area])
         with pytest.raises(StoreError, match="different shapes"):
@@ -161,17 +162,17 @@ def test_misuse_of_the_writer_is_explained(filling, tmp_path):
         with pytest.raises(StoreError, match="already done"):
             writer.write_shard(1, [one])
     with (
-        MapWriter.create_or_resume(tmp_path / "s", ["a", "b", "c"], filling.META, rank=1, world=2) as writer,
+        MapWriter(tmp_path / "s", ["a", "b", "c"], filling.META, rank=1, world=2) as writer,
         pytest.raises(StoreError, match="rank 0"),
     ):
         writer.finalize()
 
 
 def test_the_default_shard_size_keeps_shards_few_and_small():
-    assert lifecycle.default_shard_size(10) == 64
-    assert lifecycle.default_shard_size(1_281_167) == 5056
+    assert default_shard_size(10) == 64
+    assert default_shard_size(1_281_167) == 5056
     for total in (1, 64, 3000, 20_000, 1_281_167, 14_000_000):
-        assert -(-total // lifecycle.default_shard_size(total)) <= 256
+        assert -(-total // default_shard_size(total)) <= 256
 
 
 def test_a_sealed_file_notices_every_flipped_bit(tmp_path):
@@ -184,5 +185,5 @@ def test_a_sealed_file_notices_every_flipped_bit(tmp_path):
         changed = bytearray(raw)
         changed[at // 8] ^= 1 << at % 8
         path.write_bytes(changed)
-        with pytest.raises(StoreDamagedError):
+        with pytest.raises(files.DamagedError):
             files.unseal(path)

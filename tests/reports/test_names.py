@@ -8,9 +8,9 @@ from PIL import Image
 
 from everytoken.classes import class_finder
 from everytoken.cli import main
-from everytoken.cli.labels_show import _namer
 from everytoken.data import open_dataset
 from everytoken.maps import Maps, MapWriter, StoreMeta
+from everytoken.maps.sheet import namer
 from everytoken.reports.samples import annotator_agreement
 
 IDS = ["n01440764", "n02102040"]
@@ -32,12 +32,12 @@ def test_maps_of_wordnet_folders_are_told_in_words(tmp_path, names, capsys):
         writer.put(range(4), scores, np.broadcast_to(classes, shape), [[8, 8]] * 4, areas)
         writer.finalize()
     store = Maps(tmp_path / "maps")
-    assert _namer(store, None)(1) == "English springer"
+    assert namer(store, None)(1) == "English springer"
     found = annotator_agreement(store, open_dataset(tmp_path / "photos", "all"))
     assert [name for name, _, _ in found.per_class] == ["tench", "English springer"]
     assert {example.label for example in found.examples} == {"tench", "English springer"}
     assert found.agreement == 1.0
-    assert main(["labels", "info", str(tmp_path / "maps"), "--json"]) == 0
+    assert main(["maps", "info", str(tmp_path / "maps"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["map's class = folder's"] == "100.0%"
 
 

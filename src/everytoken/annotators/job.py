@@ -36,8 +36,8 @@ from everytoken.classes import ClassPlan, plan_classes
 from everytoken.data.sources import DataSet, hidden
 from everytoken.errors import EverytokenError
 from everytoken.maps import Manifest, MapWriter, StoreMeta
-from everytoken.maps.lifecycle import check_folder, mismatch
-from everytoken.maps.manifest import MANIFEST
+from everytoken.maps.format import MANIFEST
+from everytoken.maps.writer import check_folder, mismatch
 
 _FEW = 20  # of so few classes all are kept: those that are not count as 0, and the fifth best of ten often has less
 _AHEAD = 3  # batches of maps that may wait for the writing thread

@@ -32,8 +32,9 @@ COMMANDS: dict[str, str] = {
     "models": "list the backbones that are supported",
     "model": "one model: parameters, multiply-adds, token grid, throughput here",
     "annotate": "give every image of a data set a score map: labels for every cell",
-    "labels": "look at, check, import and export stores of score maps",
+    "maps": "look at, check, import and export stores of score maps",
 }
+ALIASES = {"labels": "maps"}  # old names, which work and are not shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +80,7 @@ def dispatch(prog: str, commands: Mapping[str, str], argv: list[str], package: s
 
         print(f"everytoken {version()}")
         return 0
-    name = argv[0]
+    name = ALIASES.get(argv[0], argv[0])
     if name not in commands:
         raise EverytokenError(
             f"there is no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`."

@@ -11,8 +11,7 @@ from everytoken.data.sources import DataSet, split_off
 from everytoken.doctor.findings import Finding, some
 from everytoken.doctor.images import Images
 from everytoken.errors import EverytokenError
-from everytoken.maps import Maps
-from everytoken.maps.checks import verify
+from everytoken.maps import Maps, verify
 
 
 def examine_maps(path: Path, tell: Callable[[int, int], None]) -> tuple[Maps | None, list[Finding]]:

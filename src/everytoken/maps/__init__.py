@@ -1,4 +1,4 @@
-"""Score maps: the record, the store (write, read, verify), and import of the released .pt maps.
+"""Score maps: the record, the store (read, write, verify), and import of the released .pt maps.
 
 Names are imported when they are first used; reading a store needs numpy only, not torch.
 """
@@ -10,25 +10,27 @@ from typing import TYPE_CHECKING
 from everytoken._lazy import lazy
 
 if TYPE_CHECKING:
-    from everytoken.maps.checks import verify
-    from everytoken.maps.legacy import export_legacy, import_legacy
-    from everytoken.maps.manifest import Manifest, StoreMeta, class_names_hash
-    from everytoken.maps.scoremap import ScoreMap, map_area
+    from everytoken.maps.check import verify
+    from everytoken.maps.format import Manifest, StoreMeta, class_names_hash
+    from everytoken.maps.released import ExportOptions, ImportOptions, export_released, import_released
+    from everytoken.maps.score_map import ScoreMap, map_area
     from everytoken.maps.store import Maps
     from everytoken.maps.writer import MapWriter, Skipped
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "everytoken.maps.checks": ["verify"],
-        "everytoken.maps.legacy": ["export_legacy", "import_legacy"],
-        "everytoken.maps.manifest": ["Manifest", "StoreMeta", "class_names_hash"],
-        "everytoken.maps.scoremap": ["ScoreMap", "map_area"],
+        "everytoken.maps.format": ["Manifest", "StoreMeta", "class_names_hash"],
+        "everytoken.maps.released": ["ExportOptions", "ImportOptions", "export_released", "import_released"],
+        "everytoken.maps.score_map": ["ScoreMap", "map_area"],
         "everytoken.maps.store": ["Maps"],
+        "everytoken.maps.check": ["verify"],
         "everytoken.maps.writer": ["MapWriter", "Skipped"],
     },
 )
 __all__ = [
+    "ExportOptions",
+    "ImportOptions",
     "Manifest",
     "MapWriter",
     "Maps",
@@ -36,8 +38,8 @@ __all__ = [
     "Skipped",
     "StoreMeta",
     "class_names_hash",
-    "export_legacy",
-    "import_legacy",
+    "export_released",
+    "import_released",
     "map_area",
     "verify",
 ]

@@ -1,32 +1,28 @@
-"""What can go wrong with a store, as errors for a person."""
+"""What can go wrong with a store of score maps. (Full disks and second writers: see `everytoken.files`.)"""
 
 from __future__ import annotations
 
 from everytoken.errors import EverytokenError
+from everytoken.files import BusyError as StoreBusyError
+from everytoken.files import DamagedError
+
+__all__ = ["StoreBusyError", "StoreDamagedError", "StoreError", "StoreMismatchError", "StoreUnfinishedError"]
 
 
 class StoreError(EverytokenError):
     """A store cannot be written or read."""
 
 
-class StoreDamagedError(StoreError):
+class StoreDamagedError(StoreError, DamagedError):
     """Bytes on disk are not what was written."""
 
 
 class StoreUnfinishedError(StoreError):
-    """The job that fills the store has not come to its end yet."""
-
-
-class StoreBusyError(StoreError):
-    """Another run is writing to the store."""
+    """The job that fills the store has not been completed yet."""
 
 
 class StoreMismatchError(StoreError):
     """The store exists and was started with other images or other settings."""
-
-
-class StoreFullError(StoreError):
-    """No space left on the disk."""
 
 
 class UnknownKeyError(StoreError, KeyError):

@@ -1,4 +1,4 @@
-"""What a score map says, in numbers for people: its main class, its vocabulary, how sure it is.
+"""Score maps in numbers for people: main class, vocabulary, confidence; of one map and of a store.
 
 Confidence is the probability that training will ask for: the softmax over all K classes of a cell's logits,
 where a class that is not among the k best counts as logit 0. The class of the whole image is the one with
@@ -8,19 +8,21 @@ are kept: with EfficientNet-Lite0 on 125 photos, 77 % against 82 % right.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everytoken.maps.scoremap import ScoreMap
+from everytoken.maps.score_map import ScoreMap
 from everytoken.maps.store import Maps
 
 
 @dataclass(frozen=True)
 class MapSummary:
-    """
+    """One map in numbers.
+
     Attributes:
         top: [h, w] best class of each cell.
         confidence: [h, w] its probability.
@@ -84,24 +86,31 @@ def cells_inside(score_map: ScoreMap) -> NDArray[np.bool_]:
     return inside if inside.any() else ~inside
 
 
-FindClass = Callable[[str], int | None]
-"""Name of a folder -> the class with this name, or None."""
+def folder_label(key: str, find: Callable[[str], int | None]) -> int | None:
+    """The class that an image's folders name: of the innermost folder that `find` knows. None if it knows none."""
+    labels = (find(folder) for folder in reversed(key.split("/")[:-1]))
+    return next((label for label in labels if label is not None), None)
 
 
-def exact_names(names: Sequence[str]) -> FindClass:
-    """Finds classes by their very names; `annotate.classes.class_finder` knows other names of ImageNet's, too."""
-    return {name: i for i, name in enumerate(names)}.get
+def sample_positions(total: int, limit: int) -> list[int]:
+    """Up to `limit` positions spread evenly over 0 .. total-1."""
+    count = min(total, max(limit, 0))
+    return [i * total // count for i in range(count)]
 
 
-def folder_label(key: str, find: FindClass) -> int | None:
-    """The class that an image's folders say: the innermost folder that has a class's name. None if none has."""
-    found = (find(folder) for folder in reversed(key.split("/")[:-1]))
-    return next((label for label in found if label is not None), None)
+def summarize_some(maps: Maps, limit: int) -> Iterator[tuple[str, MapSummary, int | None]]:
+    """Key, summary and folder's class (None if it has none) of up to `limit` maps spread over the store."""
+    from everytoken.classes import class_finder
+
+    find = class_finder(maps.class_names)
+    for i in sample_positions(len(maps), limit):
+        key = maps.key(i)
+        yield key, summarize(maps.read(i), maps.num_classes), folder_label(key, find)
 
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """Means over the maps that were looked at; ``agreement`` with the folder labels is None when they say nothing."""
+    """Means over the maps that were looked at; `agreement` with the folders is None when no folder names a class."""
 
     looked_at: int
     vocabulary: float
@@ -110,23 +119,14 @@ class StoreSummary:
     labelled: int
 
 
-def sample_positions(total: int, limit: int) -> list[int]:
-    """Up to ``limit`` positions spread evenly over 0 .. total-1."""
-    count = min(total, max(limit, 0))
-    return [i * total // count for i in range(count)]
-
-
-def summarize_store(store: Maps, limit: int = 512, find: FindClass | None = None) -> StoreSummary:
-    """Look at up to ``limit`` maps spread over the store; ``find`` tells the class of a folder."""
-    find = find or exact_names(store.manifest.class_names)
+def summarize_store(maps: Maps, limit: int = 512) -> StoreSummary:
+    """Look at up to `limit` maps spread over the store."""
     vocabulary, confidence, right = [], [], []
-    for i in sample_positions(len(store), limit):
-        one = summarize(store.read(i), store.manifest.num_classes)
-        vocabulary.append(one.vocabulary)
-        confidence.append(float(one.confidence[one.inside].mean()))
-        label = folder_label(store.key(i), find)
+    for _, summary, label in summarize_some(maps, limit):
+        vocabulary.append(summary.vocabulary)
+        confidence.append(float(summary.confidence[summary.inside].mean()))
         if label is not None:
-            right.append(label == one.image_class)
+            right.append(label == summary.image_class)
     return StoreSummary(
         len(vocabulary),
         float(np.mean(vocabulary)) if vocabulary else 0.0,
@@ -136,46 +136,67 @@ def summarize_store(store: Maps, limit: int = 512, find: FindClass | None = None
     )
 
 
-@dataclass(frozen=True)
-class Pick:
-    """An image that is worth looking at, and why."""
-
-    key: str
-    why: str
+def describe(maps: Maps, sample: int = 512) -> dict[str, Any]:
+    """What is in a store, for people: settings, counts, size, and what up to `sample` of its maps are like."""
+    manifest, names, skipped = maps.manifest, maps.class_names, maps.skipped
+    size = sum(path.stat().st_size for path in maps.path.iterdir() if path.is_file())
+    facts: dict[str, Any] = {
+        "state": "complete" if manifest.complete else "not finished: the same command continues it",
+        "maps": len(maps),
+        "skipped images": len(skipped),
+        "images": manifest.total,
+        "grid": f"{maps.grid[0]} x {maps.grid[1]}",
+        "classes per cell": maps.top_k,
+        "classes": maps.num_classes,
+        "class names": f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "not known",
+        "class names' hash": manifest.class_names_sha256[:16],
+        "image to annotator": manifest.resize_mode,
+        "annotator": manifest.annotator or "not known",
+        "shards": f"{manifest.num_shards} of {manifest.shard_size:,} images",
+        "size": f"{size / 1e6:,.1f} MB",
+        "bytes per map": round(size / len(maps)) if len(maps) else 0,
+    }
+    if skipped:
+        facts["skipped, for example"] = "; ".join(f"{key}: {why}" for key, why in list(skipped.items())[:3])
+    if sample > 0 and len(maps):
+        summary = summarize_store(maps, sample)
+        facts["looked at"] = f"{summary.looked_at:,} maps"
+        facts["classes in a map, mean"] = f"{summary.vocabulary:.1f}"
+        facts["confidence of a cell, mean"] = f"{summary.confidence:.1%}"
+        agreement = "folder names are no class names" if summary.agreement is None else f"{summary.agreement:.1%}"
+        facts["map's class = folder's"] = agreement
+    return facts
 
 
 WRONG, MANY, OTHERS = "map and folder disagree", "many classes in one image", "others"
 
 
-def pick(store: Maps, count: int, scan: int = 5000, find: FindClass | None = None) -> tuple[list[Pick], dict[str, int]]:
-    """Images to look at first, of up to ``scan`` spread over the store: wrong, then interesting, then others.
+def pick(maps: Maps, count: int, scan: int = 5000) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    """Images to look at first, of up to `scan` spread over the store: wrong, then mixed, then others.
 
     Wrong ones (the map's class is not the folder's) come surest first and take up to half of the places; then
     those with the most mixed maps, up to a quarter; then ordinary ones, evenly spread, for a fair impression.
-    Returns the picks and how many of the scanned images fall under each reason.
+
+    Returns:
+        (key, reason) of the picks, and how many of the scanned images fall under each reason.
     """
-    find = find or exact_names(store.manifest.class_names)
     wrong: list[tuple[float, str]] = []
     fine: list[tuple[float, str]] = []
-    for i in sample_positions(len(store), scan):
-        key = store.key(i)
-        one = summarize(store.read(i), store.manifest.num_classes)
-        label = folder_label(key, find)
-        if label is not None and label != one.image_class:
-            wrong.append((-one.image_confidence, key))
+    for key, summary, label in summarize_some(maps, scan):
+        if label is not None and label != summary.image_class:
+            wrong.append((-summary.image_confidence, key))
         else:
-            fine.append((-one.entropy, key))
+            fine.append((-summary.entropy, key))
     wrong.sort()
-    mixed = sorted(fine)
-    many = min(len(fine), max(1, count // 4), max(0, count - min(len(wrong), count // 2)))
-    ordinary = [entry for entry in fine if entry not in set(mixed[:many])]
-    places = count - min(len(wrong), count // 2) - many
-    if places > len(ordinary):  # nothing ordinary left: more of the wrong ones
-        shown_wrong = wrong[: count - many - len(ordinary)]
-    else:
-        shown_wrong = wrong[: count // 2]
-    chosen = [ordinary[i] for i in sample_positions(len(ordinary), places)]
-    picks = [Pick(key, WRONG) for _, key in shown_wrong]
-    picks += [Pick(key, MANY) for _, key in mixed[:many]]
-    picks += [Pick(key, OTHERS) for _, key in chosen]
-    return picks[:count], {WRONG: len(wrong), MANY: many, OTHERS: len(fine) - many}
+    shown = min(len(wrong), count // 2)
+    mixed = sorted(fine)[: min(max(1, count // 4), max(0, count - shown))]
+    ordinary = [entry for entry in fine if entry not in set(mixed)]
+    places = count - shown - len(mixed)
+    shown += max(0, places - len(ordinary))  # nothing ordinary left: more of the wrong ones
+    groups = {
+        WRONG: wrong[:shown],
+        MANY: mixed,
+        OTHERS: [ordinary[i] for i in sample_positions(len(ordinary), places)],
+    }
+    picks = [(key, reason) for reason, entries in groups.items() for _, key in entries]
+    return picks[:count], {WRONG: len(wrong), MANY: len(mixed), OTHERS: len(fine) - len(mixed)}

@@ -1,4 +1,4 @@
-"""A score map, and the record that holds it on disk.
+"""`ScoreMap`, and the record that holds it on disk.
 
 A record has a fixed size (little-endian): CRC-32, state, source size, area, class ids, scores, padding to
 a multiple of 8 bytes. The CRC covers the key and all bytes of the record after the CRC itself, so a flipped
@@ -26,7 +26,7 @@ RESIZE_MODES = ("squash", "letterbox", "center")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreMap:
-    """What an annotator said about each cell of one image: its k best classes and their scores.
+    """An annotator's class scores for each cell of one image: the k best classes and their logits.
 
     Attributes:
         scores: float16 [h, w, k], logits, descending along k.
@@ -34,12 +34,43 @@ class ScoreMap:
         size: (width, height) of the upright source image in pixels; (0, 0) if not known.
         area: (x0, y0, x1, y1), the rectangle of the image, in fractions, that the whole grid covers. The whole
             image is (0, 0, 1, 1); a centre crop lies inside; a letterboxed image's area reaches outside.
+
+    Example:
+        >>> score_map = ScoreMap.from_logits(np.random.randn(14, 14, 1000), top_k=5, size=(500, 375))
+        >>> score_map.scores.shape
+        (14, 14, 5)
     """
 
     scores: NDArray[np.float16]
     classes: NDArray[np.uint16] | NDArray[np.uint32]
-    size: tuple[int, int]
+    size: tuple[int, int] = (0, 0)
     area: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+
+    @classmethod
+    def from_logits(
+        cls,
+        logits: ArrayLike,
+        top_k: int = 5,
+        size: tuple[int, int] = (0, 0),
+        area: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0),
+    ) -> ScoreMap:
+        """Keep the `top_k` best classes of each cell.
+
+        Args:
+            logits: [h, w, K], a NumPy array or a tensor on the CPU. A network's [K, h, w] is `.permute(1, 2, 0)` first.
+            top_k: classes to keep, at most K.
+            size: (width, height) of the upright image, pixels.
+            area: the part of the image that the grid covers; `map_area` computes it for usual ways of resizing.
+        """
+        dense = np.asarray(logits, np.float32)
+        if dense.ndim != 3 or not 1 <= top_k <= dense.shape[-1]:
+            raise StoreError(
+                f"logits have shape {list(dense.shape)}, not [h, w, K] with K of at least top_k ({top_k})."
+            )
+        classes = np.argsort(-dense, axis=-1, kind="stable")[..., :top_k]
+        scores = np.take_along_axis(dense, classes, -1)
+        with np.errstate(over="ignore"):  # what does not fit is refused by name when it is written
+            return cls(scores.astype(np.float16), classes.astype(class_dtype(dense.shape[-1])), size, area)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ScoreMap):

@@ -1,4 +1,4 @@
-"""`everytoken labels ...` through its real entry point."""
+"""`everytoken maps ...` through its real entry point."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 from everytoken.cli import main
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
-from everytoken.maps.shard import shard_name
+from everytoken.maps.format import shard_name
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def data(tmp_path):
         (tmp_path / "photos" / key).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 255, (40, 60, 3), np.uint8)).save(tmp_path / "photos" / key)
     meta = StoreMeta((7, 7), 2, ["cat", "dog"], annotator={"name": "test", "settings": {"size": 224}})
-    with MapWriter.create_or_resume(tmp_path / "maps", keys, meta) as writer:
+    with MapWriter(tmp_path / "maps", keys, meta) as writer:
         for position, key in enumerate(writer.shard_keys(0)):
             if key == "dog/5.x.jpg":
                 writer.skip(position, "truncated")
@@ -37,7 +37,7 @@ def data(tmp_path):
 
 
 def run(*words: object) -> int:
-    return main(["labels", *map(str, words)])
+    return main(["maps", *map(str, words)])
 
 
 def test_info_tells_settings_counts_and_agreement(data, capsys):
@@ -72,31 +72,37 @@ def test_sheet_finds_the_images_of_a_divided_folder_and_tells_what_it_does_not_f
 
 
 def test_info_works_on_a_store_that_is_not_finished(data, filling, capsys):
-    with MapWriter.create_or_resume(data / "begun", filling.keys(5), filling.META):
+    with MapWriter(data / "begun", filling.keys(5), filling.META):
         assert run("info", data / "begun") == 0
     assert "not finished" in capsys.readouterr().out
 
 
-def test_sheet_and_show_write_pictures(data, capsys):
+def test_a_sheet_shows_what_is_worth_looking_at_or_what_is_named(data, capsys):
     assert run("sheet", data / "maps", "--images", data / "photos", "--out", data / "a/sheet.png", "--count", 4) == 0
     with Image.open(data / "a/sheet.png") as picture:
         assert picture.width > 1500
-    assert run("show", data / "maps", "dog/0.x.jpg", "cat/1.x.jpg", "--out", data / "two.png") == 0
-    assert "two.png: 2 images" in capsys.readouterr().out
-    assert run("show", data / "maps", "--images", data / "photos", "--out", data / "all.jpg") == 0
-    assert "all.jpg: 11 images" in capsys.readouterr().out
-    assert "note" not in capsys.readouterr().out
     names = data / "names.txt"
     names.write_text("Katze\nHund\n")
-    assert run("show", data / "maps", "dog/0.x.jpg", "--names", names, "--out", data / "n.png") == 0
+    two = ["dog/0.x.jpg", "cat/1.x.jpg"]
+    assert run("sheet", data / "maps", *two, "--names", names, "--out", data / "two.jpg") == 0
+    assert "two.jpg: 2 images" in capsys.readouterr().out
+
+
+def test_old_names_of_the_commands_work_or_name_the_new_way(data, capsys):
+    assert main(["labels", "info", str(data / "maps"), "--sample", "0"]) == 0
+    capsys.readouterr()
+    assert main(["labels", "show", str(data / "maps")]) == 2
+    assert "maps sheet MAPS KEY" in capsys.readouterr().err
+    assert main([]) == 0
+    assert "labels " not in capsys.readouterr().out.replace("labels for", "")
 
 
 def test_mistakes_are_explained_without_a_traceback(data, capsys):
     for words, expected in (
-        (["show", data / "maps", "dog/0.jpg"], "Did you mean 'dog/0.x.jpg'"),
-        (["show", data / "maps", "dog/5.x.jpg"], "skipped (truncated)"),
+        (["sheet", data / "maps", "dog/0.jpg"], "Did you mean 'dog/0.x.jpg'"),
+        (["sheet", data / "maps", "dog/5.x.jpg"], "skipped (truncated)"),
         (["sheet", data / "maps", "--images", data / "nowhere"], "no image folder"),
-        (["sheet", data / "maps", "--names", data / "photos/cat/0.x.jpg"], "cannot read class names"),
+        (["sheet", data / "maps", "--names", data / "photos/cat/0.x.jpg"], "cannot be read"),
         (["sheet", data / "maps", "--out", data / "x.nonsense"], "cannot write"),
         (["info", data / "photos"], "not a store"),
         (["verfy", data / "maps"], "Did you mean 'verify'"),
@@ -142,9 +148,9 @@ def test_export_and_import_are_a_round_trip(data, capsys):
 
 
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
-    from everytoken._meter import Meter
+    from everytoken.progress import Progress
 
-    with Meter("job", "maps", every=0) as meter:
+    with Progress("job", "maps", every=0) as meter:
         meter(0, 200)
         meter(100, 200)
     lines = capsys.readouterr().err.splitlines()
@@ -153,7 +159,7 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
     assert "left" in lines[1]
     assert "left" not in lines[0]  # nothing is known about the rate yet
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with Meter("job", "B") as meter:
+    with Progress("job", "B") as meter:
         meter(5 * 10**6, 2 * 10**9, "now")
     shown = capsys.readouterr().err
     assert "5.0 MB of 2.00 GB" in shown
@@ -163,7 +169,7 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
 def test_maps_of_any_class_count_can_be_shown(tmp_path, capsys):
     meta = StoreMeta((1, 2), 1, num_classes=70000)
     one = ScoreMap(np.zeros((1, 2, 1), np.float16), np.full((1, 2, 1), 69999), (0, 0))
-    with MapWriter.create_or_resume(tmp_path / "s", ["a"], meta) as writer:
+    with MapWriter(tmp_path / "s", ["a"], meta) as writer:
         writer.write_shard(0, [one])
         writer.finalize()
-    assert run("show", tmp_path / "s", "a", "--out", tmp_path / "o.png") == 0
+    assert run("sheet", tmp_path / "s", "a", "--out", tmp_path / "o.png") == 0

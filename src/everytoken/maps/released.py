@@ -14,20 +14,22 @@ Cost: about 1.5 times torch.load per file; nothing grows with the number of file
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
+import tyro
 from numpy.typing import NDArray
 
+from everytoken import files
 from everytoken.maps.errors import StoreError
-from everytoken.maps.manifest import StoreMeta
-from everytoken.maps.scoremap import ScoreMap, map_area
+from everytoken.maps.format import StoreMeta
+from everytoken.maps.score_map import ScoreMap, map_area
 from everytoken.maps.store import Maps
 from everytoken.maps.writer import MapWriter, Skipped
 
@@ -36,8 +38,37 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
+class ImportOptions:
+    """Released maps, and the store that they become."""
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """Folder of the released maps, with one folder per class."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder of the new store."""
+    images: Path | None = None
+    """Image folder; keys become its images' paths. Without it, keys are the maps' paths without .pt."""
+    num_classes: int = 1000
+    """Classes of the annotator."""
+    class_names: Path | None = None
+    """Text file with one class name per line, in order. Default: the class folders, if they are as many."""
+    resize_mode: Literal["squash", "center", "letterbox"] | None = None
+    """How images went into the annotator. Default: squash for 15x15 (ReLabel), else center (token labeling)."""
+    annotator: str = "released maps"
+    """What to note as the maps' origin."""
+
+
+@dataclass(frozen=True)
 class Imported:
-    """What an import did. ``refused``: label files by name with the reason; ``notes``: what to know about the maps."""
+    """What an import did.
+
+    Attributes:
+        store: the folder; maps: how many it has.
+        refused: label files by name, with the reason.
+        without_label: images without a label file.
+        ambiguous: label files that several images claim.
+        without_image: label files without an image.
+        notes: what to know about the maps.
+    """
 
     store: Path
     maps: int
@@ -48,18 +79,30 @@ class Imported:
     notes: list[str]
 
 
-def legacy_path(key: str) -> str:
+@dataclass(frozen=True)
+class ExportOptions:
+    """A store, and the released .pt maps that it becomes."""
+
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    """Folder of the store."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the files; new or empty."""
+    overwrite: bool = False
+    """Replace files in a folder that is not empty."""
+
+
+def released_path(key: str) -> str:
     """Where the released code keeps the map of an image: last folder, file name up to the first dot."""
     *folders, name = key.split("/")
     return "/".join([*folders[-1:], f"{name.split('.')[0]}.pt"])
 
 
-def read_legacy(path: Path, num_classes: int) -> tuple[NDArray[np.float16], NDArray[np.int64]]:
+def read_released(path: Path, num_classes: int) -> tuple[NDArray[np.float16], NDArray[np.int64]]:
     """Scores and class ids [h, w, k] of a released map; a StoreError says in a few words what is wrong with it."""
     import torch
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch muses on foreign pickles; our refusal says enough
+        with warnings.catch_warnings(action="ignore"):  # torch warns of foreign pickles; our refusal says enough
             tensor = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StoreError(f"cannot be opened ({error.strerror or error})") from error
@@ -98,88 +141,56 @@ def read_legacy(path: Path, num_classes: int) -> tuple[NDArray[np.float16], NDAr
     return scores.astype(np.float16), classes
 
 
-def import_legacy(
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    images: str | os.PathLike[str] | None = None,
-    num_classes: int = 1000,
-    class_names: Sequence[str] = (),
-    resize_mode: str | None = None,
-    annotator: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> Imported:
-    """Make a store of a tree of released ``.pt`` maps. Killed, it goes on where it stopped.
+def import_released(options: ImportOptions, progress: Progress | None = None) -> Imported:
+    """Make a store of a tree of released ``.pt`` maps. Killed, the same call continues it.
 
     Args:
-        source: folder of the maps.
-        out: folder of the new store.
-        images: the image folder. Keys are then the images' paths, and the images' sizes are stored; without it,
-            keys are the maps' paths without ``.pt``.
-        num_classes: K; taken from ``class_names`` if they are given.
-        class_names: in the order of the class ids. By default the image folder's class folders, if there are K.
-        resize_mode: how images went into the annotator. By default "squash" for 15x15 maps (ReLabel) and "center"
-            for others (token labeling cuts out the middle square; needs ``images``).
-        annotator: what to note in the manifest.
-        progress: called with (done, total).
+        options: what to import, see `ImportOptions`.
+        progress: called with (maps done, maps in all).
     """
-    from everytoken.data.decode import ImageError, read_header, turn_upright
+    from everytoken.classes import read_class_names
     from everytoken.data.places import walk
 
-    root, notes = Path(source), []
+    root, images = options.source, options.images
     if not root.is_dir():
         raise StoreError(f"there is no folder {root} with released maps.")
     label_files = sorted(walk(root, lambda name: name.lower().endswith(".pt")))
     if not label_files:
         raise StoreError(f"{root} has no .pt files; give the folder that holds the class folders of released maps.")
-    num_classes = len(class_names) or num_classes
-    grid, top_k = _look_ahead(root, label_files, num_classes)
-    notes.append(f"maps of {grid[0]}x{grid[1]} cells with {top_k} classes each")
+    class_names = read_class_names(options.class_names)
+    num_classes = len(class_names) or options.num_classes
+    grid, top_k = _grid_and_k(root, label_files, num_classes)
+    notes = [f"maps of {grid[0]}x{grid[1]} cells with {top_k} classes each"]
     if num_classes > EXACT_IDS:
         notes.append(
             f"with {num_classes} classes the float16 ids of released files cannot be trusted from {EXACT_IDS} on; "
             "files that use such ids are refused"
         )
-    mode = resize_mode or ("squash" if grid == (15, 15) else "center")
+    mode = options.resize_mode or ("squash" if grid == (15, 15) else "center")
     if mode != "squash" and images is None:
         raise StoreError(
             f"maps of {grid[0]}x{grid[1]} cells lie on the middle square of their image (token labeling), so the "
-            "images are needed to place them: give the image folder (--images), or say --resize-mode squash if these "
+            "images are needed to place them: give the image folder (images), or resize_mode 'squash' if these "
             "maps cover whole images, as ReLabel's do."
         )
-    if resize_mode is None:
+    if options.resize_mode is None:
         notes.append(f"resize mode '{mode}', as these released maps were made")
-    by_key, ambiguous, without_label = _match(label_files, None if images is None else Path(images))
+    by_key, ambiguous, without_label = _match(label_files, images)
     if not class_names and images is not None:
         folders = sorted({key.split("/")[0] for key in by_key if "/" in key})
         if len(folders) == num_classes:
             class_names = folders
             notes.append("class names are the names of the image folder's class folders, in sorted order")
-    meta = StoreMeta(grid, top_k, class_names, num_classes, mode, annotator or {"name": "released maps"})
+    meta = StoreMeta(grid, top_k, class_names, num_classes, mode, {"name": options.annotator})
 
     def record(key: str) -> ScoreMap | Skipped:
         file = by_key[key]
         if file is None:
-            name = legacy_path(key)
+            name = released_path(key)
             return Skipped(f"shares label file {name} with others" if name in ambiguous else f"no label file {name}")
-        try:
-            scores, classes = read_legacy(root / file, num_classes)
-            if scores.shape != (*grid, top_k):
-                raise StoreError(f"has {scores.shape} cells and classes, the others {(*grid, top_k)}")
-        except StoreError as error:
-            return Skipped(f"{file} {error}")
-        try:
-            size, orientation = ((0, 0), 1) if images is None else read_header(Path(images) / key, key)
-        except ImageError as error:
-            return Skipped(f"the image cannot be read ({str(error).removeprefix(f'{key}: ').rstrip('.')})")
-        scores, classes = turn_upright(scores, orientation), turn_upright(classes, orientation)
-        if scores.shape[:2] != grid:
-            return Skipped(
-                f"the image lies on its side (EXIF), and a map of {grid[0]}x{grid[1]} cells cannot be turned"
-            )
-        size = size if orientation < 5 else size[::-1]
-        return ScoreMap(scores, classes.astype(np.uint32), size, map_area(mode, size, grid[1] / grid[0]))
+        return _record(root, file, images, key, meta)
 
-    with MapWriter.create_or_resume(out, by_key, meta) as writer:
+    with MapWriter(options.out, by_key, meta) as writer:
         pending = writer.pending_shards()
         done = len(by_key) - sum(len(writer.shard_range(shard)) for shard in pending)
         for shard in pending:
@@ -189,72 +200,83 @@ def import_legacy(
                 progress(done, len(by_key))
         manifest = writer.finalize()
     # From the store, not from this run alone: an import may have been continued.
-    reasons = ((by_key[key], reason) for key, reason in Maps(out).skipped.items())
+    reasons = ((by_key[key], reason) for key, reason in Maps(options.out).skipped.items())
     refused = {file: why.removeprefix(f"{file} ") for file, why in reasons if file and why.startswith(f"{file} ")}
-    if images is not None:
-        used = {file for file in by_key.values() if file is not None} | set(ambiguous)
-        without_image = [file for file in label_files if file not in used]
-    else:
-        without_image = []
+    used = {file for file in by_key.values() if file is not None} | set(ambiguous)
+    without_image = [file for file in label_files if file not in used]
     maps = manifest.total - manifest.skipped
-    return Imported(Path(out), maps, refused, without_label, ambiguous, without_image, notes)
+    return Imported(options.out, maps, refused, without_label, ambiguous, without_image, notes)
 
 
-def export_legacy(
-    store: str | os.PathLike[str] | Maps,
-    out: str | os.PathLike[str],
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> list[str]:
+def _record(root: Path, file: str, images: Path | None, key: str, meta: StoreMeta) -> ScoreMap | Skipped:
+    """The map in a label file, turned as its image is, or why it cannot be used."""
+    from everytoken.data.decode import ImageError, read_header, turn_upright
+
+    try:
+        scores, classes = read_released(root / file, meta.num_classes)
+        if scores.shape != (*meta.grid, meta.top_k):
+            raise StoreError(f"has {scores.shape} cells and classes, the others {(*meta.grid, meta.top_k)}")
+    except StoreError as error:
+        return Skipped(f"{file} {error}")
+    try:
+        size, orientation = ((0, 0), 1) if images is None else read_header(images / key, key)
+    except ImageError as error:
+        return Skipped(f"the image cannot be read ({str(error).removeprefix(f'{key}: ').rstrip('.')})")
+    scores, classes = turn_upright(scores, orientation), turn_upright(classes, orientation)
+    h, w = meta.grid
+    if scores.shape[:2] != (h, w):
+        return Skipped(f"the image lies on its side (EXIF), and a map of {h}x{w} cells cannot be turned")
+    size = size if orientation < 5 else size[::-1]
+    return ScoreMap(scores, classes.astype(np.uint32), size, map_area(meta.resize_mode, size, w / h))
+
+
+def export_released(options: ExportOptions, progress: Progress | None = None) -> list[str]:
     """Write a store's maps as released ``.pt`` files; returns notes on what other code will make of them.
 
     Args:
-        store: a store or its folder.
-        out: an empty or new folder; with ``overwrite``, files in it are replaced.
-        overwrite: see ``out``.
-        progress: called with (done, total).
+        options: what to export, see `ExportOptions`.
+        progress: called with (maps done, maps in all).
     """
     import torch
 
-    store = store if isinstance(store, Maps) else Maps(store)
-    manifest, folder = store.manifest, Path(out)
-    if manifest.num_classes > EXACT_IDS:
+    maps = Maps(options.maps)
+    if maps.num_classes > EXACT_IDS:
         raise StoreError(
-            f"{store.path} has {manifest.num_classes} classes; the released format keeps ids as float16, which is "
+            f"{maps.path} has {maps.num_classes} classes; the released format keeps ids as float16, which is "
             f"exact up to {EXACT_IDS} classes only. Use the store itself."
         )
     owners: dict[str, str] = {}
-    for key in store:
-        other = owners.setdefault(legacy_path(key), key)
+    for key in maps:
+        other = owners.setdefault(released_path(key), key)
         if other != key:
             raise StoreError(
-                f"{other!r} and {key!r} would both be written to {legacy_path(key)}; the released format tells images "
-                "apart only by their last folder and their name up to the first dot. Rename one of them."
+                f"{other!r} and {key!r} would both be written to {released_path(key)}; the released format tells "
+                "images apart only by their last folder and their name up to the first dot. Rename one of them."
             )
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise StoreError(f"{folder} is not empty; give a new folder, or --overwrite to replace files in it.")
+    if options.out.is_dir() and any(options.out.iterdir()) and not options.overwrite:
+        raise StoreError(f"{options.out} is not empty; give a new folder, or replace the files in it with overwrite.")
     for done, (name, key) in enumerate(owners.items(), 1):
-        one = store[key]
-        planes = np.stack([one.scores.transpose(2, 0, 1), one.classes.transpose(2, 0, 1).astype(np.float16)])
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".tmp-{path.name}")
-        torch.save(torch.from_numpy(planes), temporary)
-        os.replace(temporary, path)
+        score_map, path = maps[key], options.out / name
+        planes = np.stack([score_map.scores, score_map.classes.astype(np.float16)]).transpose(0, 3, 1, 2)
+        with files.disk_errors(options.out, "exporting maps"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            buffer = BytesIO()
+            torch.save(torch.from_numpy(np.ascontiguousarray(planes)), buffer)
+            files.write_atomically(path, buffer.getbuffer(), sync=False)
         if progress is not None and (done % 256 == 0 or done == len(owners)):
             progress(done, len(owners))
-    return list(_export_notes(store))
+    return list(_export_notes(maps))
 
 
-def _export_notes(store: Maps) -> Iterator[str]:
-    manifest = store.manifest
-    h, w = manifest.grid
+def _export_notes(maps: Maps) -> Iterator[str]:
+    h, w = maps.grid
     if h != w or w < 6:
         yield f"the released training code needs square maps at least 6 wide; these are {h}x{w}"
-    if manifest.top_k != 5:
-        yield f"released maps have 5 classes per cell, these have {manifest.top_k}"
-    if manifest.resize_mode != "squash":
-        yield f"the released training code takes maps as covering the whole image; these are '{manifest.resize_mode}'"
+    if maps.top_k != 5:
+        yield f"released maps have 5 classes per cell, these have {maps.top_k}"
+    if maps.manifest.resize_mode != "squash":
+        mode = maps.manifest.resize_mode
+        yield f"the released training code takes maps as covering the whole image; these are '{mode}'"
 
 
 def _match(
@@ -268,20 +290,20 @@ def _match(
     if not images.is_dir():
         raise StoreError(f"there is no image folder {images}.")
     keys = sorted(walk(images))
-    claims = Counter(map(legacy_path, keys))
+    claims = Counter(map(released_path, keys))
     there = set(label_files)
     ambiguous: dict[str, list[str]] = {}
     by_key: dict[str, str | None] = {}
     missing = []
     for key in keys:
-        file = legacy_path(key)
+        file = released_path(key)
         by_key[key] = file if file in there and claims[file] == 1 else None
         if file not in there:
             missing.append(key)
         elif claims[file] > 1:
             ambiguous.setdefault(file, []).append(key)
     if all(file is None for file in by_key.values()):
-        example = f"{keys[0]} would need {legacy_path(keys[0])}" if keys else "it has no images"
+        example = f"{keys[0]} would need {released_path(keys[0])}" if keys else "it has no images"
         raise StoreError(
             f"no image of {images} has a label file (for example, {example}; the label files look like "
             f"{label_files[0]}). Give the folders that hold the class folders."
@@ -289,13 +311,13 @@ def _match(
     return by_key, ambiguous, missing
 
 
-def _look_ahead(root: Path, label_files: list[str], num_classes: int) -> tuple[tuple[int, int], int]:
+def _grid_and_k(root: Path, label_files: list[str], num_classes: int) -> tuple[tuple[int, int], int]:
     """Grid and k of most of the first readable files."""
     shapes: Counter[tuple[int, ...]] = Counter()
     reason = ""
     for file in label_files[:200]:
         try:
-            shapes[read_legacy(root / file, num_classes)[0].shape] += 1
+            shapes[read_released(root / file, num_classes)[0].shape] += 1
         except StoreError as error:
             reason = reason or f"{file} {error}"
         if shapes.total() == 16:

@@ -1,0 +1,77 @@
+"""How far a long job is: a bar with rate and time left, or a plain line now and then when nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import rich.progress
+from rich.console import Console
+
+
+def clock(seconds: float) -> str:
+    """90 -> '1:30'; 7300 -> '2:01:40'."""
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+class Progress:
+    """Shows the progress of a command on stderr: call it with (done, total). A context manager.
+
+        with Progress("verify", "B") as progress:
+            verify("maps", progress)
+
+    Args:
+        job: its name.
+        unit: what is counted, "files" for example; "B" for bytes.
+        every: seconds between plain lines.
+        keep: leave the bar on the terminal when the job is done.
+    """
+
+    def __init__(self, job: str, unit: str, every: float = 10.0, keep: bool = True) -> None:
+        self.job, self.unit, self.every = job, unit, every
+        self._bar: rich.progress.Progress | None = None
+        self._started = self._last = time.monotonic()
+        self._first: int | None = None
+        console = Console(stderr=True)
+        if console.is_terminal:
+            columns = (
+                rich.progress.TextColumn("{task.description}", markup=False),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[rate]}"),
+                rich.progress.TimeRemainingColumn(),
+            )
+            self._bar = rich.progress.Progress(*columns, console=console, transient=not keep)
+            self._task = self._bar.add_task(job, total=None, rate="")
+
+    def __call__(self, done: int, total: int, doing: str = "") -> None:
+        """Show how far it is; `doing` is shown behind the name of the job."""
+        now = time.monotonic()
+        self._first = done if self._first is None else self._first
+        rate = (done - self._first) / max(now - self._started, 1e-9)
+        amount = f"{self._amount(done)} of {self._amount(total)}, {self._rate(rate)}/s"
+        title = f"{self.job} {doing}".rstrip()
+        if self._bar is not None:
+            self._bar.update(self._task, description=title, completed=done, total=total, rate=amount)
+        elif now - self._last >= self.every:
+            self._last = now
+            left = f", {clock((total - done) / rate)} left" if rate > 0 else ""
+            print(f"{title}: {amount}{left}", file=sys.stderr, flush=True)
+
+    def _rate(self, number: float) -> str:
+        return f"{number:.2g} {self.unit}" if number < 10 and self.unit != "B" else self._amount(number)
+
+    def _amount(self, number: float) -> str:
+        if self.unit != "B":
+            return f"{number:,.0f} {self.unit}"
+        return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
