@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from everytoken.cli import main as everytoken
-from everytoken.explanation.picture import PAD, draw_overview
+from everytoken.draw import PAD, stack
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 from everytoken.models import TokenModel
 from everytoken.models.load import Description
@@ -111,14 +111,13 @@ def main() -> None:
         images = [str(root / f"{i}.png") for i in (1, 2, 3)]
         common = ["--device", "cpu", "--out"]
         assert (
-            everytoken(["explain", str(weights), *images, "--labels", str(root / "maps"), *common, str(root / "a")])
-            == 0
+            everytoken(["explain", str(weights), *images, "--maps", str(root / "maps"), *common, str(root / "a")]) == 0
         )
         assert everytoken(["explain", str(weights), *images[1:], "--mix", *common, str(root / "b")]) == 0
         cards = [
             Image.open(path).convert("RGB") for path in (*sorted((root / "a").glob("0[12]-*.png")), root / "b/mix.png")
         ]
-        sheet = draw_overview("", "", cards)
+        sheet = stack("", "", cards)
         sheet = sheet.crop((0, 76 - PAD, sheet.width, sheet.height))
         sheet.save(target, optimize=True)
 

@@ -1,38 +1,62 @@
-"""Pieces of pictures: cells and heat on a photo, legends, text that fits; for sheets of maps and for explanations."""
+"""Everything that is drawn: colours of classes, overlays on photos, panels with legends, cards and sheets of cards.
+
+A `Card` is about one image: rows of panels (`Panel`) with a legend; `draw_sheet` puts cards under a title. Colours
+belong to classes, grey is for the rest, and all palettes can be told apart with any kind of colour vision, and in grey
+(heat). HTML pages are made from templates (`everytoken.reports`), which use the same palette.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from everytoken.maps.summary import MapSummary
+if TYPE_CHECKING:
+    from everytoken.maps.summary import MapSummary
 
-# Seven colours that can be told apart on a grey photograph; grey is for the rest.
-PALETTE = ("#e6194b", "#3cb4ff", "#ffd21e", "#2fbf71", "#b15be3", "#ff8c1a", "#1f4ed8")
+# Ten colours that can be told apart on a photograph; grey is for the rest.
+PALETTE = (
+    *("#e6194b", "#3cb4ff", "#ffd21e", "#2fbf71", "#b15be3"),
+    *("#ff8c1a", "#1f4ed8", "#00c2b2", "#ff7ab8", "#7a4a1e"),
+)
 OTHER = "#8a8a8a"
 INK, FAINT, PAPER, CARD, RED, GREEN = "#1c1c1e", "#6b6b70", "#f2f2f4", "#ffffff", "#c62828", "#2e7d32"
+OWN, PARTNER, HALF = "#d55e00", "#0072b2", "#f4f2ee"  # of two mixed images
+DIFFERENT = "#e66100"
+PANEL, GAP, LEGEND, PAD, LINE = 232, 10, 250, 16, 20  # pixels: side of a panel, between panels, width of a legend
 
 
-def choose_colours(classes: Sequence[int], known: dict[int, str]) -> dict[int, str]:
-    """Colours of a tile's main classes; a class keeps the colour it has elsewhere on the sheet if that is free."""
-    chosen = list(classes[: len(PALETTE)])
-    result = {c: known[c] for c in chosen if c in known}
-    taken: set[str] = set()
-    for class_id in list(result):
-        if result[class_id] in taken:
-            del result[class_id]
-        else:
-            taken.add(result[class_id])
-    free = iter(colour for colour in PALETTE if colour not in taken)
-    for class_id in chosen:
-        if class_id not in result:
-            result[class_id] = next(free)
-            known.setdefault(class_id, result[class_id])
-    return result
+def rgb(colour: str) -> tuple[int, int, int]:
+    """'#rrggbb' as numbers."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+class ClassColours:
+    """A class keeps its colour from card to card, and from model to model, as far as there are colours."""
+
+    def __init__(self) -> None:
+        self.colours: dict[str, str] = {}
+
+    def choose(self, names: Sequence[str]) -> dict[str, str]:
+        """Class -> colour for the classes of one card, the main ones first; more than there are colours get none.
+
+        Where two classes of a card would have the same colour, the later one gets another one on this card.
+        """
+        chosen: dict[str, str] = {}
+        for name in list(dict.fromkeys(names))[: len(PALETTE)]:
+            colour = self.colours.setdefault(name, PALETTE[len(self.colours) % len(PALETTE)])
+            if colour in chosen.values():
+                colour = next(free for free in PALETTE if free not in chosen.values())
+            chosen[name] = colour
+        return chosen
+
+
+# -- overlays ---------------------------------------------------------------------------------------------------------
 
 
 def cells_of(
@@ -54,52 +78,84 @@ def cells_of(
     return cells, inside
 
 
-def class_panel(
+def class_overlay(
     photo: Image.Image, cells: NDArray[np.int64], inside: NDArray[np.bool_], summary: MapSummary, legend: dict[int, str]
 ) -> Image.Image:
     """The best class of each cell in its colour, stronger where it is surer, on the photo in grey."""
-    top = summary.top.ravel()
-    paint = np.array([rgb(legend.get(int(c), OTHER)) for c in top], np.float32)[cells]
+    paint = np.array([rgb(legend.get(int(c), OTHER)) for c in summary.top.ravel()], np.float32)[cells]
     strength = (0.25 + 0.5 * np.sqrt(summary.confidence.ravel()))[cells][..., None]
-    base = np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
+    base = _grey(photo)
     mixed = np.where(inside[..., None], (1 - strength) * base + strength * paint, 0.5 * base + 40)
     edge = np.zeros(inside.shape, bool)  # a dark line where the colour changes
     edge[:, 1:] |= (paint[:, 1:] != paint[:, :-1]).any(axis=-1)
     edge[1:, :] |= (paint[1:, :] != paint[:-1, :]).any(axis=-1)
     mixed[edge & inside] *= 0.4
-    return Image.fromarray(mixed.clip(0, 255).astype(np.uint8))
+    return _image(mixed)
 
 
-def confidence_panel(
+def confidence_overlay(
     photo: Image.Image, cells: NDArray[np.int64], inside: NDArray[np.bool_], summary: MapSummary
 ) -> Image.Image:
     """How sure each cell is, as heat on the photo."""
     heat = heat_colours(summary.confidence.ravel()[cells]).astype(np.float32)
-    base = np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
-    mixed = np.where(inside[..., None], 0.25 * base + 0.75 * heat, 0.5 * base + 40)
-    return Image.fromarray(mixed.clip(0, 255).astype(np.uint8))
+    base = _grey(photo)
+    return _image(np.where(inside[..., None], 0.25 * base + 0.75 * heat, 0.5 * base + 40))
+
+
+def heat_overlay(photo: Image.Image, values: NDArray[np.floating]) -> Image.Image:
+    """Values [h, w], 0 or more, as heat on the photo; smooth between cells, the highest is the brightest."""
+    values = np.asarray(values, np.float32)
+    values = values / max(float(values.max()), 1e-12)
+    smooth = np.asarray(Image.fromarray(values).resize(photo.size, Image.Resampling.BICUBIC)).clip(0, 1)
+    strength = (0.45 + 0.3 * smooth)[..., None]
+    return _image((1 - strength) * _grey(photo) + strength * heat_colours(smooth))
+
+
+def difference_overlay(photo: Image.Image, same: NDArray[np.bool_], inside: NDArray[np.bool_]) -> Image.Image:
+    """The photo in grey, with colour on the cells [h, w] where two maps differ; dark where there is only one map."""
+    strength = _blocks((0.7 * (inside & ~same)).astype(np.float32)[..., None], photo.size)
+    light = _blocks(np.where(inside, 1.0, 0.4).astype(np.float32)[..., None], photo.size)
+    return _image((1 - strength) * light * _grey(photo) + strength * np.array(rgb(DIFFERENT), np.float32))
+
+
+def share_picture(values: NDArray[np.floating], size: tuple[int, int]) -> Image.Image:
+    """Shares [h, w]: orange is the first image's, blue the second's, light is half and half."""
+    return _image(_blocks(share_colours(values), size))
 
 
 def heat_colours(values: NDArray[np.floating]) -> NDArray[np.uint8]:
     """Dark blue through teal to yellow, for 0..1; ends up [..., 3]."""
-    stops = np.array([rgb(c) for c in ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b")], np.float32)
+    return _ramp(values, ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b")).astype(np.uint8)
+
+
+def share_colours(values: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Colours [..., 3] of shares 0..1."""
+    return _ramp(values, (PARTNER, HALF, OWN))
+
+
+def _ramp(values: NDArray[np.floating], colours: Sequence[str]) -> NDArray[np.float32]:
+    stops = np.array([rgb(c) for c in colours], np.float32)
     at = np.linspace(0, 1, len(stops))
-    return np.stack([np.interp(values, at, stops[:, i]) for i in range(3)], axis=-1).astype(np.uint8)
+    return np.stack([np.interp(values, at, stops[:, i]) for i in range(3)], axis=-1).astype(np.float32)
 
 
-def draw_swatch(
-    draw: ImageDraw.ImageDraw, x: int, y: int, colour: str, name: str, share: float, width: int = 236
-) -> None:
-    """A line of a legend: colour, part of the cells, name."""
-    draw.rounded_rectangle((x, y + 2, x + 15, y + 16), 3, fill=colour)
-    percent = f"{share:.0%}" if share >= 0.005 else "<1%"
-    draw.text((x + 56, y), percent, fill=FAINT, font=font_of(14), anchor="ra")
-    draw_text(draw, (x + 63, y), name, 14, INK, width - 63)
+def _blocks(values: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
+    """Cells [h, w, c] as blocks of pixels of a picture of (width, height)."""
+    width, height = size
+    rows = (np.arange(height) * values.shape[0]) // height
+    columns = (np.arange(width) * values.shape[1]) // width
+    return values[rows][:, columns]
 
 
-def rgb(colour: str) -> tuple[int, int, int]:
-    """'#rrggbb' as numbers."""
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+def _grey(photo: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
+
+
+def _image(values: NDArray[np.floating]) -> Image.Image:
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+
+
+# -- text and charts --------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
@@ -135,3 +191,199 @@ def draw_text(
                 break
         text = cut
     draw.text(at, text, fill=fill, font=font)
+
+
+def layer_chart(
+    lines: Sequence[tuple[str, str, Sequence[float]]], level: float, size: tuple[int, int] = (PANEL, PANEL)
+) -> Image.Image:
+    """Lines (name, colour, values from layer 0; a shorter one ends at the last layer) and a dashed level by area."""
+    scale = 2  # drawn twice as large, then smoothed
+    width, height = (side * scale for side in size)
+    image = Image.new("RGB", (width, height), CARD)
+    draw = ImageDraw.Draw(image)
+    left, right, top, bottom = 34 * scale, width - 8 * scale, 8 * scale, height - 40 * scale
+    values = [v for _, _, line in lines for v in line] + [level]
+    low, high = max(0.0, min(values) - 0.08), min(1.0, max(values) + 0.08)
+    layers = max(len(line) for _, _, line in lines) - 1
+
+    def at(layer: float, value: float) -> tuple[float, float]:
+        return left + (right - left) * layer / max(layers, 1), bottom - (bottom - top) * (value - low) / (high - low)
+
+    for i in range(4):
+        value = low + (high - low) * i / 3
+        y = at(0, value)[1]
+        draw.line((left, y, right, y), fill="#e4e4e8", width=scale)
+        draw_text(draw, (2 * scale, y - 7 * scale), f"{value:.2f}", 12 * scale, FAINT, left)
+    for layer in sorted({0, layers // 2, layers}):
+        draw_text(draw, (at(layer, low)[0] - 4 * scale, bottom + 3 * scale), str(layer), 12 * scale, FAINT, 60)
+    y = at(0, level)[1]
+    for start in range(left, right, 12 * scale):
+        draw.line((start, y, min(start + 7 * scale, right), y), fill="#55555a", width=2 * scale)
+    for i, (name, colour, line) in enumerate(lines):
+        first = layers + 1 - len(line)
+        points = [at(first + j, value) for j, value in enumerate(line)]
+        draw.line(points, fill=colour, width=2 * scale, joint="curve")
+        for x, y in points:
+            radius = 2.6 * scale
+            box = (x - radius, y - radius, x + radius, y + radius)
+            draw.ellipse(box, fill=colour) if i == 0 else draw.rectangle(box, fill=colour)
+        draw_text(draw, (left + i * 92 * scale, height - 19 * scale), name, 13 * scale, colour, 120 * scale)
+    return image.resize(size, Image.Resampling.LANCZOS)
+
+
+# -- panels, cards, sheets --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture with a title above it and a line below."""
+
+    title: str
+    image: Image.Image
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a legend: colour and name; with the part of the cells, if there is one."""
+
+    colour: str
+    name: str
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Panels side by side with a legend.
+
+    Attributes:
+        label: a line above them, in the colour `ink`.
+        bars: (left word, right word, "heat" or "share") of colour bars below the legend.
+        remark: a line in red (or `remark_ink`) below the legend.
+    """
+
+    label: str
+    panels: Sequence[Panel]
+    legend: Sequence[Entry] = ()
+    bars: Sequence[tuple[str, str, str]] = ()
+    remark: str = ""
+    ink: str = FAINT
+    remark_ink: str = RED
+
+
+@dataclass(frozen=True)
+class Card:
+    """Everything about one image; cards of one `section` stand together under its name."""
+
+    title: str
+    rows: Sequence[Row] = field(default_factory=tuple)
+    section: str = ""
+
+
+def fit_photo(image: Image.Image, side: int = PANEL) -> Image.Image:
+    """A photo whose longer side is as long as a panel; small ones keep their pixels."""
+    scale = side / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS)
+
+
+def draw_card(card: Card) -> Image.Image:
+    """One card."""
+    panels = max(len(row.panels) for row in card.rows)
+    legend = any(row.legend or row.bars or row.remark for row in card.rows)
+    width = 2 * PAD + panels * PANEL + (panels - 1) * GAP + (GAP + LEGEND if legend else 0)
+    heights = [LINE * 3 + 14 + max(panel.image.height for panel in row.panels) for row in card.rows]
+    image = Image.new("RGB", (width, PAD + LINE + sum(heights) + 6 * len(heights) + PAD), CARD)
+    draw = ImageDraw.Draw(image)
+    draw_text(draw, (PAD, PAD - 4), card.title, 17, INK, width - 2 * PAD, middle=True)
+    y = PAD + LINE + 4
+    for row, height in zip(card.rows, heights, strict=True):
+        draw_text(draw, (PAD, y), row.label, 14, row.ink, width - 2 * PAD)
+        for i, panel in enumerate(row.panels):
+            x = PAD + i * (PANEL + GAP)
+            draw_text(draw, (x, y + LINE + 4), panel.title, 15, INK, PANEL)
+            image.paste(panel.image, (x, y + 2 * LINE + 6))
+            draw_text(draw, (x, y + 2 * LINE + 9 + panel.image.height), panel.caption, 13, FAINT, PANEL)
+        _draw_legend(image, draw, row, PAD + panels * (PANEL + GAP) + 6, y + 2 * LINE + 6)
+        y += height + 6
+    return image
+
+
+def _draw_legend(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, x: int, top: int) -> None:
+    bottom = top + max(panel.image.height for panel in row.panels)
+    bottom -= (LINE + 8) * len(row.bars) + (LINE if row.remark else 0)
+    y = top
+    for entry in row.legend[: (bottom - top) // LINE]:
+        draw.rounded_rectangle((x, y + 2, x + 15, y + 16), 3, fill=entry.colour)
+        left = x + 24
+        if entry.share is not None:
+            percent = f"{entry.share:.0%}" if entry.share >= 0.005 else "<1%"
+            draw.text((x + 56, y), percent, fill=FAINT, font=font_of(14), anchor="ra")
+            left = x + 63
+        draw_text(draw, (left, y), entry.name, 14, INK, LEGEND - (left - x))
+        y += LINE
+    y = bottom
+    for low, high, kind in row.bars:
+        words = 64
+        ramp = np.linspace(0, 1, LEGEND - 2 * words)[None, :].repeat(12, axis=0)
+        colours = heat_colours(ramp) if kind == "heat" else share_colours(1 - ramp).astype(np.uint8)
+        draw_text(draw, (x, y + 4), low, 13, FAINT, words)
+        image.paste(Image.fromarray(colours), (x + words, y + 6))
+        draw_text(draw, (x + LEGEND - words + 6, y + 4), high, 13, FAINT, words)
+        y += LINE + 8
+    if row.remark:
+        draw_text(draw, (x, y), row.remark, 13, row.remark_ink, LEGEND)
+
+
+def draw_sheet(title: str, subtitle: str, cards: Sequence[Card], columns: int = 1) -> Image.Image:
+    """Cards under a title, in columns; sections have a heading each."""
+    sections: dict[str, list[Image.Image]] = {}
+    for card in cards:
+        sections.setdefault(card.section, []).append(draw_card(card))
+    return _lay_out(title, subtitle, sections, columns)
+
+
+def stack(title: str, subtitle: str, images: Sequence[Image.Image]) -> Image.Image:
+    """Images (cards, say) below each other under a title."""
+    return _lay_out(title, subtitle, {"": list(images)}, 1)
+
+
+def _lay_out(title: str, subtitle: str, sections: dict[str, list[Image.Image]], columns: int) -> Image.Image:
+    columns = max(1, min(columns, sum(map(len, sections.values()))))
+    card_width = max(image.width for images in sections.values() for image in images)
+    head, bar = 76, 40
+    width = columns * (card_width + PAD) + PAD
+    rows = {
+        name: [images[i : i + columns] for i in range(0, len(images), columns)] for name, images in sections.items()
+    }
+    height = head + sum(bar for name in sections if name)
+    height += sum(max(image.height for image in row) + PAD for group in rows.values() for row in group)
+    sheet = Image.new("RGB", (width, height), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw_text(draw, (PAD * 2, 14), title, 22, INK, width - 4 * PAD)
+    draw_text(draw, (PAD * 2, 46), subtitle, 15, FAINT, width - 4 * PAD)
+    y = head
+    for name, group in rows.items():
+        if name:
+            draw_text(draw, (PAD * 2, y + 10), name, 18, FAINT, width - 4 * PAD)
+            y += bar
+        for row in group:
+            for i, image in enumerate(row):
+                sheet.paste(image, (PAD + i * (card_width + PAD), y))
+            y += max(image.height for image in row) + PAD
+    return sheet
+
+
+def contact_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], side: int = 64) -> Image.Image:
+    """Thumbnails in named rows: (name, images)."""
+    gap, margin = 4, 150
+    columns = max((len(images) for _, images in rows), default=0)
+    sheet = Image.new("RGB", (margin + columns * (side + gap) + gap, len(rows) * (side + gap) + gap), CARD)
+    draw = ImageDraw.Draw(sheet)
+    for number, (name, images) in enumerate(rows):
+        y = gap + number * (side + gap)
+        draw_text(draw, (gap + 4, y + side // 2 - 9), name, 15, INK, margin - 2 * gap - 8)
+        for column, image in enumerate(images):
+            resampling = Image.Resampling.NEAREST if max(image.size) < side else Image.Resampling.LANCZOS
+            sheet.paste(ImageOps.fit(image, (side, side), resampling), (margin + column * (side + gap), y))
+    return sheet

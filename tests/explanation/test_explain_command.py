@@ -110,24 +110,21 @@ def test_a_mixture_is_drawn_and_told(here, tmp_path, model):
     assert Image.open(tmp_path / "mix.png").width > 1000
 
 
-def test_a_class_keeps_its_colour_whatever_its_number():
-    from everytoken.explanation.run import Colours
-
-    colours = Colours()
-    first = colours.choose({0: "cat", 1: "dog"})
-    second = colours.choose({5: "cow", 9: "dog"})
-    assert second[9] == first[1]
-    assert len({*first.values(), *second.values()}) == 3
-    crowded = colours.choose({i: f"class {i}" for i in range(7)})
-    assert len(set(crowded.values())) == 7  # and never two of one card alike
-
-
 def test_wordnet_ids_are_told_in_words():
     from everytoken.classes import shown_name
 
     assert shown_name("n01440764") == "tench"
     assert shown_name("n99999999") == "n99999999"
     assert shown_name("my tench") == "my tench"
+
+
+def test_the_python_function_gives_cards_and_numbers_and_writes_nothing_unless_asked(here):
+    from everytoken.explanation import explain
+
+    result = explain(str(here / "vit.safetensors"), here / "photos/two.jpg", classes=("cat",), device="cpu")
+    assert result.files == []
+    assert result.cards[0].width > 600
+    assert [entry["class"] for entry in result.facts["images"][0]["models"][0]["relevance"]] == ["cat"]
 
 
 def test_random_weights_are_called_random(here, tmp_path, capsys):
@@ -154,7 +151,7 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     (["--class", "4"], "a number from 0 to 3"),
     (["--labels", "MAPS"], "has no map of any of the images"),
     (["--mix"], "exactly two images, got 1"),
-    (["--untrained"], "--untrained goes with timm:NAME"),
+    (["--untrained"], "untrained goes with timm:NAME"),
     (["--checkpoint", "x.pt"], "--checkpoint and --untrained go with timm:NAME"),
 ])  # fmt: skip
 def test_mistakes_are_told_with_the_way_out(here, tmp_path, capsys, more, message):
@@ -173,4 +170,4 @@ def test_a_missing_file_and_a_folder_are_told(here, tmp_path, capsys):
 def test_attention_of_a_convolutional_model_is_refused_with_the_way_out(here, tmp_path, capsys):
     argv = [here / "cnn.safetensors", here / "photos/two.jpg", "--method", "attention", "--out", tmp_path]
     assert run(here, *argv) == 2
-    assert "--method cam" in capsys.readouterr().err
+    assert "method='cam'" in capsys.readouterr().err

@@ -38,10 +38,10 @@ def test_shares_of_a_vit_are_followed_by_hand():
     own, partner = two()
     mask = draw_box(0.4, (32, 32))
     story = follow_mix(model, own, partner, mask, boxes=4)
-    from everytoken.explanation import see_attention
+    from everytoken.explanation import record_attention
 
     mixed = own * mask + partner * (1 - mask)
-    with torch.no_grad(), see_attention(model.backbone) as seen:
+    with torch.no_grad(), record_attention(model.backbone) as seen:
         model.backbone(mixed)
     start = mask.view(8, 4, 8, 4).mean((1, 3)).flatten()
     shares = torch.cat((mask.mean().view(1), start))

@@ -7,7 +7,7 @@ from torch import nn
 
 import everytoken.models  # noqa: F401
 from everytoken.errors import EverytokenError
-from everytoken.explanation import NoAttentionError, choose_method, relevance, see_attention
+from everytoken.explanation import NoAttentionError, choose_method, record_attention, relevance
 from everytoken.models import TokenModel, UnsupportedModelError
 
 from .conftest import tiny_vit
@@ -152,11 +152,11 @@ def test_the_seen_matrices_are_those_of_the_model_s_own_unfused_attention():
     torch.manual_seed(0)
     model = tiny_vit().eval()
     x = images(1)
-    with see_attention(model) as fused, torch.no_grad():
+    with record_attention(model) as fused, torch.no_grad():
         logits = model(x)
     for block in model.blocks:
         block.attn.fused_attn = False
-    with see_attention(model) as plain, torch.no_grad():
+    with record_attention(model) as plain, torch.no_grad():
         torch.testing.assert_close(model(x), logits)
     assert len(fused.matrices) == len(plain.matrices) == 3
     for one, other in zip(fused.matrices, plain.matrices, strict=True):
@@ -165,7 +165,7 @@ def test_the_seen_matrices_are_those_of_the_model_s_own_unfused_attention():
 
 
 def test_class_attention_changes_the_row_of_the_class_token_only():
-    from everytoken.explanation.relevance import accumulate
+    from everytoken.explanation.saliency import accumulate
 
     torch.manual_seed(0)
     patches, to_class = torch.rand(1, 4, 4), torch.rand(1, 1, 5)
@@ -180,7 +180,7 @@ def test_a_distilled_model_answers_with_both_tokens():
     torch.manual_seed(0)
     model = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1, num_classes=3).eval()
     x = images(1)
-    with see_attention(model) as seen:
+    with record_attention(model) as seen:
         logits = model(x)
     (grad,) = torch.autograd.grad(logits[0, 1], seen.matrices)
     step = torch.relu(grad * seen.matrices[0]).mean(1)[0]
@@ -209,13 +209,13 @@ def test_relevance_works_in_inference_mode_and_with_frozen_weights():
 @pytest.mark.parametrize("name", ["convit_tiny", "xcit_nano_12_p16_224"])
 def test_unknown_attention_is_named_with_the_way_out(name):
     model = timm.create_model(name, num_classes=3)
-    with pytest.raises(UnsupportedModelError, match=r"(GPSA|XC|ClassAttn|ConVit|Xcit).*--method cam"):
+    with pytest.raises(UnsupportedModelError, match=r"(GPSA|XC|ClassAttn|ConVit|Xcit).*method='cam'"):
         relevance(model, images(1, 64), [0])
 
 
 def test_a_hierarchical_model_says_so_when_asked_for_attention():
     model = timm.create_model("resnet18", num_classes=3)
-    with pytest.raises(NoAttentionError, match=r"ResNet.*--method cam"):
+    with pytest.raises(NoAttentionError, match=r"ResNet.*method='cam'"):
         relevance(model, images(1), [0], "attention")
 
 

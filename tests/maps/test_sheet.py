@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from everytoken import draw
+from everytoken.draw import OTHER, PALETTE, PANEL
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
-from everytoken.maps import sheet as sheet_module
-from everytoken.maps.sheet import OTHER, PALETTE, PANEL, Tile, draw_sheet, load_photo
+from everytoken.maps.sheet import Tile, draw_sheet, load_photo
 from everytoken.maps.summary import (
     MANY,
     OTHERS,
@@ -114,8 +114,8 @@ def panel_of(one: ScoreMap, size=(200, 100)) -> tuple[Image.Image, dict[int, str
     photo = Image.new("RGB", size, "#808080")
     cells, inside = draw.cells_of(photo.size, one.scores.shape[:2], one.area)
     summary = summarize(one, 4)
-    legend = draw.choose_colours([c for c, _ in summary.shares], {})
-    return draw.class_panel(photo, cells, inside, summary, legend), legend
+    legend = {c: draw.PALETTE[i] for i, (c, _) in enumerate(summary.shares)}
+    return draw.class_overlay(photo, cells, inside, summary, legend), legend
 
 
 def is_like(colour: np.ndarray, name: str) -> bool:
@@ -149,16 +149,16 @@ def test_a_sure_cell_is_painted_stronger_than_an_unsure_one():
 
 
 def test_a_class_keeps_its_colour_on_a_sheet_and_no_colour_is_used_twice_in_a_tile():
-    known: dict[int, str] = {}
-    first = draw.choose_colours([5, 6], known)
-    second = draw.choose_colours([7, 6], known)
-    assert second[6] == first[6]
-    assert second[7] != second[6]
-    many = draw.choose_colours(list(range(20)), known)
+    colours = draw.ClassColours()
+    first = colours.choose(["ant", "bee"])
+    second = colours.choose(["cat", "bee"])
+    assert second["bee"] == first["bee"]
+    assert second["cat"] != second["bee"]
+    many = colours.choose([f"class {i}" for i in range(20)])
     assert len(many) == len(PALETTE) == len(set(many.values()))
     assert OTHER not in many.values()
     for _ in range(5):
-        clash = draw.choose_colours([5, 7, 6], known)
+        clash = colours.choose(["class 7", "ant", "bee"])
         assert len(set(clash.values())) == 3
 
 
@@ -188,6 +188,6 @@ def test_a_sheet_has_room_for_every_tile_and_survives_odd_names():
     tiles = [Tile(odd, f"section {i // 2}", one, summarize(one, 4), label=i % 2) for i in range(5)]
     wide = draw_sheet(tiles, lambda i: "имя " * 30, "title", columns=2)
     narrow = draw_sheet(tiles[:1], NAMES.__getitem__, "title", columns=7)
-    assert wide.width == 2 * narrow.width - sheet_module.PAD
-    assert wide.height > 3 * sheet_module.TILE[1]
+    assert wide.width == 2 * narrow.width - draw.PAD
+    assert wide.height > 3 * PANEL
     assert len(wide.getcolors(10**7)) > 50

@@ -1,24 +1,55 @@
-"""Pictures and numbers of what a model sees: what its tokens say, which places speak for a class, whose a mix is."""
+"""Pictures and numbers of what a model sees: what its tokens say, which places speak for a class, whose a mix is.
 
-from everytoken.explanation.attention import NoAttentionError, see_attention
-from everytoken.explanation.faithfulness import area_under, deletion_curve, insertion_curve, mass_inside, points_inside
-from everytoken.explanation.mixed import MixStory, draw_box, follow_mix
-from everytoken.explanation.relevance import choose_method, relevance
-from everytoken.explanation.tokens import summarize_cells, token_probabilities
+Names are imported when they are first used.
+"""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everytoken._lazy import lazy
+
+if TYPE_CHECKING:
+    from everytoken.explanation.cards import ExplainOptions, Explanation, explain
+    from everytoken.explanation.faithfulness import (
+        area_under,
+        deletion_curve,
+        insertion_curve,
+        mass_inside,
+        points_inside,
+    )
+    from everytoken.explanation.mixed import MixStory, draw_box, follow_mix
+    from everytoken.explanation.saliency import NoAttentionError, choose_method, record_attention, relevance
+    from everytoken.explanation.tokens import summarize_cells, token_probabilities
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "everytoken.explanation.cards": ["Explanation", "ExplainOptions", "explain"],
+        "everytoken.explanation.faithfulness": [
+            *("area_under", "deletion_curve", "insertion_curve", "mass_inside", "points_inside")
+        ],
+        "everytoken.explanation.mixed": ["MixStory", "draw_box", "follow_mix"],
+        "everytoken.explanation.saliency": ["NoAttentionError", "choose_method", "record_attention", "relevance"],
+        "everytoken.explanation.tokens": ["summarize_cells", "token_probabilities"],
+    },
+)
 __all__ = [
+    "ExplainOptions",
+    "Explanation",
     "MixStory",
     "NoAttentionError",
     "area_under",
     "choose_method",
     "deletion_curve",
     "draw_box",
+    "explain",
     "follow_mix",
     "insertion_curve",
     "mass_inside",
     "points_inside",
+    "record_attention",
     "relevance",
-    "see_attention",
     "summarize_cells",
     "token_probabilities",
 ]

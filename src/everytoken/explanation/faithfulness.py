@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
-from everytoken.explanation.attention import evaluating
-from everytoken.explanation.relevance import backbone_of, class_logits
+from everytoken.explanation.saliency import backbone_of, class_logits, evaluating
 
 
 def deletion_curve(

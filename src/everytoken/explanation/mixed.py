@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
-from everytoken.explanation.attention import evaluating
+from everytoken.explanation.saliency import evaluating
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse
 from everytoken.mixing import CutMix, Mix, apply_to_pixels
 from everytoken.mixing.boxes import box_masks

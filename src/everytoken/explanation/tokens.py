@@ -17,7 +17,7 @@ from torch import Tensor
 from everytoken.classes import ClassList
 from everytoken.draw import cells_of
 from everytoken.errors import EverytokenError
-from everytoken.explanation.attention import evaluating
+from everytoken.explanation.saliency import evaluating
 from everytoken.explanation.subject import Area
 from everytoken.maps import Maps, ScoreMap
 from everytoken.maps.summary import MapSummary, summarize

@@ -12,25 +12,37 @@ that update the class token only (CaiT) change that row only, and tokens that jo
 What we do differently: talking heads (CaiT) mix heads after the softmax; what mixes tokens then has any sign, counts by
 size in rollout and as it is in "attention". Grad-CAM of a model with a class token looks at the patches before the last
 block, because after it they do not reach the head.
-Cost: one forward pass, one backward pass per class; see `attention` for memory.
+
+Attention is made explicit while the model runs (`record_attention`): inside attention layers, a call of
+`scaled_dot_product_attention` is answered by the same formula with its matrix; a layer that makes its matrix itself
+hands it to `attn_drop`, where a hook gets it. Which layers these are is what token-label alignment knows
+(`everytoken.models.align.RULES`). Afterwards hooks, evaluation mode and gradient checkpointing are as they were.
+Cost: one forward pass, one backward pass per class, and the attention matrices, B·heads·N² numbers for each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from everytoken.errors import EverytokenError
-from everytoken.explanation.attention import NoAttentionError, attention_layers, evaluating, read_tokens, see_attention
 from everytoken.functional.shares import row_normalised
+from everytoken.models.align.aligner import HEADS, pooling
+from everytoken.models.align.attention import self_attention, talking_heads
+from everytoken.models.align.rules import rule_of
 from everytoken.models.families import UnsupportedModelError, family_of
 from everytoken.models.token_model import TokenModel, grid_shape, last_block
 
 Method = Literal["auto", "attention", "rollout", "cam"]
 Classes = Tensor | Sequence[int]
+
+WAY_OUT = "Use method='cam', which needs no attention."
 
 
 def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method = "auto") -> Tensor:
@@ -51,20 +63,20 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
         inputs = images.detach().clone().requires_grad_()
         if chosen == "cam":
             return _grad_cam(backbone, inputs, indices)
-        with see_attention(backbone) as seen:
+        with record_attention(backbone) as attention:
             logits = class_logits(backbone, inputs)
         size = (images.shape[-2], images.shape[-1])
         if chosen == "rollout":
             with torch.no_grad():
-                steps = [_rollout_step(a, s) for a, s in zip(seen.matrices, seen.softmax, strict=True)]
+                steps = [_rollout_step(a, s) for a, s in zip(attention.matrices, attention.softmax, strict=True)]
                 rows = _read(backbone, accumulate(steps, residual=False), size)
             return rows[:, None].expand(-1, indices.shape[1], -1, -1).clone()
         maps = []
         for i in range(indices.shape[1]):
             score = logits.gather(1, indices[:, i : i + 1]).sum()  # images do not see each other
-            grads = torch.autograd.grad(score, seen.matrices, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(score, attention.matrices, retain_graph=True, allow_unused=True)
             with torch.no_grad():
-                steps = [_relevance_step(a.detach(), g) for a, g in zip(seen.matrices, grads, strict=True)]
+                steps = [_relevance_step(a.detach(), g) for a, g in zip(attention.matrices, grads, strict=True)]
                 start = _identity(1, steps[-1].shape[2], steps[-1])
                 maps.append(_read(backbone, accumulate(steps) - start, size))
         return torch.stack(maps, dim=1)
@@ -137,17 +149,17 @@ def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
 def _grad_cam(backbone: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
     model: Any = backbone
     family = family_of(backbone)
-    kept: list[Tensor] = []
+    captured: list[Tensor] = []
     if family.layout == "tokens" and _has_class_token(backbone):
-        handle = last_block(backbone).register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+        handle = last_block(backbone).register_forward_pre_hook(lambda module, args: captured.append(args[0]))
         try:
             logits = class_logits(backbone, inputs)
         finally:
             handle.remove()
     else:
-        kept = [model.forward_features(inputs)]
-        logits = _head(model, kept[0])
-    features, maps = kept[0], []
+        captured = [model.forward_features(inputs)]
+        logits = _head(model, captured[0])
+    features, maps = captured[0], []
     for i in range(classes.shape[1]):
         score = logits.gather(1, classes[:, i : i + 1]).sum()
         (gradient,) = torch.autograd.grad(score, features, retain_graph=True)
@@ -167,7 +179,7 @@ def _as_grid(backbone: nn.Module, features: Tensor, images: Tensor) -> Tensor:
     own = int(getattr(backbone, "num_prefix_tokens", 0)) if family.prefix is None else family.prefix
     prefix, grid = min(
         ((p, grid_shape(features.shape[1] - p, (height, width))) for p in dict.fromkeys((own, 0))),
-        key=lambda found: abs(found[1][0] * width - found[1][1] * height),
+        key=lambda choice: abs(choice[1][0] * width - choice[1][1] * height),
     )
     return features[:, prefix:].unflatten(1, grid)
 
@@ -210,3 +222,168 @@ def _indices(backbone: nn.Module, classes: Classes, count: int) -> Tensor:
 
 def _identity(batch: int, count: int, like: Tensor) -> Tensor:
     return torch.eye(count, device=like.device, dtype=like.dtype).expand(batch, -1, -1)
+
+
+# -- attention, made explicit ------------------------------------------------------------------------------------------
+
+
+class NoAttentionError(UnsupportedModelError):
+    """The backbone is known, but it has no attention over all tokens: windows, convolutions or MLPs mix its places."""
+
+
+def attention_layers(backbone: nn.Module) -> list[nn.Module]:
+    """The layers with attention over all tokens, in the order in which they run.
+
+    Raises `NoAttentionError` for hierarchical, convolutional and MLP backbones, and `UnsupportedModelError` that names
+    the layer where it is not known how a layer mixes tokens.
+    """
+    family = family_of(backbone)
+    name = type(backbone).__name__
+    if family.layout != "tokens":
+        raise NoAttentionError(f"{name} ({family.title}) has no attention over all tokens of one grid. {WAY_OUT}")
+    layers: list[nn.Module] = []
+
+    def walk(module: nn.Module, path: str) -> None:
+        if path == family.embed:
+            return
+        rule = rule_of(module)
+        if rule in (self_attention, talking_heads):
+            layers.append(module)
+        elif rule == "plain":
+            for child_name, child in module.named_children():
+                if path or child_name not in HEADS:
+                    walk(child, f"{path}.{child_name}" if path else child_name)
+        elif rule is None:
+            raise UnsupportedModelError(
+                f"it is not known how {type(module).__name__} ({type(module).__module__}, at {path or 'the top'!r} of "
+                f"{name}) mixes tokens, so its attention cannot be followed. {WAY_OUT} Or add the class to "
+                "everytoken.models.align.RULES."
+            )
+        elif rule != "tokenwise":
+            raise NoAttentionError(
+                f"{type(module).__name__} (at {path!r} of {name}) does not mix tokens by attention over one grid. "
+                f"{WAY_OUT}"
+            )
+
+    walk(backbone, "")
+    if not layers:
+        raise NoAttentionError(f"{name} has no attention layers. {WAY_OUT}")
+    return layers
+
+
+def read_tokens(backbone: nn.Module) -> str:
+    """Which tokens the class head reads: "token" (class token), "both" (class and distillation token) or "avg"."""
+    try:
+        kind = pooling(backbone)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}. {WAY_OUT}") from error
+    return "both" if kind == "token" and hasattr(backbone, "head_dist") else kind
+
+
+class AttentionRecord:
+    """The attention matrices of one pass.
+
+    Attributes:
+        matrices: [B, heads, M, N] of each layer that has run; outputs m are made from inputs n.
+        softmax: for each, whether its rows are a softmax (talking heads mix heads afterwards: any sign).
+    """
+
+    def __init__(self) -> None:
+        self.matrices: list[Tensor] = []
+        self.softmax: list[bool] = []
+        self._inside: bool | None = None  # softmax of the layer under way
+        self._count = 0
+
+    def _enter(self, softmax: bool) -> None:
+        self._inside, self._count = softmax, len(self.matrices)
+
+    def _add(self, matrix: Tensor) -> None:
+        if self._inside is not None:
+            self.matrices.append(matrix)
+            self.softmax.append(self._inside)
+
+    def _leave(self, module: nn.Module) -> None:
+        self._inside = None
+        if len(self.matrices) != self._count + 1:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({type(module).__module__}) ran, but its attention matrix did not show up. "
+                f"{WAY_OUT}"
+            )
+
+
+class _Explicit(TorchFunctionMode):
+    """Answers `scaled_dot_product_attention` with its matrix, inside of attention layers."""
+
+    def __init__(self, record: AttentionRecord) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and self.record._inside is not None:
+            out, matrix = explicit_attention(*args, **(kwargs or {}))
+            self.record._add(matrix)
+            return out
+        return func(*args, **(kwargs or {}))
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(softmax(scale·QKᵀ + mask)·V, the softmax [..., M, N]), as `scaled_dot_product_attention`, without dropout."""
+    if enable_gqa:
+        raise UnsupportedModelError(f"attention whose heads share keys (enable_gqa) cannot be followed. {WAY_OUT}")
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    matrix = scores.softmax(-1)
+    return matrix @ value, matrix
+
+
+@contextmanager
+def record_attention(backbone: nn.Module) -> Iterator[AttentionRecord]:
+    """Run the backbone inside, once; the matrices are then in what this yields."""
+    record, handles = AttentionRecord(), []
+    try:
+        for layer in attention_layers(backbone):
+            softmax = rule_of(layer) is not talking_heads
+            handles.append(layer.register_forward_pre_hook(lambda m, a, softmax=softmax: record._enter(softmax)))
+            drop = getattr(layer, "attn_drop", None)
+            if isinstance(drop, nn.Module):
+                handles.append(drop.register_forward_pre_hook(lambda m, a: record._add(a[0])))
+            handles.append(layer.register_forward_hook(lambda m, a, o: record._leave(m)))
+        with evaluating(backbone), _Explicit(record):
+            yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, float32 and no gradient checkpointing inside; every module is put back as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    checkpointed: list[Any] = [module for module in model.modules() if getattr(module, "grad_checkpointing", False)]
+    like = next(model.parameters())
+    model.eval()
+    for owner in checkpointed:
+        owner.grad_checkpointing = False
+    try:
+        with torch.autocast(like.device.type, enabled=False):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for owner in checkpointed:
+            owner.grad_checkpointing = True
