@@ -9,15 +9,115 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from PIL import Image, ImageOps
 
 from everytoken import draw
 from everytoken.data.decode import FORMATS
+from everytoken.errors import EverytokenError
 from everytoken.maps.score_map import ScoreMap
-from everytoken.maps.summary import MapSummary
+from everytoken.maps.store import Maps
+from everytoken.maps.summary import MapSummary, folder_label, pick, summarize
 
 SUBTITLE = "colour: best class of each cell, stronger where surer · legend: main classes with their part of the cells"
+
+
+@dataclass(frozen=True)
+class SheetOptions:
+    """Which maps to draw, and how."""
+
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    """Folder of the store."""
+    keys: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY ...]")] = ()
+    """Images to draw: paths relative to the image folder. Default: those most worth looking at."""
+    images: Path | None = None
+    """The image folder that was annotated. Without it the cells are drawn on grey."""
+    out: Path = Path("sheet.png")
+    """Picture to write."""
+    count: int = 24
+    """Images on the sheet, if they are not named."""
+    scan: int = 5000
+    """Maps to look through for interesting ones, spread over the store."""
+    names: Path | None = None
+    """Text file with one readable class name per line, in the order of the ids, to use in the legend."""
+    columns: int = 2
+    """Images side by side."""
+
+
+@dataclass(frozen=True)
+class SheetResult:
+    """A sheet that was written: how many images it has, and how many of them were not found under `folder`."""
+
+    path: Path
+    images: int
+    missing: int
+    folder: Path | None
+
+
+def make_sheet(options: SheetOptions) -> SheetResult:
+    """Draw images with their maps into one picture: those that are named, or first those where map and folder
+    disagree, then mixed ones, then others."""
+    from everytoken.classes import class_finder
+
+    maps = Maps(options.maps, partial=True)
+    chosen = [(key, "") for key in options.keys]
+    if not chosen:
+        if not len(maps) or options.count < 1:
+            raise EverytokenError(f"{options.maps} has no maps to show, or count is {options.count}.")
+        picks, counts = pick(maps, options.count, options.scan)
+        scanned = sum(counts.values())
+        chosen = [(key, f"{reason} ({counts[reason]:,} of {scanned:,} looked at)") for key, reason in picks]
+    keys = [key for key, _ in chosen]
+    folder, missing = (None, 0) if options.images is None else find_images(options.images, keys)
+    name_of, find = namer(maps, options.names), class_finder(maps.class_names)
+    tiles = []
+    for key, section in chosen:
+        score_map = maps[key]
+        photo, remark = (None, "") if folder is None else load_photo(folder / key, score_map.size)
+        summary = summarize(score_map, maps.num_classes)
+        tiles.append(Tile(key, section, score_map, summary, folder_label(key, find), photo, remark))
+    title = f"{maps.path.resolve().name} · {len(maps):,} maps of {maps.grid[0]}x{maps.grid[1]} cells"
+    if isinstance(maps.manifest.annotator.get("name"), str):
+        title += f" · {maps.manifest.annotator['name']}"
+    picture = draw_sheet(tiles, name_of, title, options.columns)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(options.out)
+    except (OSError, ValueError) as error:
+        raise EverytokenError(f"cannot write {options.out}: {error}. Give a name that ends in .png or .jpg.") from error
+    return SheetResult(options.out, len(tiles), missing, folder)
+
+
+def find_images(images: Path, keys: Sequence[str]) -> tuple[Path, int]:
+    """The folder that the keys are relative to (the given one, or the folder of its training images or of another
+    split), and how many of them are not there."""
+    from everytoken.data.places import SPLITS, part
+
+    if not images.is_dir():
+        raise EverytokenError(f"there is no image folder {images}.")
+    parts = [part(str(images), split) for split in SPLITS]
+    folders = [place.folder for place in parts if place is not None and place.folder is not None] + [images]
+    there = [sum((folder / key).is_file() for key in keys) for folder in folders]
+    best = folders[there.index(max(there))]
+    if keys and not max(there):
+        where = " or ".join(map(str, dict.fromkeys(folders)))
+        raise EverytokenError(
+            f"{len(keys)} of {len(keys)} images were not found under {where}: for example, there is no "
+            f"{best / keys[0]}. Give the folder that was annotated; without images the cells are drawn on grey."
+        )
+    return best, len(keys) - max(there)
+
+
+def namer(maps: Maps, path: Path | None) -> Callable[[int], str]:
+    """From class ids to names for people; `path`: a file of names to use instead of the store's."""
+    from everytoken.classes import read_class_names, shown_name
+
+    names = read_class_names(path)
+    if path is not None and len(names) != maps.num_classes:
+        raise EverytokenError(f"{path} has {len(names)} lines; {maps.path} has {maps.num_classes} classes.")
+    return names.__getitem__ if names else lambda number: shown_name(maps.manifest.class_name(number))
 
 
 @dataclass(frozen=True)
