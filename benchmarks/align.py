@@ -115,7 +115,7 @@ def make_step(name: str, variant: str, batch: int, device: str) -> Callable[[], 
         return aligned_cross_entropy(model(images), labels, labels[mix.partner], mix.ratio, 0.1)
 
     def aligned() -> Tensor:
-        with aligner.watch(images, mix) as seen:
+        with aligner.watch(mix) as seen:
             logits = model(images)
         return aligned_cross_entropy(logits, labels, labels[mix.partner], seen.shares.image, 0.1)
 

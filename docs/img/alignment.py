@@ -37,7 +37,7 @@ def train(images: torch.Tensor, labels: torch.Tensor, steps: int = 600) -> torch
         chosen = torch.from_numpy(rng.choice(len(images), 48, replace=False))
         mix = CutMix().draw(48, (SIZE, SIZE), (GRID, GRID), rng)
         mixed, y = apply_to_pixels(images[chosen], mix), labels[chosen]
-        with aligner.watch(mixed, mix) as seen:
+        with aligner.watch(mix) as seen:
             logits = model(mixed)
         loss = aligned_cross_entropy(logits, y, y[mix.partner], seen.shares.image)
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def main() -> None:
     partner = images[[first[b] for _, b in pairs]]
     mixed = torch.where(masks[:, None] > 0, own, partner)
     mix = type("Mix", (), {"mask": masks, "ratio": masks.mean((1, 2))})
-    with torch.no_grad(), Aligner(model, Alignment(history=True)).watch(mixed, mix) as seen:
+    with torch.no_grad(), Aligner(model, Alignment(history=True)).watch(mix) as seen:
         model(mixed)
     start = masks.view(2, GRID, 4, GRID, 4).mean((2, 4))
     by_layer = [torch.cat((mix.ratio[:, None], start.flatten(1)), 1), *seen.shares.history]

@@ -145,7 +145,7 @@ def test_targets_and_gradients_equal_the_k_wide_algorithm(name):
     _, target, everywhere, _ = slow(model, images, labels, mix)
 
     aligner = Aligner(model)
-    with aligner.watch(images, mix) as seen:
+    with aligner.watch(mix) as seen:
         logits = model(images)
     shares = seen.shares
     own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
@@ -172,7 +172,7 @@ def test_watching_changes_neither_logits_nor_the_state_dict():
     images, _, mix = batch(model)
     before, keys = model(images), list(model.state_dict())
     aligner = Aligner(model)
-    with aligner.watch(images, mix):
+    with aligner.watch(mix):
         watched = model(images)
     assert torch.equal(before, watched)
     assert torch.equal(before, model(images))
@@ -186,7 +186,7 @@ def test_under_mixup_nothing_moves():
     images, _, _ = batch(model)
     ratio = torch.tensor([0.3, 0.5, 0.9, 1.0])
     mix = SimpleNamespace(mask=ratio.view(B, 1, 1), ratio=ratio)
-    with Aligner(model).watch(images, mix) as seen:
+    with Aligner(model).watch(mix) as seen:
         model(images)
     torch.testing.assert_close(seen.shares.image, ratio)
     torch.testing.assert_close(seen.shares.grid, ratio[:, None, None].expand(B, 4, 4))
@@ -198,7 +198,7 @@ def test_a_subset_of_layers_counts_as_in_table_8():
     for layers, numbers in [((1, 3), {1, 3}), ((-1,), {3}), ((2,), {2})]:
         _, target, _, _ = slow(model, images, labels, mix, numbers)
         aligner = Aligner(model, Alignment(layers=layers))
-        with aligner.watch(images, mix) as seen:
+        with aligner.watch(mix) as seen:
             model(images)
         aligner.remove()
         r = seen.shares.image
@@ -227,7 +227,7 @@ def test_the_last_layer_over_patches_is_the_attention_ratio_of_transmix(name):
         (Alignment(layers=(-1,), patches_only=True), (ratio + mix.ratio) / 2),
     ):
         aligner = Aligner(model, options)
-        with aligner.watch(images, mix) as seen:
+        with aligner.watch(mix) as seen:
             model(images)
         aligner.remove()
         torch.testing.assert_close(seen.shares.image, wanted, atol=1e-6, rtol=0)
@@ -248,7 +248,7 @@ def test_a_head_that_averages_prefix_tokens_too_reads_their_shares_too():
         nn.init.normal_(block.attn.qkv.weight, std=0.3)
     images, labels, mix = batch(model)
     everywhere = slow(model, images, labels, mix)[2]
-    with Aligner(model).watch(images, mix) as seen:
+    with Aligner(model).watch(mix) as seen:
         model(images)
     own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
     r = seen.shares.image[:, None]
@@ -260,9 +260,9 @@ def test_a_head_that_averages_prefix_tokens_too_reads_their_shares_too():
 def test_without_normalisation_the_target_adds_up_at_every_residual():
     model = make("deit")
     images, _, mix = batch(model)
-    with Aligner(model, Alignment(normalise=False)).watch(images, mix) as seen:
+    with Aligner(model, Alignment(normalise=False)).watch(mix) as seen:
         model(images)
-    with Aligner(model).watch(images, mix) as normal:
+    with Aligner(model).watch(mix) as normal:
         model(images)
     assert seen.shares.total == 2 ** (2 * 3)
     assert normal.shares.total == 1
@@ -273,7 +273,7 @@ def test_the_distillation_token_has_its_own_share_while_it_is_trained():
     model = make("distilled")
     images, labels, mix = batch(model)
     model.set_distilled_training()
-    with Aligner(model).watch(images, mix) as seen:
+    with Aligner(model).watch(mix) as seen:
         model(images)
     _, target, _, _ = slow(model, images, labels, mix)
     own = F.one_hot(labels, K)
@@ -286,7 +286,7 @@ def test_the_distillation_token_has_its_own_share_while_it_is_trained():
 def test_history_keeps_the_shares_of_every_layer():
     model = make("cait")
     images, _, mix = batch(model)
-    with Aligner(model, Alignment(history=True)).watch(images, mix) as seen:
+    with Aligner(model, Alignment(history=True)).watch(mix) as seen:
         model(images)
     sizes = [tuple(s.shape) for s in seen.shares.history]
     assert sizes == [(B, 16)] * 3 + [(B, 17)] * 2
@@ -317,11 +317,11 @@ def test_attention_that_cannot_be_seen_is_an_error(monkeypatch):
     images, _, mix = batch(model)
     aligner = Aligner(model)
     with (
-        pytest.raises(UnsupportedModelError, match=r"Hidden .* its attention was not seen"),
-        aligner.watch(images, mix),
+        pytest.raises(UnsupportedModelError, match=r"Hidden .* its attention was not observed"),
+        aligner.watch(mix),
     ):
         model(images)
-    assert aligner.tape.shares is None
+    assert aligner.state.shares is None
 
 
 @pytest.mark.parametrize("entry", ["vit_tiny_patch16_224", "xcit_nano_12_p16_224", "volo_d1_224", "gmlp_ti16_224"])
@@ -347,12 +347,14 @@ def test_mistakes_of_the_caller_are_named():
     aligner = Aligner(model)
     with (
         pytest.raises(EverytokenError, match="mask"),
-        aligner.watch(images, SimpleNamespace(mask=mix.mask, ratio=mix.ratio[:2])),
+        aligner.watch(SimpleNamespace(mask=mix.mask[0], ratio=mix.ratio)),
     ):
         model(images)
-    with pytest.raises(EverytokenError, match="has not run"), aligner.watch(images, mix):
+    with pytest.raises(EverytokenError, match=f"for 2 images.* {B}"):
+        aligner.run(model, images, SimpleNamespace(mask=mix.mask[:1], ratio=mix.ratio[:2]))
+    with pytest.raises(EverytokenError, match="has not run"), aligner.watch(mix):
         pass
-    with aligner.watch(images, mix) as seen:
+    with aligner.watch(mix) as seen:
         with pytest.raises(EverytokenError, match="no shares yet"):
             _ = seen.shares
         model(images)

@@ -100,7 +100,7 @@ def test_targets_and_gradients_equal_the_k_wide_version(layers):
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = 0.0
     everywhere = slow(model, images, labels, mix, layers)
-    with Aligner(model, Alignment(layers=layers)).watch(images, mix) as seen:
+    with Aligner(model, Alignment(layers=layers)).watch(mix) as seen:
         logits = model(images)
     own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
     r = torch.cat((seen.shares.prefix, seen.shares.grid.flatten(1)), 1)[..., None]

@@ -19,7 +19,7 @@ def test_the_snippet_for_ones_own_loop_trains_a_plain_timm_model():
     exec(code, given)
     given["loss"].backward()
     assert 0.05 < given["mix"].ratio[0] < 0.95
-    assert (given["seen"].shares.image - given["mix"].ratio).abs().max() > 0
+    assert (given["aligned"].shares.image - given["mix"].ratio).abs().max() > 0
     assert model.blocks[0].attn.qkv.weight.grad.abs().sum() > 0
     assert list(model.state_dict()) == list(timm.create_model("deit_tiny_patch16_224", depth=2).state_dict())
 

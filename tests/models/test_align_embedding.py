@@ -100,8 +100,8 @@ def shares_after_the_embedding(model, images, mix, **options):
     """The shares [B, h, w] that the first block is given."""
     aligner = Aligner(model, Alignment(**options))
     found = []
-    hook = model.blocks[0].register_forward_pre_hook(lambda *_: found.append(aligner.tape.shares))
-    with aligner.watch(images, mix) as seen:
+    hook = model.blocks[0].register_forward_pre_hook(lambda *_: found.append(aligner.state.shares))
+    with aligner.watch(mix) as seen:
         model(images)
     hook.remove()
     aligner.remove()
@@ -179,12 +179,12 @@ def test_watching_the_embedding_leaves_logits_gradients_and_copies_alone(tokens)
     plain = model(images)
     wanted = torch.autograd.grad(plain.square().sum(), model.head.weight)[0]
     aligner = Aligner(model)
-    with aligner.watch(images, mix):
+    with aligner.watch(mix):
         watched = model(images)
     torch.testing.assert_close(watched, plain)
     torch.testing.assert_close(torch.autograd.grad(watched.square().sum(), model.head.weight)[0], wanted)
     torch.testing.assert_close(copy.deepcopy(model)(images), plain)
-    assert aligner.tape.projected is None
+    assert aligner.state.projected is None
     aligner.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

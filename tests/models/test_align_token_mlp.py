@@ -65,7 +65,7 @@ def test_targets_and_gradients_equal_the_k_wide_version(block):
         y = (mixed + y) / 2
     target = y.mean(1)
 
-    with Aligner(model).watch(images, mix) as seen:
+    with Aligner(model).watch(mix) as seen:
         logits = model(images)
     got = seen.shares.image[:, None] * own + (1 - seen.shares.image[:, None]) * partner
     assert (got - target).abs().max() < 1e-6
@@ -79,7 +79,7 @@ def test_targets_and_gradients_equal_the_k_wide_version(block):
 def test_layers_can_be_left_out():
     model = make(ResBlock)
     images, mix = batch()
-    with Aligner(model, Alignment(layers=(2,), residual=False)).watch(images, mix) as seen:
+    with Aligner(model, Alignment(layers=(2,), residual=False)).watch(mix) as seen:
         model(images)
     start = mix.mask.view(B, 4, 16, 4, 16).mean((2, 4)).flatten(1)
     wanted = start @ normal(model.blocks[1].linear_tokens.weight).t()

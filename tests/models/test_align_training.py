@@ -59,7 +59,7 @@ def batch():
 def step(model, aligner, run=None):
     """(logits, shares, gradients) of one aligned training step."""
     images, mix = batch()
-    with aligner.watch(images, mix) as seen:
+    with aligner.watch(mix) as seen:
         logits = (model if run is None else run)(images)
     loss = aligned_cross_entropy(logits, LABELS, LABELS[mix.partner], seen.shares.image)
     grads = torch.autograd.grad(loss, list(model.parameters()))
@@ -80,7 +80,7 @@ def test_gradient_checkpointing_changes_nothing(name):
     plain = step(model, aligner)
     model.set_grad_checkpointing()
     assert_same(step(model, aligner), plain)
-    assert aligner.tape.shares is None
+    assert aligner.state.shares is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -99,7 +99,7 @@ def test_blocks_that_somebody_else_checkpoints_fit_when_they_are_run_again(reent
 
     model.blocks = nn.Sequential(*[Again(b) for b in model.blocks])
     images, mix = batch()
-    with aligner.watch(images, mix) as seen:
+    with aligner.watch(mix) as seen:
         logits = model(images)
     aligned_cross_entropy(logits, LABELS, LABELS[mix.partner], seen.shares.image).backward()
     assert_same((logits, seen.shares, [p.grad for p in model.parameters()]), plain)
@@ -113,9 +113,9 @@ def test_shares_stay_exact_enough_under_autocast(name, dtype):
     model = {"mixer": mixer, "resnet": resnet}[name]() if name in ("mixer", "resnet") else make(name)
     aligner = Aligner(model)
     images, mix = batch()
-    with aligner.watch(images, mix) as exact:
+    with aligner.watch(mix) as exact:
         model(images)
-    with torch.autocast("cpu", dtype), aligner.watch(images, mix) as seen:
+    with torch.autocast("cpu", dtype), aligner.watch(mix) as seen:
         plain_logits = model(images)
     assert seen.shares.image.dtype == torch.float32
     # where only weights mix places, half precision of the activations must not matter at all
@@ -132,9 +132,9 @@ def test_drop_path_and_dropout_stay_out_of_the_shares():
     wild.load_state_dict(calm.state_dict())
     images, mix = batch()
     # only the first layer sees the same input in both models
-    with Aligner(calm, Alignment(layers=(1,))).watch(images, mix) as seen:
+    with Aligner(calm, Alignment(layers=(1,))).watch(mix) as seen:
         calm(images)
-    with Aligner(wild, Alignment(layers=(1,))).watch(images, mix) as dropped:
+    with Aligner(wild, Alignment(layers=(1,))).watch(mix) as dropped:
         wild(images)
     torch.testing.assert_close(dropped.shares.grid, seen.shares.grid, atol=1e-6, rtol=0)
 
@@ -143,7 +143,7 @@ def test_drop_path_and_dropout_stay_out_of_the_shares():
     torch.manual_seed(3)
     plain = model(images)
     torch.manual_seed(3)
-    with aligner.watch(images, mix) as seen:
+    with aligner.watch(mix) as seen:
         watched = model(images)
     assert torch.equal(plain, watched), "watching used random numbers"
     assert seen.shares.image.isfinite().all()
@@ -236,7 +236,7 @@ def test_copies_and_pickles_of_a_watched_model_are_plain_models():
         with torch.no_grad():
             for p in twin.parameters():
                 p.mul_(1.01)
-        with aligner.watch(images, mix):
+        with aligner.watch(mix):
             twin_logits = twin(images)  # the twin has its own idle tape
             model(images)
         fresh = make()
@@ -264,10 +264,10 @@ def test_an_interrupted_pass_leaves_nothing_behind():
     aligner = Aligner(model)
     images, mix = batch()
     broken = model.blocks[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt), aligner.watch(images, mix):
+    with pytest.raises(KeyboardInterrupt), aligner.watch(mix):
         model(images)
     broken.remove()
-    assert aligner.tape.shares is None
+    assert aligner.state.shares is None
     assert torch.equal(model(images), make()(images))
 
 
@@ -290,7 +290,7 @@ def test_some_lines_in_somebodys_own_loop():
 
     aligner = Aligner(model)
     mix = SimpleNamespace(mask=mask, ratio=mask.mean().expand(len(images)))
-    with aligner.watch(mixed, mix) as seen:
+    with aligner.watch(mix) as seen:
         logits = model(mixed)
     loss = aligned_cross_entropy(logits, labels, labels.flip(0), seen.shares.image, smoothing=0.1)
     loss.backward()
@@ -308,7 +308,7 @@ def _worker(rank, port, queue):
     aligner = Aligner(model)
     mine = slice(2 * rank, 2 * rank + 2)
     part = SimpleNamespace(mask=mix.mask[mine], ratio=mix.ratio[mine])
-    with aligner.watch(images[mine], part) as seen:
+    with aligner.watch(part) as seen:
         logits = ddp(images[mine])
     aligned_cross_entropy(logits, LABELS[mine], LABELS[mix.partner][mine], seen.shares.image).backward()
     queue.put((rank, seen.shares.image.tolist(), model.blocks[0].attn.qkv.weight.grad.norm().item()))

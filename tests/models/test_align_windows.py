@@ -159,7 +159,7 @@ def test_targets_equal_the_slow_version(case):
     model = make(version, size, **more)
     images, labels, mix = batch(size)
     target, everywhere = slow(model, images, labels, mix, version)
-    with Aligner(model).watch(images, mix) as seen:
+    with Aligner(model).watch(mix) as seen:
         model(images)
     own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
     r = seen.shares.image[:, None]
@@ -174,7 +174,7 @@ def test_gradients_are_those_of_the_plain_model_with_the_slow_target():
     images, labels, mix = batch(64)
     target, _ = slow(model, images, labels, mix, 1)
     exact = torch.autograd.grad(F.cross_entropy(model(images), target), list(model.parameters()))
-    with Aligner(model).watch(images, mix) as seen:
+    with Aligner(model).watch(mix) as seen:
         logits = model(images)
     loss = aligned_cross_entropy(logits, labels, labels[mix.partner], seen.shares.image)
     for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), exact, strict=True):
@@ -184,12 +184,12 @@ def test_gradients_are_those_of_the_plain_model_with_the_slow_target():
 def test_fused_window_attention_gives_the_same_shares():
     model = make(1, 60)
     images, _, mix = batch(60)
-    with Aligner(model).watch(images, mix) as explicit:
+    with Aligner(model).watch(mix) as explicit:
         before = model(images)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = True
-    with Aligner(model).watch(images, mix) as fused:
+    with Aligner(model).watch(mix) as fused:
         after = model(images)
     torch.testing.assert_close(before, after, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(fused.shares.grid, explicit.shares.grid, atol=1e-5, rtol=0)
@@ -199,7 +199,7 @@ def test_layers_can_be_left_out_but_merging_stays():
     model = make(1, 64)
     images, labels, mix = batch(64)
     target, _ = slow(model, images, labels, mix, 1, layers={2, 4})
-    with Aligner(model, Alignment(layers=(2, -1))).watch(images, mix) as seen:
+    with Aligner(model, Alignment(layers=(2, -1))).watch(mix) as seen:
         model(images)
     own, partner = F.one_hot(labels, K).float(), F.one_hot(labels[mix.partner], K).float()
     r = seen.shares.image[:, None]
@@ -226,9 +226,9 @@ def test_shares_follow_the_tokens_when_images_are_flipped():
                 d.copy_((d + d.flip(1)) / 2)
             if name.endswith(("downsample.norm.weight", "downsample.norm.bias")):
                 value.fill_(0.5)
-    with Aligner(model).watch(images, mix) as seen:
+    with Aligner(model).watch(mix) as seen:
         model(images)
     turned = SimpleNamespace(mask=mix.mask.flip(-1), ratio=mix.ratio)
-    with Aligner(model).watch(images.flip(-1), turned) as flipped:
+    with Aligner(model).watch(turned) as flipped:
         model(images.flip(-1))
     torch.testing.assert_close(flipped.shares.grid, seen.shares.grid.flip(-1), atol=1e-5, rtol=0)

@@ -77,7 +77,7 @@ def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor, bo
     aligner = Aligner(backbone, Alignment(history=True))
     try:
         with evaluating(backbone):
-            with aligner.watch(mixed, mix) as seen:
+            with aligner.watch(mix) as seen:
                 backbone(mixed)
             shares = seen.shares
             read = [_read(aligner, shares, h)[0].item() for h in shares.history]
@@ -113,7 +113,7 @@ def _many_boxes(aligner: Aligner, backbone: nn.Module, both: Tensor, count: int)
         mix = CutMix(mode="elem").draw(len(images), size, (1, 1), rng, both.device)
         assert mix is not None
         mixed = apply_to_pixels(images, mix)
-        with aligner.watch(mixed, mix) as seen:
+        with aligner.watch(mix) as seen:
             backbone(mixed)
         ratios.append(mix.ratio)
         shares.append(seen.shares.image)

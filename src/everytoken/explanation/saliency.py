@@ -249,7 +249,7 @@ def attention_layers(backbone: nn.Module) -> list[nn.Module]:
         rule = rule_of(module)
         if rule in (self_attention, talking_heads):
             layers.append(module)
-        elif rule == "plain":
+        elif rule == "container":
             for child_name, child in module.named_children():
                 if path or child_name not in HEADS:
                     walk(child, f"{path}.{child_name}" if path else child_name)

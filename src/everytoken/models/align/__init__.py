@@ -1,10 +1,20 @@
 """Token-label alignment (TL-Align) for any timm backbone: labels that follow the tokens through mixed images.
 
-One file per way of mixing places: `attention`, `conv_attention`, `windows`, `token_mlp`, `convolution`, `embedding`;
-`rules` lists which layer does which; `fused` carries shares through fused attention; `aligner` is the door.
+`aligner` is the interface; `rules` lists which layer mixes tokens in which way; `attention` and `convolution` are these
+ways; `fused` carries shares through fused attention; `state` holds the shares of the pass under way.
 """
 
-from everytoken.models.align.aligner import Aligner, Alignment, Seen, Shares
-from everytoken.models.align.rules import PLAIN, RULES, TOKENWISE, Rule
+from everytoken.models.align.aligner import AlignedPass, Aligner, Alignment, Shares
+from everytoken.models.align.rules import CONTAINERS, RULES, TOKENWISE, HookBuilder, Rule
 
-__all__ = ["PLAIN", "RULES", "TOKENWISE", "Aligner", "Alignment", "Rule", "Seen", "Shares"]
+__all__ = [
+    "CONTAINERS",
+    "RULES",
+    "TOKENWISE",
+    "AlignedPass",
+    "Aligner",
+    "Alignment",
+    "HookBuilder",
+    "Rule",
+    "Shares",
+]

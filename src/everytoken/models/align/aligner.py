@@ -1,13 +1,13 @@
-"""The aligner: watches a timm model run on mixed images and says whose they are in the end.
+"""The aligner: follows mixed images through a timm model and says which part of the result belongs to which image.
 
 Paper: "Token-Label Alignment for Vision Transformers", equations (4) to (12); ablations of Table 8 as options.
     aligner = Aligner(model)
-    with aligner.watch(images, mix) as seen:
+    with aligner.watch(mix) as aligned:
         logits = model(images)                    # or a compiled or DDP wrapper of it
-    loss = aligned_cross_entropy(logits, labels, labels[mix.partner], seen.shares.image)
-Evaluation and passes outside of `watch` are the plain model's; `remove()` takes the last trace of it away.
+    loss = aligned_cross_entropy(logits, labels, labels[mix.partner], aligned.shares.image)
+Evaluation and passes outside of `watch` are the plain model's; `remove()` removes the hooks.
 What we do differently: one share per token instead of a K-wide label (exact, see `everytoken.functional.shares`).
-Cost: see `fused`, `windows`, `convolution`, `token_mlp`.
+Cost: see `fused`, `attention`, `convolution`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from everytoken.errors import EverytokenError
-from everytoken.functional.shares import patch_shares
-from everytoken.models.align.attention import Watch
-from everytoken.models.align.rules import attach, attach_embedding
-from everytoken.models.align.tape import Site, Tape
+from everytoken.models.align.attention import InterceptAttention
+from everytoken.models.align.rules import HookBuilder
+from everytoken.models.align.state import ShareState
 from everytoken.models.families import Family, UnsupportedModelError, family_of
 
 # Classifier, pooling and what belongs to them: how they read tokens is in `Aligner.read`.
@@ -33,6 +31,16 @@ HEADS = frozenset(
     {"head", "head_dist", "head_drop", "aux_head", "fc", "fc_norm", "classifier", "flatten"}
     | {"global_pool", "pooling", "attn_pool"}
 )
+
+
+class MixLike(Protocol):
+    """What alignment needs of a mix: `mask` [B or 1, h, w], 1 = own image, and `ratio` [B]."""
+
+    @property
+    def mask(self) -> Tensor: ...
+
+    @property
+    def ratio(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -88,17 +96,17 @@ class Shares:
         return replace(self, grid=torch.where(mask >= 0.5, self.grid, 1 - self.grid[partner]))
 
 
-class Seen:
-    """Filled when a watched pass ends."""
+class AlignedPass:
+    """The result of a watched pass; filled when the `with` block ends."""
 
     def __init__(self) -> None:
         self._shares: Shares | None = None
 
     @property
     def shares(self) -> Shares:
-        """The result of the pass."""
+        """The shares after the pass."""
         if self._shares is None:
-            raise EverytokenError("no shares yet: run the model inside `with aligner.watch(images, mix):`, once.")
+            raise EverytokenError("no shares yet: run the model once inside `with aligner.watch(mix):`.")
         return self._shares
 
 
@@ -106,7 +114,8 @@ class Aligner:
     """Attaches to a timm model and carries shares through its layers.
 
     Args:
-        backbone: a timm model whose layers are known (`everytoken.models.align.RULES`). It is watched, not changed.
+        backbone: a timm model whose layers are known (`everytoken.models.align.RULES`). It gets hooks, which are idle
+            outside of `watch` and `run`, and is not changed.
         options: see `Alignment`.
     """
 
@@ -117,102 +126,98 @@ class Aligner:
         self.is_map = self.family.layout == "nchw"
         self._pool = pooling(backbone)
         layers = self.options.layers
-        site = self._attach(Tape(), None)  # a first walk counts the layers
-        _remove(site.handles)
-        if layers is not None and not site.count:
+        counting = self._attach(ShareState(), None)  # a first walk counts the layers
+        counting.remove()
+        if layers is not None and not counting.count:
             raise EverytokenError(
                 f"layers={layers}: {type(backbone).__name__} has no attention or token-mixing layers to choose from; "
                 "leave `layers` out for convolutional backbones."
             )
-        chosen = None if layers is None else _numbers(layers, site.count)
-        self.tape = Tape(self.options.residual, self.options.history, patches_only=self.options.patches_only)
-        site = self._attach(self.tape, chosen)
-        self._handles, self._doublings = site.handles, site.doublings
-        self._watch = Watch(self.tape)
+        numbers = None if layers is None else _layer_numbers(layers, counting.count)
+        self.state = ShareState(self.options.residual, self.options.history, self.options.patches_only)
+        self._hooks = self._attach(self.state, numbers)
+        self._intercept = InterceptAttention(self.state)
         self._may_checkpoint = [m for m in backbone.modules() if hasattr(m, "grad_checkpointing")]
 
-    def _attach(self, tape: Tape, layers: frozenset[int] | None) -> Site:
+    def _attach(self, state: ShareState, layers: frozenset[int] | None) -> HookBuilder:
         embed = None if self.is_map else self.family.embed
-        site = Site(tape, lambda module, name: attach(module, site, name), embed, layers)
         if not self.is_map and embed is None:
             raise UnsupportedModelError(
                 f"token-label alignment does not know where {type(self.backbone).__name__} embeds its patches"
             )
+        builder = HookBuilder(state, embed, layers)
+        self._from_pixels = self.is_map
         try:
             if embed is not None:
                 module = self.backbone.get_submodule(embed)
-                if attach_embedding(module, site, embed):
-                    site.before(module, _Pixels(tape))
-                site.after(module, _Begin(tape, self.family))
-            attach(self.backbone, site, "", HEADS)
+                builder.before(module, _start_on_pixels)
+                self._from_pixels = builder.attach_embedding(module, embed)
+                builder.handles.append(module.register_forward_hook(_TokensStart(state, self.family)))
+            builder.attach(self.backbone, "", HEADS)
         except Exception:
-            _remove(site.handles)
+            builder.remove()
             raise
-        return site
+        return builder
 
     def remove(self) -> None:
-        """Take all hooks off; the model is then exactly what it was."""
-        _remove(self._handles)
+        """Remove all hooks; the model is then exactly what it was."""
+        self._hooks.remove()
 
     @contextmanager
-    def watch(self, images: Tensor, mix: Any) -> Iterator[Seen]:
-        """Watch one pass of the model, or of a wrapper of it, over mixed images.
+    def watch(self, mix: MixLike) -> Iterator[AlignedPass]:
+        """Follow one pass of the model, or of a wrapper of it, over mixed images.
 
         Args:
-            images: [B, C, H, W], what the model is given.
             mix: an `everytoken.mixing.Mix`, or anything with `mask` [B or 1, h, w] on any grid over the image (1 = own
                 image, 0 = partner) and `ratio` [B]. Its `level`, if it has one, says whether tokens are mixed instead
                 of pixels, behind the patch embedding.
         """
-        seen = Seen()
-        self._begin(images, mix)
+        aligned = AlignedPass()
+        self._begin(mix)
         try:
-            with self._watch:
-                yield seen
-            seen._shares = self._end()
+            with self._intercept:
+                yield aligned
+            aligned._shares = self._end()
         finally:
-            self.tape.clear()
+            self.state.clear()
 
-    def run(self, forward: Callable[[Tensor], Tensor], images: Tensor, mix: Any) -> tuple[Tensor, Shares]:
+    def run(self, forward: Callable[[Tensor], Tensor], images: Tensor, mix: MixLike) -> tuple[Tensor, Shares]:
         """The same as one call, which can be compiled as a whole: (forward(images), shares)."""
-        self._begin(images, mix)
+        self._begin(mix)
         try:
-            with self._watch:
+            with self._intercept:
                 out = forward(images)
             return out, self._end()
         finally:
-            self.tape.clear()
+            self.state.clear()
 
-    def _begin(self, images: Tensor, mix: Any) -> None:
-        tape = self.tape
-        tape.clear()
-        # blocks that are run again in the backward pass are run without shares, so they should see the plain call
-        tape.ask_again = any(m.grad_checkpointing for m in self._may_checkpoint)
+    def _begin(self, mix: MixLike) -> None:
+        state = self.state
+        state.clear()
+        # blocks that run again in the backward pass run without shares then, so they should make the plain call now
+        state.checkpointing = any(m.grad_checkpointing for m in self._may_checkpoint)
         mask, ratio = mix.mask.detach(), mix.ratio.detach().float()
-        if mask.dim() != 3 or mask.shape[0] not in (1, images.shape[0]) or ratio.shape != images.shape[:1]:
+        if mask.dim() != 3 or ratio.dim() != 1 or mask.shape[0] not in (1, ratio.shape[0]):
             raise EverytokenError(
-                f"a mix for {images.shape[0]} images needs a mask [B or 1, h, w] and a ratio [B]; got mask "
-                f"{list(mask.shape)} and ratio {list(ratio.shape)}."
+                f"a mix of B images needs a mask [B or 1, h, w] and a ratio [B]; got mask {list(mask.shape)} and ratio "
+                f"{list(ratio.shape)}."
             )
-        tape.mask, tape.ratio = mask.expand(images.shape[0], -1, -1), ratio
-        tape.late = getattr(mix, "level", "pixels") == "tokens"
-        if self.is_map:
-            tape.shares = tape.first = patch_shares(tape.mask, (images.shape[-2], images.shape[-1]))
+        state.mask, state.ratio = mask.expand(ratio.shape[0], -1, -1), ratio
+        tokens_mixed = getattr(mix, "level", "pixels") == "tokens"
+        state.on_pixels = self.is_map or (self._from_pixels and not tokens_mixed)
 
     def _end(self) -> Shares:
-        tape = self.tape
-        shares, grid, history = tape.shares, tape.grid, tuple(tape.history)
-        ran = shares is not tape.first
-        tape.clear()
-        if shares is None or not ran:
-            raise EverytokenError("the watched model has not run; was it another one than the aligner was made for?")
+        shares, grid, history = self.state.shares, self.state.grid, tuple(self.state.history)
+        self.state.clear()
+        if shares is None:
+            raise EverytokenError("the watched model has not run; was the aligner made for another one?")
         prefix = None
         if grid is not None:
             count = grid[0] * grid[1]
             if shares.shape[1] > count:
                 prefix = shares[:, :-count]
             shares = shares[:, -count:].reshape(-1, *grid)
-        total = 1.0 if self.options.normalise else 2.0**self._doublings
+        total = 1.0 if self.options.normalise else 2.0**self._hooks.doublings
         return Shares(self.read(shares, prefix), shares, prefix, total, history)
 
     def read(self, grid: Tensor, prefix: Tensor | None) -> Tensor:
@@ -228,64 +233,48 @@ class Aligner:
         return prefix[:, 0]
 
 
-class _Pixels:
-    """An embedding that is followed begins: give every pixel its share."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        tape = self.tape
-        if tape.mask is not None and not tape.late:
-            with torch.no_grad(), torch.autocast(tape.mask.device.type, enabled=False):
-                tape.shares = patch_shares(tape.mask, (args[0].shape[-2], args[0].shape[-1]))
+def _start_on_pixels(state: ShareState, shares: Tensor, module: nn.Module, args: Any, output: Any) -> None:
+    """A patch embedding that is followed begins. Nothing to do: `ShareHook` has just started the shares."""
 
 
-class _Begin:
-    """The patches are embedded: give every one its share (equation 5), unless it was followed from the pixels."""
+class _TokensStart:
+    """Forward hook: the patches are embedded, every one gets its share, unless it was followed from the pixels."""
 
-    def __init__(self, tape: Tape, family: Family) -> None:
-        self.tape = tape
+    def __init__(self, state: ShareState, family: Family) -> None:
+        self.state = state
         self.family = family
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        tape = self.tape
-        if tape.mask is None:
+        state = self.state
+        if state.mask is None:
             return
-        with torch.no_grad(), torch.autocast(tape.mask.device.type, enabled=False):
-            shares = tape.shares
+        with torch.no_grad(), torch.autocast(state.mask.device.type, enabled=False):
+            shares = state.shares
             if shares is None:
-                shares = self._patches(tape.mask, module, args[0], output)
+                shares = self._patches(module, args[0], output)
             if self.family.layout == "tokens":
-                tape.grid = (shares.shape[1], shares.shape[2])
+                state.grid = (shares.shape[1], shares.shape[2])
                 shares = shares.flatten(1)
-            tape.shares = shares
+            state.shares = shares
 
-    def _patches(self, mask: Tensor, module: nn.Module, images: Tensor, output: Tensor) -> Tensor:
+    def _patches(self, module: nn.Module, images: Tensor, output: Tensor) -> Tensor:
         """[B, h, w]: the mean of the mask over each patch."""
         from everytoken.models.token_model import grid_shape
 
-        size = (images.shape[-2], images.shape[-1])
+        height, width = images.shape[-2:]
         if output.dim() == 4:
             rows = 2 if self.family.embed_layout == "nchw" else 1
             grid = (output.shape[rows], output.shape[rows + 1])
         else:
-            grid = grid_shape(output.shape[1], size)
+            grid = grid_shape(output.shape[1], (height, width))
         patch: Any = getattr(module, "patch_size", None)
-        cell = (patch[0] / size[0], patch[1] / size[1]) if isinstance(patch, tuple) else None
-        return patch_shares(mask, grid, cell)
+        cell = (patch[0] / height, patch[1] / width) if isinstance(patch, tuple) else None
+        return self.state.start(images, grid, cell)
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-
-
-def _numbers(layers: tuple[int, ...], count: int) -> frozenset[int]:
+def _layer_numbers(layers: tuple[int, ...], count: int) -> frozenset[int]:
     numbers = frozenset(n + count + 1 if n < 0 else n for n in layers)
-    wrong = [n for n in numbers if not 1 <= n <= count]
-    if wrong or not layers:
+    if not layers or not all(1 <= n <= count for n in numbers):
         raise EverytokenError(f"layers={layers}: this backbone has mixing layers 1 to {count} (or -{count} to -1).")
     return numbers
 

@@ -1,137 +1,341 @@
-"""Attention over a sequence of tokens: ViT, DeiT, DeiT-III, LV-ViT, T2T-ViT, BEiT, EVA, CaiT.
+"""Attention in all its forms: over all tokens, over convolved tokens, in windows, and inside a patch embedding.
 
-Paper: TL-Align, equations (6) to (11). While a known attention layer runs, its attention is seen in one of two ways:
-fused, the call of `scaled_dot_product_attention` is answered by `fused.attend` (`Watch`); explicit, the matrix passes
-through `attn_drop`, before dropout. Position biases, rotary positions, query norms and gates are thus the layer's own
-business. A layer in which neither is seen is an error.
-Talking heads (CaiT) mix heads after the softmax: what really mixes tokens has any sign, so it counts by size.
-Class attention (CaiT) updates the class token only.
-Cost: see `fused`; explicit, one product [heads·N, N]·[N] per layer on a matrix that is there anyway.
+Paper: TL-Align, equations (6) to (11), section 3.3 and appendix A. While a known attention layer runs, its attention
+is observed in one of two ways: fused, the call of `scaled_dot_product_attention` is answered by `fused.attend`
+(`InterceptAttention`); explicit, the matrix passes through `attn_drop`, before dropout. Position biases, rotary
+positions, query norms and gates are thus the layer's own business. A layer in which neither is observed is an error.
+
+All tokens (ViT, DeiT, LV-ViT, T2T-ViT, BEiT, EVA, CaiT): r̂ = mean over heads of A·r. CaiT's talking heads mix heads
+    after the softmax: what really mixes tokens has any sign, so it counts by size. Its class attention updates the
+    class token only.
+Convolved tokens (CvT): what attention mixes are not tokens but values, which CvT makes by a depth-wise convolution,
+    often with a stride: the shares are convolved first, then mixed. (The convolutions of queries and keys only change
+    the attention.) Each stage begins with an overlapping convolution of the whole grid, the first one of the pixels;
+    prefix tokens pass by convolutions.
+Windows (Swin, Swin V2; the released code has none of this): the map of shares is shifted, padded and cut into windows
+    exactly as the block does it with tokens, mixed by the window's own attention (which already holds relative bias
+    or cosine scale, and the shift mask), put together again and averaged with the residual. Cells that pad a map to
+    whole windows can be attended to but belong to no image: what remains is normalised to sum to 1, as Norm does to
+    the K-wide labels. Merging 2x2 patches averages their shares.
+Patch embedding (T2T-ViT; the paper says nothing about such embeddings): shares start on the pixels. Our reading: a
+    soft split lays overlapping windows side by side, which is aggregation, so a token is the mean of its window, and
+    what pads the border belongs to no image; the narrow attention between splits is attention like any other, with
+    its value as the residual. A performer's weights are those of its kernel, normalised to 1. This attention has no
+    layer number; it counts when all layers do (`Alignment.layers`).
+
+Cost: fused, see `fused`; explicit, one product [heads·N, N]·[N] per layer on a matrix that is there anyway; CvT and
+T2T-ViT besides, a one-channel convolution per block or split, and a performer with one channel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from everytoken.functional.shares import mixed_by_matrix
+from everytoken.functional.shares import convolved_shares, merged_shares, mixed_by_matrix
+from everytoken.models.align.convolution import convolved_by
 from everytoken.models.align.fused import attend
-from everytoken.models.align.tape import Hook, Site, Tape, normalised
+from everytoken.models.align.state import Pair, ShareState, normalised
 from everytoken.models.families import UnsupportedModelError
+from everytoken.models.t2t_vit import Split, TokenPerformer, performer
+
+if TYPE_CHECKING:
+    from everytoken.models.align.rules import HookBuilder
+
+Args = tuple[Any, ...]
 
 
-class Watch(TorchFunctionMode):
+class InterceptAttention(TorchFunctionMode):
     """Answers `scaled_dot_product_attention` inside known attention layers; everything else passes."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, state: ShareState) -> None:
         super().__init__()
-        self.tape = tape
+        self.state = state
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Iterable[type], args: Args = (), kwargs: Any = None
     ) -> Any:
-        tape = self.tape
-        if func is F.scaled_dot_product_attention and tape.shares is not None:
-            if not tape.inside:
+        state = self.state
+        if func is F.scaled_dot_product_attention and state.shares is not None:
+            if not state.in_attention:
                 raise UnsupportedModelError(
                     "token-label alignment met attention outside of the layers it knows; add a rule for the layer to "
                     "everytoken.models.align.RULES"
                 )
-            if tape.keys is not None:
-                out, tape.mixed = attend(tape.keys, tape.ask_again, *args, **(kwargs or {}))
+            if state.keys is not None:
+                out, state.mixed = attend(state.keys, state.checkpointing, *args, **(kwargs or {}))
                 return out
         return func(*args, **(kwargs or {}))
 
 
-class Enter(Hook):
-    """An attention layer over [B, N, D] begins. Tokens in front of the known ones carry the mix ratio (equation 5)."""
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tape = self.tape
-        more = args[0].shape[1] - shares.shape[1]
-        if more < 0:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} sees {args[0].shape[1]} tokens where {shares.shape[1]} were embedded: "
-                "token-label alignment does not know which were dropped (switch patch dropping off)"
-            )
-        if more > 0:
-            assert tape.ratio is not None
-            shares = torch.cat((tape.ratio[:, None].expand(-1, more), shares), dim=1)
-            tape.shares = shares
-        tape.inside = True
-        tape.mixed = None
-        tape.keys = self._keys(shares) if self.on else None
-
-    def _keys(self, shares: Tensor) -> Tensor:
-        """[B, N, 1], or with the mark of patches [B, N, 2] where only those count."""
-        grid = self.tape.grid
-        prefix = 0 if grid is None else shares.shape[1] - grid[0] * grid[1]
-        return patches_marked(shares, prefix) if self.tape.patches_only and prefix else shares[..., None]
+def _enter(state: ShareState, keys: Tensor | None) -> None:
+    state.in_attention, state.mixed, state.keys = True, None, keys
 
 
-class Matrix(Hook):
-    """The attention matrix [B, heads, M, N] on its way into `attn_drop`."""
-
-    def __init__(self, tape: Tape, stochastic: bool = True) -> None:
-        super().__init__(tape)
-        self.stochastic = stochastic
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.tape.keys is not None:
-            self.tape.mixed = mixed_by_matrix(args[0].detach(), self.tape.keys, self.stochastic).float()
+def _leave(state: ShareState) -> None:
+    state.in_attention, state.keys = False, None
 
 
-class Leave(Hook):
-    """An attention layer has ended: residual average for the tokens it has updated."""
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tape = self.tape
-        if self.on:
-            mixed = normalised(seen(tape, module))
-            new = tape.combine(mixed, shares[:, : mixed.shape[1]])
-            tape.keep(torch.cat((new, shares[:, mixed.shape[1] :]), dim=1) if new.shape != shares.shape else new)
-        tape.inside = False
-        tape.keys = None
-
-
-def patches_marked(shares: Tensor, prefix: int) -> Tensor:
-    """Keys [B, N, 2] of which the first `prefix` belong to nobody."""
-    patch = torch.ones_like(shares)
-    patch[:, :prefix] = 0
-    return torch.stack((shares * patch, patch), dim=-1)
-
-
-def seen(tape: Tape, module: nn.Module) -> Tensor:
-    """What the attention layer made of the keys."""
-    if tape.mixed is None:
+def _mixed_by(state: ShareState, module: nn.Module) -> Tensor:
+    """Shares [B', M] that the attention layer has made of the keys."""
+    if state.mixed is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} ({type(module).__module__}) ran, but its attention was not seen: it neither "
-            "calls scaled_dot_product_attention nor hands its matrix to attn_drop; give it a rule of its own in "
+            f"{type(module).__name__} ({type(module).__module__}) ran, but its attention was not observed: it neither "
+            "calls scaled_dot_product_attention nor passes its matrix to attn_drop; give it a rule of its own in "
             "everytoken.models.align.RULES"
         )
-    return tape.mixed
+    return normalised(state.mixed)
 
 
-def self_attention(module: nn.Module, site: Site, name: str, stochastic: bool = True) -> None:
-    """Rule for a layer whose input is [B, N, D] and whose attention updates the first tokens of it, usually all."""
-    on = site.layer()
-    site.before(module, Enter(site.tape, on))
-    watch_matrix(module, site, stochastic)
-    site.after(module, Leave(site.tape, on))
-
-
-def talking_heads(module: nn.Module, site: Site, name: str) -> None:
-    """Rule for attention whose heads are mixed after the softmax."""
-    self_attention(module, site, name, stochastic=False)
-
-
-def watch_matrix(module: nn.Module, site: Site, stochastic: bool = True) -> None:
-    """See the matrix of an attention layer that makes one."""
+def _observe_matrix(module: nn.Module, builder: HookBuilder, stochastic: bool = True) -> None:
+    """Observe the matrix of an attention layer that makes one."""
     drop = getattr(module, "attn_drop", None)
     if isinstance(drop, nn.Module):
-        site.before(drop, Matrix(site.tape, stochastic))
+        builder.before(drop, _matrix, stochastic=stochastic)
+
+
+def _matrix(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, stochastic: bool = True
+) -> None:
+    """The attention matrix [B', heads, M, N] on its way into `attn_drop`."""
+    if state.keys is not None:
+        state.mixed = mixed_by_matrix(args[0].detach(), state.keys, stochastic).float()
+
+
+# ---- attention over all tokens
+
+
+def self_attention(module: nn.Module, builder: HookBuilder, name: str, stochastic: bool = True) -> None:
+    """Rule for a layer whose input is [B, N, D] and whose attention updates the first tokens of it, usually all."""
+    counts = builder.next_layer()
+    builder.before(module, _enter_sequence, counts=counts)
+    _observe_matrix(module, builder, stochastic)
+    builder.after(module, _leave_sequence, counts=counts)
+
+
+def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for attention whose heads are mixed after the softmax."""
+    self_attention(module, builder, name, stochastic=False)
+
+
+def _enter_sequence(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
+) -> None:
+    """Attention over [B, N, D] begins. Tokens in front of the known ones carry the mix ratio (equation 5)."""
+    shares = _with_prefix(state, shares, module, args[0].shape[1])
+    prefix = 0 if state.grid is None else shares.shape[1] - state.grid[0] * state.grid[1]
+    _enter(state, _sequence_keys(state, shares, prefix) if counts else None)
+
+
+def _with_prefix(state: ShareState, shares: Tensor, module: nn.Module, count: int) -> Tensor:
+    """The shares of all `count` tokens; those that joined in front of the known ones carry the mix ratio."""
+    more = count - shares.shape[1]
+    if more < 0:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has {count} tokens where {shares.shape[1]} were embedded: token-label alignment "
+            "does not know which were dropped (switch patch dropping off)"
+        )
+    if more > 0:
+        assert state.ratio is not None
+        shares = torch.cat((state.ratio[:, None].expand(-1, more), shares), dim=1)
+        state.shares = shares
+    return shares
+
+
+def _sequence_keys(state: ShareState, values: Tensor, prefix: int) -> Tensor:
+    """[B, N] -> keys [B, N, 1]; where only patches count [B, N, 2], of which the first `prefix` belong to no image."""
+    if not (state.patches_only and prefix):
+        return values[..., None]
+    is_patch = torch.ones_like(values)
+    is_patch[:, :prefix] = 0
+    return torch.stack((values * is_patch, is_patch), dim=-1)
+
+
+def _leave_sequence(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
+) -> None:
+    """Attention has ended: residual average for the tokens that it has updated."""
+    if counts:
+        mixed = _mixed_by(state, module)
+        updated = state.combine(mixed, shares[:, : mixed.shape[1]])
+        state.keep(torch.cat((updated, shares[:, mixed.shape[1] :]), dim=1))
+    _leave(state)
+
+
+# ---- attention over convolved tokens
+
+
+def conv_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for attention with convolutional projections and `prefix` tokens that pass by them."""
+    counts = builder.next_layer()
+    builder.before(module, _enter_convolved, counts=counts)
+    builder.after(module, _leave_sequence, counts=counts)
+
+
+def _enter_convolved(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
+) -> None:
+    """Convolutional attention over [B, prefix + h·w, D] begins: convolve the shares that it mixes."""
+    shares = _with_prefix(state, shares, module, args[0].shape[1])
+    if not counts:
+        _enter(state, None)
+        return
+    assert state.grid is not None
+    layer: Any = module
+    values = convolved_by(layer.conv_proj_v.conv, shares[:, layer.prefix :].unflatten(1, state.grid)).flatten(1)
+    values = torch.cat((shares[:, : layer.prefix], values), dim=1)
+    _enter(state, _sequence_keys(state, values, layer.prefix))
+
+
+def stage_embedding(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for the convolution `proj` that a stage of tokens begins with."""
+    builder.after(module, _embed_stage)
+
+
+def _embed_stage(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    """A stage has embedded the map of pixels [B, h, w], or the grid [B, h·w] of the stage before."""
+    layer: Any = module
+    if shares.dim() == 3:
+        state.shares = convolved_by(layer.proj, shares)
+        return
+    assert state.grid is not None
+    shares = convolved_by(layer.proj, shares.unflatten(1, state.grid))
+    state.grid = (shares.shape[1], shares.shape[2])
+    state.shares = shares.flatten(1)
+
+
+# ---- attention in windows
+
+
+def window_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for a block with `window_size`, `shift_size` and window attention `attn` over [B·windows, n, D]."""
+    attention: Any = module.attn
+    counts = builder.next_layer()
+    builder.before(module, _remember_window)
+    builder.before(attention, _enter_windows, counts=counts)
+    _observe_matrix(attention, builder)
+    builder.after(attention, _leave_windows, counts=counts)
+
+
+def _remember_window(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    block: Any = module
+    state.window = (tuple(block.window_size), tuple(block.shift_size))
+
+
+def _enter_windows(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
+) -> None:
+    """Window attention begins: cut the map as the block has cut the tokens."""
+    if not counts:
+        _enter(state, None)
+        return
+    assert state.window is not None
+    window, shift = state.window
+    keys = to_windows(shares, window, shift)[..., None]
+    if shares.shape[1] % window[0] or shares.shape[2] % window[1]:
+        inside = to_windows(torch.ones_like(shares), window, shift)[..., None]
+        keys = torch.cat((keys, inside), dim=-1)
+    _enter(state, keys)
+
+
+def _leave_windows(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
+) -> None:
+    """Window attention has ended: put the map together, residual average."""
+    if counts:
+        assert state.window is not None
+        mixed = from_windows(_mixed_by(state, module), *state.window, (shares.shape[1], shares.shape[2]))
+        state.keep(state.combine(mixed, shares))
+    _leave(state)
+
+
+def to_windows(shares: Tensor, window: Pair, shift: Pair) -> Tensor:
+    """[B, h, w] -> [B·windows, window area]; cells that pad the map hold 0."""
+    b, h, w = shares.shape
+    if any(shift):
+        shares = torch.roll(shares, (-shift[0], -shift[1]), (1, 2))
+    pad = (-h % window[0], -w % window[1])
+    if any(pad):
+        shares = F.pad(shares, (0, pad[1], 0, pad[0]))
+    rows, columns = (h + pad[0]) // window[0], (w + pad[1]) // window[1]
+    windows = shares.view(b, rows, window[0], columns, window[1]).transpose(2, 3)
+    return windows.reshape(b * rows * columns, window[0] * window[1])
+
+
+def from_windows(windows: Tensor, window: Pair, shift: Pair, size: Pair) -> Tensor:
+    """The reverse of `to_windows`: [B·windows, window area] -> [B, h, w]."""
+    rows, columns = -(-size[0] // window[0]), -(-size[1] // window[1])
+    windows = windows.view(-1, rows, columns, window[0], window[1]).transpose(2, 3)
+    shares = windows.reshape(-1, rows * window[0], columns * window[1])[:, : size[0], : size[1]]
+    return torch.roll(shares, shift, (1, 2)) if any(shift) else shares
+
+
+def patch_merging(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for the concatenation of 2x2 neighbours."""
+    builder.after(module, _merge)
+
+
+def _merge(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    state.shares = merged_shares(shares)
+
+
+# ---- attention inside a patch embedding
+
+
+def tokens_to_token(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for `TokensToToken`, from a map of shares on pixels to one on tokens."""
+    embedding: Any = module
+    counts = builder.layers is None
+    for i, split in enumerate(embedding.splits[:-1], start=1):
+        layer = getattr(embedding, f"attention{i}")
+        builder.before(layer, _soft_split, split=split)
+        if not isinstance(layer, TokenPerformer):
+            builder.before(layer.attn, _enter_map, counts=counts)
+            builder.after(layer.attn, _leave_map, counts=counts)
+        elif counts:
+            builder.after(layer.kqv, _remember_projection)
+            builder.after(layer, _leave_performer)
+        builder.doublings += 2 if counts else 0
+    builder.after(embedding, _soft_split, split=embedding.splits[-1])
+
+
+def _soft_split(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, split: Split) -> None:
+    """The map was cut into overlapping windows (kernel, stride, padding)."""
+    kernel, stride, padding = split
+    even = torch.full((kernel, kernel), 1 / kernel**2, device=shares.device)
+    state.shares = convolved_shares(shares, even, (stride, stride), (padding,) * 4)
+
+
+def _enter_map(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
+) -> None:
+    """Attention over a whole map begins."""
+    _enter(state, shares.flatten(1)[..., None] if counts else None)
+
+
+def _leave_map(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
+) -> None:
+    if counts:
+        state.shares = state.combine(_mixed_by(state, module).view_as(shares), shares)
+    _leave(state)
+
+
+def _remember_projection(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    """A performer has made its keys, queries and values."""
+    state.projected = output
+
+
+def _leave_performer(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    """A performer over a whole map has ended: mix the shares by the same kernel."""
+    assert isinstance(module, TokenPerformer)
+    assert state.projected is not None
+    k, q, _ = state.projected.split(module.width, dim=-1)
+    mixed = performer(q, k, shares.flatten(1)[..., None], module.w, eps=0.0)
+    state.shares = state.combine(mixed.view_as(shares), shares)
+    state.projected = None

@@ -1,25 +1,34 @@
-"""Convolution and pooling: ConvNeXt, ResNet and other CNNs, and the stem of LV-ViT.
+"""Fixed weights: convolution and pooling (CNNs, the stem of LV-ViT), learned matrices over tokens (MLP-Mixer, ResMLP).
 
-Paper: TL-Align, appendix A, Table 9: Y <- Norm(T(K))·Y for a convolution with kernel K, the mean for aggregation; left
-as future work there. Shares start on the pixel grid and become coarser with the features.
-Our reading: weights count by size, as in equation (2); each output channel is normalised by itself and then averaged,
-as heads are; a kernel at the border is normalised over the places inside. A convolution that does not overlap (kernel =
-stride) is concatenation of its cells followed by channel mixing, so it is aggregation: the mean. Pooling is the mean,
-max pooling too, whose winner cannot be known for all channels at once. 1x1 convolution, norms, activations and gates
-from globally pooled features (squeeze and excitation) leave the map alone.
-Cost: a one-channel convolution per convolution, and reading its weights once.
+Paper: TL-Align, appendix A, Table 9: Y <- Norm(T(K))·Y for a convolution with kernel K, Y <- Norm(W)·Y for a learned
+matrix W, the mean for aggregation; left as future work there. Shares of a CNN start on the pixels and become coarser
+with the features.
+
+Our reading: weights count by size, as in equation (2). Each output channel of a convolution is normalised by itself
+and then averaged, as heads are; a kernel at the border is normalised over the places inside. A convolution that does
+not overlap (kernel = stride) is concatenation of its cells followed by channel mixing, so it is aggregation: the
+mean. Pooling is the mean, max pooling too, whose winner cannot be known for all channels at once. 1x1 convolution,
+norms, activations and gates from globally pooled features (squeeze and excitation) leave the map alone. Mixer's two
+layers are two steps, whose hidden units are mixtures of tokens like any other; the activation between them is
+point-wise.
+Cost: a one-channel convolution per convolution, and reading its weights once; a product of [B, N] with each matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from everytoken.functional.shares import convolved_shares, kernel_of
-from everytoken.models.align.tape import Hook, Site, Tape
+from everytoken.functional.shares import convolved_shares, kernel_of, row_normalised
+from everytoken.models.align.state import ShareState
+
+if TYPE_CHECKING:
+    from everytoken.models.align.rules import HookBuilder
+
+Args = tuple[Any, ...]
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -74,70 +83,74 @@ def _sides(
     return sides[0], sides[1], sides[2], sides[3]
 
 
-class Convolve(Hook):
-    """A convolution or pooling layer over [B, C, h, w] has run; `same`: it pads both sides to keep size / stride."""
-
-    def __init__(self, tape: Tape, same: bool = False) -> None:
-        super().__init__(tape)
-        self.same = same
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.tape.shares = convolved_by(module, shares, (output.shape[-2], output.shape[-1]), self.same)
-
-
-def convolution(module: nn.Module, site: Site, name: str) -> None:
+def convolution(module: nn.Module, builder: HookBuilder, name: str) -> None:
     """Rule for one convolution or pooling layer."""
-    site.after(module, Convolve(site.tape))
+    builder.after(module, _convolve)
 
 
-def convolution_same(module: nn.Module, site: Site, name: str) -> None:
+def convolution_same(module: nn.Module, builder: HookBuilder, name: str) -> None:
     """Rule for timm's layers that pad while they run, as TensorFlow does."""
-    site.after(module, Convolve(site.tape, same=True))
+    builder.after(module, _convolve, same=True)
 
 
-class Push(Hook):
-    """A residual block begins: remember its input."""
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.tape.stack.append(shares)
-
-
-class Swap(Hook):
-    """The shortcut begins or ends: exchange the branch's shares with the remembered ones."""
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        other = self.tape.stack.pop()
-        self.tape.stack.append(shares)
-        self.tape.shares = other
+def _convolve(
+    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, same: bool = False
+) -> None:
+    """A convolution or pooling layer over [B, C, h, w] has run."""
+    state.shares = convolved_by(module, shares, (output.shape[-2], output.shape[-1]), same)
 
 
-class Pop(Hook):
-    """A residual block has ended: average branch and shortcut."""
-
-    def act(self, shares: Tensor, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.tape.keep(self.tape.combine(shares, self.tape.stack.pop()))
-
-
-def residual(shortcut: str | None = None, only_if: str | None = None) -> Callable[[nn.Module, Site, str], None]:
+def residual(shortcut: str | None = None, only_if: str | None = None) -> Callable[[nn.Module, HookBuilder, str], None]:
     """Rule for a block branch(x) + shortcut(x).
 
     Args:
         shortcut: name of the module on the shortcut; where it is None the shortcut is the input itself.
-        only_if: name of a flag of the block that says whether there is a shortcut at all.
+        only_if: name of an attribute of the block that says whether there is a shortcut at all.
     """
 
-    def rule(module: nn.Module, site: Site, name: str) -> None:
+    def rule(module: nn.Module, builder: HookBuilder, name: str) -> None:
         if only_if is not None and not getattr(module, only_if):
-            site.children(module, name)
+            builder.attach_children(module, name)
             return
-        site.doublings += 1
-        site.before(module, Push(site.tape))
-        way = getattr(module, shortcut, None) if shortcut else None
-        site.children(module, name, skip=frozenset([shortcut] if shortcut else []))
-        if isinstance(way, nn.Module) and not isinstance(way, nn.Identity):
-            site.before(way, Swap(site.tape))
-            site.descend(way, f"{name}.{shortcut}")
-            site.after(way, Swap(site.tape))
-        site.after(module, Pop(site.tape))
+        builder.doublings += 1
+        builder.before(module, _enter_residual)
+        builder.attach_children(module, name, skip=frozenset([shortcut] if shortcut else []))
+        path = getattr(module, shortcut, None) if shortcut else None
+        if isinstance(path, nn.Module) and not isinstance(path, nn.Identity):
+            builder.before(path, _switch_path)
+            builder.attach(path, f"{name}.{shortcut}")
+            builder.after(path, _switch_path)
+        builder.after(module, _leave_residual)
 
     return rule
+
+
+def _enter_residual(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    state.residuals.append(shares)
+
+
+def _switch_path(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    """The shortcut begins or ends: exchange the branch's shares with the remembered ones."""
+    state.shares = state.residuals.pop()
+    state.residuals.append(shares)
+
+
+def _leave_residual(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    """A residual block has ended: average branch and shortcut."""
+    state.keep(state.combine(shares, state.residuals.pop()))
+
+
+def mixer_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
+    """Rule for a block with a token MLP `mlp_tokens` or a single layer `linear_tokens`."""
+    branch: Any = module.mlp_tokens if hasattr(module, "mlp_tokens") else module.linear_tokens
+    if builder.next_layer():
+        builder.after(branch, _mix_tokens)
+
+
+def _mix_tokens(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+    """A residual branch of linear layers over the token dimension has run."""
+    branch: Any = module
+    mixed = shares
+    for layer in [branch] if isinstance(module, nn.Linear) else [branch.fc1, branch.fc2]:
+        mixed = mixed @ row_normalised(layer.weight).t()
+    state.keep(state.combine(mixed, shares))

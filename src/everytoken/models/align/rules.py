@@ -1,29 +1,114 @@
 """Which layer mixes tokens, and how: the one place that knows. Anything not listed here is an error that names it.
 
-To support another layer, add its class to RULES (it mixes places: give the rule), PLAIN (it only runs its children one
-after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. For a layer outside of
-this package: `everytoken.models.align.RULES["your.module.Layer"] = rule`.
-A patch embedding that is not listed cuts patches that touch, or is taken as if it did: a token starts with the mean of
-its patch. One that is listed is followed from the pixels.
+To support another layer, add its class to RULES (it mixes tokens: give the rule), CONTAINERS (it only runs its
+children one after the other) or TOKENWISE (it treats every token alike). A class counts for its subclasses. For a
+layer outside of this package: `everytoken.models.align.RULES["your.module.Layer"] = rule`, where rule(module,
+builder, name) attaches hooks by `builder.before` and `builder.after` (see `attention` and `convolution` for
+examples).
+A patch embedding that is not listed cuts patches that touch, or is taken as if it did: a token starts with the mean
+of its patch. One that is listed is followed from the pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from everytoken.models.align.attention import self_attention, talking_heads
-from everytoken.models.align.conv_attention import conv_attention, stage_embedding
-from everytoken.models.align.convolution import convolution, convolution_same, residual
-from everytoken.models.align.embedding import tokens_to_token
-from everytoken.models.align.tape import Site
-from everytoken.models.align.token_mlp import mixer_block
-from everytoken.models.align.windows import patch_merging, window_block
+from everytoken.models.align.attention import (
+    conv_attention,
+    patch_merging,
+    self_attention,
+    stage_embedding,
+    talking_heads,
+    tokens_to_token,
+    window_block,
+)
+from everytoken.models.align.convolution import convolution, convolution_same, mixer_block, residual
+from everytoken.models.align.state import ShareHook, ShareState, Update
 from everytoken.models.families import UnsupportedModelError
 
-Rule = Callable[[nn.Module, Site, str], None]
+
+class HookBuilder:
+    """Walks through a backbone and attaches the hooks that the rules ask for.
+
+    Args:
+        state: shared by all hooks.
+        embed: name of the patch embedding, where the shares of tokens start; None where the model has none.
+        layers: the numbers (from 1) of the mixing layers that count; None: all.
+
+    Attributes:
+        handles: of all hooks, to remove them.
+        count: mixing layers so far.
+        doublings: residual connections so far that count; the total of an unnormalised label doubles at each.
+    """
+
+    def __init__(self, state: ShareState, embed: str | None = None, layers: frozenset[int] | None = None) -> None:
+        self.state = state
+        self.embed = embed
+        self.layers = layers
+        self.handles: list[RemovableHandle] = []
+        self.count = 0
+        self.doublings = 0
+
+    def before(self, module: nn.Module, update: Update, **options: Any) -> None:
+        """Update the shares before every run of the module, see `ShareHook`."""
+        self.handles.append(module.register_forward_pre_hook(ShareHook(self.state, update, **options)))
+
+    def after(self, module: nn.Module, update: Update, **options: Any) -> None:
+        """Update the shares after every run of the module, see `ShareHook`."""
+        self.handles.append(module.register_forward_hook(ShareHook(self.state, update, **options)))
+
+    def next_layer(self) -> bool:
+        """Number the next mixing layer, which has two residual connections with its MLP; whether it counts."""
+        self.count += 1
+        counts = self.layers is None or self.count in self.layers
+        self.doublings += 2 if counts else 0
+        return counts
+
+    def attach(self, module: nn.Module, name: str, skip: frozenset[str] = frozenset()) -> None:
+        """Attach the rules of a module and its children, or say which layer is unknown.
+
+        Args:
+            name: of the module in the backbone, for messages.
+            skip: children to leave out (heads).
+        """
+        if name != self.embed and not self._attach_known(module, name, skip):
+            cls = type(module)
+            raise UnsupportedModelError(
+                f"token-label alignment does not know how {cls.__name__} ({cls.__module__}, at {name or 'the top'!r}) "
+                "mixes tokens. Train this backbone without alignment, or add the class to "
+                "everytoken.models.align.RULES, CONTAINERS or TOKENWISE."
+            )
+
+    def attach_embedding(self, module: nn.Module, name: str) -> bool:
+        """Attach the rules of the patch embedding; False if it has none: tokens start with the mean of their patch."""
+        return rule_of(module) != "tokenwise" and self._attach_known(module, name)
+
+    def attach_children(self, module: nn.Module, name: str, skip: frozenset[str] = frozenset()) -> None:
+        """Attach to the children, in their order."""
+        for child_name, child in module.named_children():
+            if child_name not in skip:
+                self.attach(child, f"{name}.{child_name}" if name else child_name)
+
+    def _attach_known(self, module: nn.Module, name: str, skip: frozenset[str] = frozenset()) -> bool:
+        rule = rule_of(module)
+        if rule == "container":
+            self.attach_children(module, name, skip)
+        elif callable(rule):
+            rule(module, self, name)
+        return rule is not None
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+Rule = Callable[[nn.Module, HookBuilder, str], None]
 
 RULES: dict[str, Rule] = {
     # attention over all tokens
@@ -73,7 +158,7 @@ RULES: dict[str, Rule] = {
 }
 
 # Run their children one after the other; residual connections around attention are part of the attention's rule.
-PLAIN: set[str] = {
+CONTAINERS: set[str] = {
     "torch.nn.modules.container.Sequential",
     "torch.nn.modules.container.ModuleList",
     "timm.layers.conv_bn_act.ConvNormAct",
@@ -139,50 +224,14 @@ TOKENWISE: tuple[str, ...] = (
 )
 
 
-def rule_of(module: nn.Module) -> Rule | Literal["plain", "tokenwise"] | None:
-    """How a layer mixes places: its rule, "plain" (ask its children), "tokenwise" (not at all), or None: not known."""
+def rule_of(module: nn.Module) -> Rule | Literal["container", "tokenwise"] | None:
+    """How a layer mixes tokens: its rule, "container" (ask its children), "tokenwise" (not at all), None: not known."""
     for cls in type(module).__mro__:
         path = f"{cls.__module__}.{cls.__qualname__}"
         if path in RULES:
             return RULES[path]
-        if path in PLAIN:
-            return "plain"
+        if path in CONTAINERS:
+            return "container"
         if path in TOKENWISE or f"{cls.__module__}." in TOKENWISE:
             return "tokenwise"
     return None
-
-
-def attach_embedding(module: nn.Module, site: Site, name: str) -> bool:
-    """Attach the rules of a patch embedding; False if it has none: tokens then start with the mean of their patch."""
-    rule = rule_of(module)
-    if callable(rule):
-        rule(module, site, name)
-    elif rule == "plain":
-        site.children(module, name)
-    return callable(rule) or rule == "plain"
-
-
-def attach(module: nn.Module, site: Site, name: str, skip: frozenset[str] = frozenset()) -> None:
-    """Attach the rules of a module and its children, or say which layer is unknown.
-
-    Args:
-        name: where the module is in the backbone, for messages.
-        skip: children to leave out (heads).
-    """
-    if name == site.embed:  # has been attached before everything else
-        return
-    rule = rule_of(module)
-    if callable(rule):
-        rule(module, site, name)
-        return
-    if rule == "plain":
-        site.children(module, name, skip)
-        return
-    if rule == "tokenwise":
-        return
-    cls = type(module)
-    raise UnsupportedModelError(
-        f"token-label alignment does not know how {cls.__name__} ({cls.__module__}, at {name or 'the top'!r}) mixes "
-        "tokens. Train this backbone without alignment, or add the class to everytoken.models.align.RULES, PLAIN or "
-        "TOKENWISE."
-    )
