@@ -16,14 +16,14 @@ import torch
 from everytoken.data import open_dataset
 from everytoken.data.augment import AugmentConfig
 from everytoken.data.evaluation import EvalTransform
-from everytoken.models.load import load_model
+from everytoken.models.open import open_model
 
 
 @torch.inference_mode()
 def halves(run: Path, data: Path, pairs: int = 500) -> tuple[float, float]:
     """Parts of the tokens, in percent, that name the class of their own half and of the other half."""
-    loaded = load_model(run)
-    model, about = loaded.model.eval(), loaded.description
+    loaded = open_model(run)
+    model, about = loaded.model.eval(), loaded.info
     images = open_dataset(data, "val")
     transform = EvalTransform(AugmentConfig(img_size=about.img_size, crop_pct=1.0, mean=about.mean, std=about.std))
     rng = np.random.default_rng(0)

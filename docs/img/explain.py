@@ -20,7 +20,7 @@ from everytoken.cli import main as everytoken
 from everytoken.draw import PAD, stack
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 from everytoken.models import TokenModel
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 
 SIZE, GRID = 64, 8
 SHAPES = ("disc", "square", "triangle", "ring")

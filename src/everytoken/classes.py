@@ -1,13 +1,13 @@
-"""Whose classes are they? The annotator's order against the data set's, checked before the first image.
+"""Which class is which: names, WordNet ids, numbers, order, synonyms, class maps.
 
-A score map is worthless when class 7 of the annotator is another class than class 7 of the data set, and nothing would
-fail. So the two lists are compared by name:
-- every class of the data set is known to the annotator: its scores are put into the data set's order (a data set may
-  have some of the annotator's classes only);
-- otherwise the job stops and names the ways out: a class map, or keeping the annotator's own classes.
+Two lists of classes meet in every command: a model's outputs and a dataset's folders, an annotator's scores and the
+labels. Nothing fails when class 7 of one is not class 7 of the other, the numbers are only wrong. So both are compared
+here, by one set of rules:
 
-Several classes of an annotator may be one class of the data set (all breeds of dogs are "dog"): then its logit is the
-log of the sum of their exponentials, which adds up their probabilities.
+- A name is compared as it is, then without regard to case, underscores and hyphens; `n01440764_tench` is its id.
+- ImageNet's classes are known by id, by each of their synonyms and by number.
+- Folders that are numbers are numbers (ImageNet-V2's "0" to "999" sort as text in another order).
+- Outputs without names: a thousand are ImageNet's; others need as many folders, in the same order.
 """
 
 from __future__ import annotations
@@ -16,30 +16,37 @@ import csv
 import difflib
 import hashlib
 import json
+import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import yaml
 from torch import Tensor
 
+from everytoken import schema
 from everytoken.errors import EverytokenError, did_you_mean
 
 SAME_ORDER = "order"
+SUBSETS = {"a": "ImageNet-A", "r": "ImageNet-R"}
+_IMAGENET = 1000
 
 
 class ClassError(EverytokenError):
-    """The annotator's classes do not fit the data set's; the message names the ways out."""
+    """Two lists of classes do not fit together; the message names the ways out."""
+
+
+# Lists of classes
 
 
 @dataclass(frozen=True)
 class ClassList:
-    """The classes of an annotator.
+    """The classes of a model, an annotator or a dataset.
 
     Attributes:
         count: how many.
@@ -50,33 +57,65 @@ class ClassList:
     count: int
     names: tuple[str, ...] = ()
     synonyms: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
-    _exact: dict[str, int] = field(init=False, repr=False, compare=False)
-    _plain: dict[str, int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        plain: dict[str, int] = {}
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    @cached_property
+    def _by_spelling(self) -> dict[str, int | None]:
+        """Normalised spelling -> class; None where several classes have it."""
+        spellings: dict[str, int | None] = {}
         for number, name in enumerate(self.names):
             for spelling in (name, *(self.synonyms[number] if self.synonyms else ())):
-                core = core_of(spelling)
-                plain[core] = number if plain.get(core, number) == number else -1
-        object.__setattr__(self, "_exact", {name: number for number, name in enumerate(self.names)})
-        object.__setattr__(self, "_plain", plain)
+                key = normal_name(spelling)
+                spellings[key] = number if spellings.get(key, number) == number else None
+        return spellings
 
     def find(self, name: str) -> int | None:
-        """The class with this name; None if there is none, -1 if several have it."""
-        return self._exact.get(name, self._plain.get(core_of(name)))
+        """The class with this name; None if there is none, or if several have it."""
+        return self._by_name.get(name, self._by_spelling.get(normal_name(name)))
+
+    def is_ambiguous(self, name: str) -> bool:
+        """Whether several classes have this name."""
+        return self.find(name) is None and normal_name(name) in self._by_spelling
 
     def near(self, name: str) -> str:
         """A clause that suggests names like this one."""
-        return did_you_mean(core_of(name), self._plain)
+        return did_you_mean(normal_name(name), self._by_spelling)
+
+    def or_imagenet(self) -> ClassList:
+        """ImageNet's classes for a thousand outputs without names; otherwise the list as it is."""
+        return imagenet_classes() if not self.names and self.count == _IMAGENET else self
+
+    def find_all(self, folders: Sequence[str]) -> list[int | None]:
+        """The class of each folder, by name; folders that are numbers are numbers, unless these are names."""
+        if folders and all(re.fullmatch(r"[0-9]{1,9}", f) for f in folders) and not set(folders) & set(self.names):
+            numbers = [int(folder) for folder in folders]
+            if not self.names or self.find(wnids()[0]) is not None:
+                return _by_number(numbers, self)
+        return [self.find(folder) for folder in folders]
 
 
-def core_of(name: str) -> str:
-    """The core of a name: 'n01440764_tench' -> 'n01440764', 'Golf_Ball' -> 'golf ball'."""
+def _by_number(numbers: Sequence[int], classes: ClassList) -> list[int | None]:
+    if classes.names:  # ImageNet's, perhaps in another order
+        return [classes.find(wnids()[number]) if number < _IMAGENET else None for number in numbers]
+    if max(numbers) >= classes.count and len(set(numbers)) == classes.count:  # such as 1 to 10
+        positions = {number: position for position, number in enumerate(sorted(numbers))}
+        return [positions[number] for number in numbers]
+    return [number if number < classes.count else None for number in numbers]
+
+
+def normal_name(name: str) -> str:
+    """The spelling by which names are compared: 'n01440764_tench' -> 'n01440764', 'Golf_Ball' -> 'golf ball'."""
     wnid = re.match(r"n\d{8}(?!\d)", name)
     return wnid[0] if wnid else " ".join(re.split(r"[\s_\-]+", name.strip().lower()))
 
 
+# ImageNet
+
+
+@cache
 def imagenet_classes(subset: str = "imagenet-1k") -> ClassList:
     """ImageNet's classes with their WordNet ids and synonyms (timm carries the lists, also of its larger subsets)."""
     from timm.data import ImageNetInfo
@@ -93,32 +132,122 @@ def imagenet_classes(subset: str = "imagenet-1k") -> ClassList:
     return ClassList(len(ids), tuple(names), synonyms)
 
 
+@cache
+def wnids(subset: str = "") -> tuple[str, ...]:
+    """WordNet ids in the order of the logits: of ImageNet-1k, or of its subset "a" or "r" (200 classes each)."""
+    name = f"imagenet_{subset}_synsets.txt" if subset else "imagenet_synsets.txt"
+    text = pkgutil.get_data("timm.data", f"_info/{name}")
+    if text is None:
+        raise EverytokenError(f"timm's class list {name} is missing; install timm 1.0.30 or newer")
+    return tuple(text.decode().split())
+
+
+def imagenet_numbers(classes: ClassList) -> np.ndarray:
+    """ImageNet's class for each class of a model, by name."""
+    classes = classes.or_imagenet()
+    numbers = [imagenet_classes().find(name) for name in classes.names]
+    strange = [name for name, number in zip(classes.names, numbers, strict=True) if number is None]
+    if strange or not classes.names:
+        what = f"such as {strange[0]!r}" if strange else f"{classes.count} without names"
+        raise ClassError(f"ReaL labels are for models of ImageNet's classes; this one has others, {what}")
+    return np.array(numbers, np.int64)
+
+
 def shown_name(name: str) -> str:
-    """A class's name for people: ImageNet's WordNet ids are told in words."""
-    number = _words().find(name) if re.fullmatch(r"n\d{8}", name) else None
-    return name if number is None or number < 0 else _words().names[number]
+    """A class's name for people: ImageNet's WordNet ids in words."""
+    number = imagenet_classes().find(name) if re.fullmatch(r"n\d{8}", name) else None
+    return name if number is None else imagenet_classes().names[number]
 
 
 def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
     """A function from a folder's name to its class among `names`, None if it is none of them or not clear which.
 
-    Names are compared as when annotating: other spellings, and for ImageNet's classes WordNet ids and synonyms.
+    Other spellings count, and for ImageNet's classes WordNet ids and synonyms.
     """
-    words = _words()
+    words = imagenet_classes()
     numbers = [words.find(name) for name in names]
-    more = tuple(() if number is None or number < 0 else words.synonyms[number] for number in numbers)
-    known = ClassList(len(names), tuple(names), more)
-
-    def find(name: str) -> int | None:
-        number = known.find(name)
-        return None if number is None or number < 0 else number
-
-    return find
+    synonyms = tuple(() if number is None else words.synonyms[number] for number in numbers)
+    return ClassList(len(names), tuple(names), synonyms).find
 
 
-@lru_cache(maxsize=1)
-def _words() -> ClassList:
-    return imagenet_classes("imagenet-1k")
+# A dataset's folders among a model's outputs
+
+
+@dataclass(frozen=True)
+class ClassMatch:
+    """How a dataset's classes and a model's outputs go together.
+
+    Attributes:
+        columns: the outputs that may be answered, in order; None: all.
+        labels: for each class of the data, its position among these columns (or outputs).
+    """
+
+    columns: np.ndarray | None
+    labels: np.ndarray
+
+
+def match_classes(
+    classes: ClassList, folders: Sequence[str], where: str, *, subset: str = "", restrict: bool = False
+) -> ClassMatch:
+    """Match the folders of a dataset with the outputs of a model; the data may have fewer classes.
+
+    Args:
+        classes: of the model.
+        folders: class names of the data.
+        where: what to call the data in messages.
+        subset: "a" or "r": answers are restricted to the 200 classes of ImageNet-A or ImageNet-R.
+        restrict: answers are restricted to the classes of the data.
+    """
+    known = classes.or_imagenet()
+    outputs = known.find_all(folders)
+    if None in outputs and not known.names and len(folders) == known.count:
+        outputs = list(range(known.count))  # nothing is known but the number: the order has to be the same
+    missing = [folder for folder, output in zip(folders, outputs, strict=True) if output is None]
+    if missing:
+        raise ClassError(_unknown_folders(missing, folders, classes, where))
+    chosen = np.array(outputs, np.int64)
+    repeated = len(chosen) - len(np.unique(chosen))
+    if repeated:
+        raise ClassError(f"{where}: {repeated + 1} folders mean the same class of the model; rename them")
+    if subset:
+        columns = _subset_columns(known, chosen, folders, where, subset)
+    elif restrict:
+        columns = np.sort(chosen)
+    else:
+        return ClassMatch(None, chosen)
+    position = {int(output): i for i, output in enumerate(columns)}
+    return ClassMatch(columns, np.array([position[int(output)] for output in chosen], np.int64))
+
+
+def _subset_columns(
+    classes: ClassList, outputs: np.ndarray, folders: Sequence[str], where: str, subset: str
+) -> np.ndarray:
+    columns = [classes.find(wnid) for wnid in wnids(subset)]
+    if None in columns:
+        raise ClassError(
+            f"{SUBSETS[subset]} needs a model that knows its 200 classes; this one lacks {columns.count(None)}"
+        )
+    strange = [folder for folder, output in zip(folders, outputs, strict=True) if output not in columns]
+    if strange:
+        raise ClassError(
+            f"{where} has {len(strange)} folders that are not among the 200 classes of {SUBSETS[subset]}: "
+            f"{', '.join(strange[:5])}. Is it another dataset?"
+        )
+    return np.array(columns, np.int64)
+
+
+def _unknown_folders(missing: Sequence[str], folders: Sequence[str], classes: ClassList, where: str) -> str:
+    few = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
+    if classes.names:
+        has = f"{', '.join(classes.names[:5])}{' ...' if classes.count > 5 else ''}"
+    elif classes.count == _IMAGENET:
+        has = "ImageNet's 1,000 (folders: WordNet ids, names, or numbers 0 to 999)"
+    else:
+        has = f"{classes.count} without names, so the data must have {classes.count} folders in the same order"
+    return f"{where}: {len(missing)} of {len(folders)} folders are no class of the model: {few}. Its classes are {has}."
+
+
+# An annotator's classes as those of a store
 
 
 @dataclass(frozen=True)
@@ -130,7 +259,7 @@ class ClassPlan:
         count: number of the store's classes.
         groups: for each scored class of the store, the annotator's classes it is made of; None: as they are.
         targets: the store's class of each group; classes that are in no group get no scores.
-        label_to_class: for each label of the data set, the store's class, or -1.
+        label_to_class: for each label of the dataset, the store's class, or -1.
         how: "same", "by name", "by map", "by order" or "foreign".
     """
 
@@ -178,40 +307,43 @@ def plan_classes(
     Args:
         annotator, data: what to call them in messages.
         known: the annotator's classes.
-        names: the data set's classes; empty if its images have no labels.
+        names: the dataset's classes; empty if its images have no labels.
         class_map: a file, or "order" to trust that both have the same order.
         foreign: keep the annotator's classes.
     """
-    found = [known.find(name) for name in names]
+    numbers = known.find_all(names) if known.names else [known.find(name) for name in names]
     if foreign and class_map:
-        raise ClassError("--class-map and --foreign-classes exclude each other: choose whose classes the store has.")
+        raise ClassError("a class map and foreign classes exclude each other: choose whose classes the store has.")
     if foreign or not names:
-        labels = tuple(-1 if number is None else number for number in found)
+        labels = tuple(-1 if number is None else number for number in numbers)
         return ClassPlan(known.names, known.count, None, None, labels, "foreign")
     same = tuple(range(len(names)))
     if class_map == SAME_ORDER:
         if known.count != len(names):
             raise ClassError(
-                f"--class-map {SAME_ORDER} needs as many classes on both sides; {annotator} has {known.count}, "
+                f"the class map {SAME_ORDER!r} needs as many classes on both sides; {annotator} has {known.count}, "
                 f"{data} has {len(names)}."
             )
-        return ClassPlan(tuple(names), known.count, None, None, same, "by order")
+        order = ClassList(known.count).find_all(names)  # folders that are numbers are in the order of the numbers
+        if None in order or order == list(same):
+            return ClassPlan(tuple(names), known.count, None, None, same, "by order")
+        return ClassPlan(tuple(names), known.count, tuple((n,) for n in order if n is not None), same, same, "by order")
     if class_map:
         groups = read_class_map(Path(class_map), known, names)
         scored = [(group, target) for target, group in enumerate(groups) if group]
         return ClassPlan(
             tuple(names), len(names), tuple(g for g, _ in scored), tuple(t for _, t in scored), same, "by map"
         )
-    numbers = [number for number in found if number is not None and number >= 0]
-    if len(numbers) < len(names) or len(set(numbers)) < len(names):
-        raise ClassError(_explain(annotator, known, data, names, found))
-    if numbers == list(range(known.count)):
+    matched = [number for number in numbers if number is not None]
+    if len(matched) < len(names) or len(set(matched)) < len(names):
+        raise ClassError(_explain(annotator, known, data, names, numbers))
+    if matched == list(range(known.count)):
         return ClassPlan(tuple(names), known.count, None, None, same, "same")
-    return ClassPlan(tuple(names), len(names), tuple((n,) for n in numbers), same, same, "by name")
+    return ClassPlan(tuple(names), len(names), tuple((n,) for n in matched), same, same, "by name")
 
 
-def _explain(annotator: str, known: ClassList, data: str, names: Sequence[str], found: Sequence[int | None]) -> str:
-    lines = [f"{annotator} and {data} do not speak of the same classes, so scores would land on wrong ones."]
+def _explain(annotator: str, known: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
+    lines = [f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones."]
     if not known.names:
         lines.append(f"  {annotator} has {known.count} classes without names, {data} has {len(names)}: {_some(names)}.")
         if known.count == len(names):
@@ -221,8 +353,8 @@ def _explain(annotator: str, known: ClassList, data: str, names: Sequence[str], 
         else:
             lines.append("One of these helps:")
     else:
-        unknown = [name for name, number in zip(names, found, strict=True) if number is None]
-        unclear = [name for name, number in zip(names, found, strict=True) if number == -1]
+        unclear = [name for name in names if known.is_ambiguous(name)]
+        unknown = [n for n, number in zip(names, numbers, strict=True) if number is None and n not in unclear]
         lines.append(f"  {annotator} has {known.count} classes: {_some(known.names)}.")
         lines.append(f"  {data} has {len(names)}: {_some(names)}.")
         if unknown:
@@ -236,10 +368,10 @@ def _explain(annotator: str, known: ClassList, data: str, names: Sequence[str], 
         lines.append("One of these helps:")
     example = difflib.get_close_matches(names[0], known.names, n=1, cutoff=0)[0] if known.names else 0
     lines += [
-        "  --class-map FILE    a csv, json or yaml file that says for each class of the data set which of the",
+        "  --class-map FILE    a csv, json or yaml file that says for each class of the dataset which of the",
         f"                      annotator's classes it is, by name or number: {names[0]},{example}",
-        "  --foreign-classes   keep the annotator's own classes; the token head then speaks those",
-        "  --annotator fit     train an annotator on the data set's own classes first",
+        "  --foreign-classes   keep the annotator's own classes; the token head then has those",
+        "  --annotator fit     train an annotator on the dataset's own classes first",
     ]
     return "\n".join(lines)
 
@@ -250,15 +382,14 @@ def _some(names: Sequence[str], count: int = 4) -> str:
 
 
 def read_class_map(path: Path, known: ClassList, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """For each class of the data set, the annotator's classes: from csv lines `class,annotator class` (several lines
+    """For each class of the dataset, the annotator's classes: from csv lines `class,annotator class` (several lines
     for several), or a json or yaml object `class: annotator class or list of them`. Empty: the class gets no scores."""
-    rows = _read_rows(path)
     groups: dict[str, list[int]] = {}
-    for name, value in rows:
+    for name, value in class_map_rows(path):
         if name not in names:
             raise ClassError(
-                f"{path}: the data set has no class {name!r}.{did_you_mean(name, names)} The first column (or key) is "
-                "the data set's class, the second the annotator's."
+                f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)} The first column (or key) is "
+                "the dataset's class, the second the annotator's."
             )
         group = groups.setdefault(name, [])
         if value is None or value == "":
@@ -269,19 +400,19 @@ def read_class_map(path: Path, known: ClassList, names: Sequence[str]) -> list[t
     missing = [name for name in names if name not in groups]
     if missing:
         raise ClassError(
-            f"{path} says nothing about {len(missing)} of the data set's {len(names)} classes: {_some(missing)}. "
+            f"{path} says nothing about {len(missing)} of the dataset's {len(names)} classes: {_some(missing)}. "
             "Add them; with an empty value a class gets no scores."
         )
     if not any(groups.values()):
-        raise ClassError(f"{path} gives no class of the data set any class of the annotator.")
+        raise ClassError(f"{path} gives no class of the dataset any class of the annotator.")
     return [tuple(groups[name]) for name in names]
 
 
 def _class_number(path: Path, known: ClassList, value: Any) -> int:
-    found = known.find(str(value))
-    if found is not None and found >= 0:
-        return found
-    if found == -1:
+    number = known.find(str(value))
+    if number is not None:
+        return number
+    if known.is_ambiguous(str(value)):
         raise ClassError(f"{path}: {value!r} is the name of several of the annotator's classes; use its WordNet id.")
     if isinstance(value, int) or str(value).isdigit():
         if 0 <= int(value) < known.count:
@@ -292,10 +423,12 @@ def _class_number(path: Path, known: ClassList, value: Any) -> int:
     raise ClassError(f"{path}: the annotator has no class {value!r}.{known.near(str(value))}")
 
 
-def _read_rows(path: Path) -> list[tuple[str, Any]]:
-    if not path.is_file():
-        raise ClassError(f"--class-map: there is no file {path}.")
-    text = path.read_text(encoding="utf-8-sig")
+def class_map_rows(path: Path) -> list[tuple[str, Any]]:
+    """The pairs (class of the dataset, class of the model) of a class map file; None for a class that has none."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClassError(f"the class map {path} cannot be read: {error}") from error
     kind = path.suffix.lower()
     if kind == ".csv":
         rows = [row for row in csv.reader(text.splitlines()) if row and any(cell.strip() for cell in row)]
@@ -304,18 +437,17 @@ def _read_rows(path: Path) -> list[tuple[str, Any]]:
             raise ClassError(f"{path}: a line has two cells, class and annotator class; got {','.join(wrong)!r}.")
         return [(row[0].strip(), row[1].strip()) for row in rows]
     if kind not in (".json", ".yaml", ".yml"):
-        raise ClassError(f"--class-map {path}: the name must end in .csv, .json or .yaml.")
-    try:
-        content = json.loads(text) if kind == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ClassError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ClassError(f"{path} must hold one object: each class of the data set and the annotator's class for it.")
+        raise ClassError(f"the class map {path}: the name must end in .csv, .json or .yaml.")
+    content = schema.read_json(path, _ClassMap) if kind == ".json" else schema.read_yaml(text, str(path))
     pairs: list[tuple[str, Any]] = []
-    for name, value in content.items():
-        values = value if isinstance(value, list) and value else [None if value == [] else value]
-        pairs += [(str(name), one) for one in values]
+    for name, value in schema.parse(_ClassMap, content, f"the class map {path}").items():
+        entries = value if isinstance(value, list) else [value]
+        pairs += [(name, entry) for entry in entries or [None]]
     return pairs
+
+
+_Entry = str | int | None
+_ClassMap = dict[str, _Entry | list[_Entry]]
 
 
 def read_class_names(path: Path | None) -> list[str]:

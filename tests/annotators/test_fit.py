@@ -190,7 +190,7 @@ def test_any_timm_model_can_be_fitted_at_its_own_size(data, tmp_path):
     assert type(annotator.models[0].model.backbone).__name__ == "ResNet"
     with pytest.raises(EverytokenError, match="no token view"):
         fit(data, tmp_path / "other", FitOptions(model="test_mambaout", size=(64, 64)))
-    with pytest.raises(AnnotatorError, match="test_resnet"):
+    with pytest.raises(EverytokenError, match="test_resnet"):
         fit(data, tmp_path / "other", FitOptions(model="test_resnot", size=(64, 64)))
 
 

@@ -17,7 +17,7 @@ from everytoken.engine.finetune import finetune_options
 from everytoken.engine.options import ModelOptions, TrainOptions
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 from everytoken.tasks.build import build
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}

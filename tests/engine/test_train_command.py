@@ -16,7 +16,7 @@ import torch
 
 from everytoken.cli import main
 from everytoken.engine.options import ModelOptions, TrainOptions
-from everytoken.models.load import load_model
+from everytoken.models.open import open_model
 from everytoken.tasks.classify import default_output
 
 TINY = [
@@ -50,9 +50,9 @@ def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(phot
         checkpoint_path=newest / "model.safetensors",
     )  # fmt: skip
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
-    loaded = load_model(out)
-    assert loaded.description.class_names == ("class-0", "class-1", "class-2")
-    assert loaded.description.img_size == (32, 32)
+    loaded = open_model(out)
+    assert loaded.info.class_names == ("class-0", "class-1", "class-2")
+    assert loaded.info.img_size == (32, 32)
 
 
 @pytest.mark.timeout(900)  # six starts of the whole program
@@ -138,7 +138,7 @@ def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
     larger = ["finetune", str(photos), "--from", str(out), "--img-size", "48", *small]
     assert main([*larger, "--output", str(tmp_path / "large")]) == 0
     assert "resized to fit: pos_embed" in capsys.readouterr().out
-    assert load_model(tmp_path / "large").description.img_size == (48, 48)
+    assert open_model(tmp_path / "large").info.img_size == (48, 48)
     config = (tmp_path / "large/config.yaml").read_text()
     assert "weight_decay: 1.0e-08" in config
     (tmp_path / "other/train").mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
             (tmp_path / f"other/{split}/own-{c}").symlink_to(photos / split / f"class-{c}")
     assert main(["finetune", str(tmp_path / "other"), "--from", str(out), *small, "--output", str(tmp_path / "t")]) == 0
     assert "left out" in capsys.readouterr().out
-    assert load_model(tmp_path / "t").description.class_names == ("own-0", "own-1")
+    assert open_model(tmp_path / "t").info.class_names == ("own-0", "own-1")
     assert "weight_decay: 0.05" in (tmp_path / "t/config.yaml").read_text()
 
 

@@ -8,7 +8,7 @@ import pytest
 from everytoken.cli import main
 from everytoken.data import open_dataset
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
-from everytoken.models.load import load_model
+from everytoken.models.open import open_model
 
 TINY = [
     *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--workers", "0", "--batch-size", "12", "--epochs", "1"),
@@ -56,8 +56,8 @@ def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, 
     assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
     assert {"token/class", "token/token"} <= terms(tmp_path)
     assert ("saw no gain" in capsys.readouterr().out) == (mixing == "mixup")
-    loaded = load_model(tmp_path)
-    assert loaded.description.token_class_names == ("class-0", "class-1", "class-2")
+    loaded = open_model(tmp_path)
+    assert loaded.info.token_class_names == ("class-0", "class-1", "class-2")
     assert loaded.model.token_head is not None
     assert main(["eval", str(tmp_path), str(photos), "--token-vote", "0.5", "--workers", "0", "--device", "cpu"]) == 0
 
@@ -67,7 +67,7 @@ def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos
     words = ["--labels", str(foreign), "--set", f"objectives.token={{{target}}}", "--output", str(tmp_path)]
     assert main(["train", str(photos), *TINY, *words]) == 0
     assert "classes of their own" in capsys.readouterr().out
-    description = load_model(tmp_path).description
+    description = open_model(tmp_path).info
     assert len(description.token_class_names) == 9
     assert description.class_names == ("class-0", "class-1", "class-2")
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from everytoken.classes import ClassList, imagenet_numbers
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.accuracy import Predictions, calibration_error, imagenet_numbers, read_real, real_accuracy
+from everytoken.evaluation.accuracy import Predictions, calibration_error, read_real, real_accuracy
 from everytoken.evaluation.kept import keep, kept
 
 
@@ -100,11 +101,11 @@ def test_real_labels_are_compared_with_imagenets_number_of_each_answer():
     keys = ["ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG"]
     labels = {keys[0]: [0], keys[1]: [217]}  # tench, English springer
     p = Predictions(np.arange(2), np.zeros(2, int), np.array([[1], [0]]), np.ones(2), np.zeros(2))
-    numbers = imagenet_numbers(("n02102040", "n01440764_tench"), 2)
+    numbers = imagenet_numbers(ClassList(2, ("n02102040", "n01440764_tench")))
     assert numbers.tolist() == [217, 0]
     assert real_accuracy(p, keys, labels, numbers)["real_top1"] == 100
     assert real_accuracy(p, keys, labels)["real_top1"] == 0
-    assert imagenet_numbers((), 1000).tolist() == list(range(1000))
+    assert imagenet_numbers(ClassList(1000)).tolist() == list(range(1000))
     for names, outputs in ((("my cat", "n01440764"), 2), ((), 10)):
         with pytest.raises(EverytokenError, match="ImageNet's classes"):
-            imagenet_numbers(names, outputs)
+            imagenet_numbers(ClassList(outputs, names))

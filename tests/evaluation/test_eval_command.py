@@ -13,7 +13,7 @@ from everytoken._json import plain_json
 from everytoken.cli import main
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import open_part
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 
@@ -73,7 +73,7 @@ def test_fewer_classes_are_matched_by_name_and_unknown_ones_refused(photos, weig
     assert json.loads(capsys.readouterr().out)["images"] == 8
     (tmp_path / "some/owl").symlink_to(photos / "val/class-1")
     assert main(["eval", str(weights), str(tmp_path / "some"), "--workers", "0", "--device", "cpu"]) == 2
-    assert "not trained on: owl" in capsys.readouterr().err
+    assert "no class of the model: owl" in capsys.readouterr().err
 
 
 def test_the_token_vote_needs_a_token_head(photos, weights, capsys):
@@ -89,7 +89,7 @@ def test_foreign_weights_need_a_name_and_released_ones_vote(photos, tmp_path, ca
     torch.save({"state_dict": model.state_dict()}, tmp_path / "released.pth.tar")
     words = ["eval", str(tmp_path / "released.pth.tar"), str(photos), "--workers", "0", "--device", "cpu", "--json"]
     assert main(words) == 2
-    assert "--model" in capsys.readouterr().err
+    assert "architecture (model)" in capsys.readouterr().err
     for vote in ("0", "0.5"):
         assert main([*words, "--model", "lvvit_t", "--token-vote", vote]) == 0
     first, second = [json.loads(t) for t in capsys.readouterr().out.split("\n}\n")[0:2] for t in [t + "\n}"]]

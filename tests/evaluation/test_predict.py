@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from everytoken.cli import main
 from everytoken.evaluation.run import evaluate
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 
 NAMES = ("class-0", "class-1", "class-2")
 

@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from everytoken.cli import main
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 
 from .test_tokens import write_store
 
@@ -152,7 +152,7 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     (["--labels", "MAPS"], "has no map of any of the images"),
     (["--mix"], "exactly two images, got 1"),
     (["--untrained"], "untrained goes with timm:NAME"),
-    (["--checkpoint", "x.pt"], "--checkpoint and --untrained go with timm:NAME"),
+    (["--checkpoint", "x.pt"], "go with timm:NAME"),
 ])  # fmt: skip
 def test_mistakes_are_told_with_the_way_out(here, tmp_path, capsys, more, message):
     more = [here / "maps" if word == "MAPS" else word for word in more]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 from everytoken.robust import run as robust_run
 from everytoken.robust.attack_log import AttackLog
 from everytoken.robust.attacks import auto

@@ -12,7 +12,6 @@ from everytoken.errors import EverytokenError
 from everytoken.robust.compare import bootstrap, difference, draws_of_means
 from everytoken.robust.corruption_errors import ALEXNET, ALEXNET_CLEAN, corruption_errors, mean_corruption_error
 from everytoken.robust.corruptions import CORRUPTIONS, STANDARD
-from everytoken.robust.subsets import match, wnids
 from everytoken.robust.suites import corruption_names, parse
 from everytoken.robust.table import FORMATS, Table
 
@@ -21,61 +20,6 @@ PUBLISHED_MEANS = {  # AlexNet's error of each corruption, percent, as papers on
     "motion_blur": 78.6, "zoom_blur": 79.8, "snow": 86.7, "frost": 82.7, "fog": 81.9, "brightness": 56.5,
     "contrast": 85.3, "elastic_transform": 64.6, "pixelate": 71.8, "jpeg_compression": 60.7,
 }  # fmt: skip
-
-
-def test_class_lists_are_in_imagenets_order_and_have_the_right_sizes():
-    every = wnids()
-    assert len(every) == len(set(every)) == 1000
-    assert list(every) == sorted(every)
-    for name in "ar":
-        some = wnids(name)
-        assert len(set(some)) == 200
-        assert list(some) == [w for w in every if w in set(some)]
-    # classes that are known to be in one of them, in both, in none
-    assert every.index("n01498041") == 6  # stingray: in both
-    assert {"n01498041"} <= set(wnids("a")) & set(wnids("r"))
-    assert "n01443537" in set(wnids("r")) - set(wnids("a"))  # goldfish
-    assert "n01558993" in set(wnids("a")) - set(wnids("r"))  # American robin
-    assert "n01440764" not in {*wnids("a"), *wnids("r")}  # tench
-
-
-def test_answers_of_a_subset_are_the_best_of_its_200_logits():
-    folders = [wnids("a")[i] for i in (5, 17, 199)]
-    found = match((), 1000, folders, subset="a")
-    assert found.columns.tolist() == [wnids().index(w) for w in wnids("a")]
-    assert found.labels.tolist() == [5, 17, 199]
-    logits = np.random.default_rng(0).normal(size=(1, 1000))
-    logits[0, 0] = 50  # tench, which is not in the subset
-    logits[0, wnids().index(folders[1])] = 20
-    assert logits[:, found.columns].argmax() == 17
-
-
-def test_numbers_wordnet_ids_and_names_are_found():
-    assert match((), 1000, ["0", "10", "2"]).labels.tolist() == [0, 10, 2]  # V2: sorted as text
-    assert match((), 1000, ["n01443537", "n01440764"]).labels.tolist() == [1, 0]
-    assert match((), 1000, ["tench", "golf ball"]).labels.tolist() == [0, 574]
-    own = ("n01440764_tench", "n01443537", "cat")
-    assert match(own, 3, ["cat", "n01440764"]).labels.tolist() == [2, 0]
-    assert match(wnids(), 1000, ["999", "3"]).labels.tolist() == [999, 3]
-    assert match(("0", "1", "2"), 3, ["1", "2"]).labels.tolist() == [1, 2]  # classes that are called numbers
-    assert match((), 7, list("abcdefg")).labels.tolist() == list(range(7))
-    some = match(("a", "b", "c", "d"), 4, ["d", "b"], restrict=True)
-    assert (some.columns.tolist(), some.labels.tolist()) == ([1, 3], [1, 0])
-
-
-def test_classes_that_do_not_fit_are_named():
-    with pytest.raises(EverytokenError, match="unicorn"):
-        match((), 1000, ["n01440764", "unicorn"], where="mine")
-    with pytest.raises(EverytokenError, match=r"zebra.*cat, dog"):
-        match(("cat", "dog"), 2, ["cat", "zebra"], where="mine")
-    with pytest.raises(EverytokenError, match="must have 7 folders"):
-        match((), 7, ["a", "b"], where="mine")
-    with pytest.raises(EverytokenError, match="n01440764"):
-        match((), 1000, ["n01440764"], subset="r", where="r")
-    with pytest.raises(EverytokenError, match="lacks"):
-        match(("n01498041",), 1, ["n01498041"], subset="a")
-    with pytest.raises(EverytokenError, match="the same class"):
-        match((), 1000, ["tench", "n01440764"])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 from everytoken.tasks.backbone import Features, build_features, probe_features
 from everytoken.tasks.options import BackboneOptions, IterOptim, IterRun, in_epochs
 from everytoken.tasks.pyramid import SideLayers, SimplePyramid

@@ -12,7 +12,7 @@ from PIL import Image
 
 from everytoken.cli import main
 from everytoken.data.given import result_stems
-from everytoken.models.load import Description
+from everytoken.models.open import Description
 from everytoken.tasks.backbone import build_features
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment import task as task_module

@@ -31,6 +31,7 @@ from everytoken.annotators.training import Trainer
 from everytoken.classes import ClassList
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
+from everytoken.models.open import with_own_head
 
 Meter = Callable[[str], Any]
 
@@ -143,7 +144,7 @@ def fit_annotator(
             raise AnnotatorError(f"{folder} lacks fold {fold.number}; was it removed while this command ran?")
         model = build_model(options.model, False, len(data.class_names), side, options.seed)
         load_network(model.backbone, found, folder)
-        models.append(CellScores(model.backbone))
+        models.append(CellScores(with_own_head(model.backbone, None)))
         right, held = right + found.facts["held_out_right"], held + found.facts["held_out"]
     what = f"{len(folds)} networks, each image held out once" if len(folds) > 1 else "one network"
     say(f"annotator trained on this data set: {what}; held-out accuracy {right / held:.1%} ({held:,} images)")

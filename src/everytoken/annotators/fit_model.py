@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -16,14 +15,11 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from everytoken.annotators.annotator import AnnotatorError, Preprocessing
-from everytoken.annotators.imagenet_registry import MEAN, STD, registry_model
-from everytoken.annotators.networks import pretrained_model
 from everytoken.annotators.small_cnn import small_cnn
-from everytoken.errors import did_you_mean
 from everytoken.files import write_atomically
 from everytoken.keyed import digest
 from everytoken.models import family_of
-from everytoken.models.load import create_sized
+from everytoken.models.open import check_architecture, create_pretrained, create_sized, registry_model
 
 FOLDER = "annotator"
 """Where in a store's folder the networks are kept."""
@@ -46,11 +42,10 @@ def build_model(name: str, pretrained: bool, num_classes: int, size: tuple[int, 
         if name.startswith("registry:"):
             model: Any = registry_model(name.removeprefix("registry:"))
             model.reset_classifier(num_classes)
-            return FitModel(model, Preprocessing(size, MEAN, STD))
-        if not timm.is_model(name.split(".")[0]):
-            raise AnnotatorError(f"--fit-model: timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
+            return FitModel(model, Preprocessing(size, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+        check_architecture(name)
         if pretrained:
-            model = pretrained_model(name, size)
+            model, _ = create_pretrained(name, {"img_size": size})
             model.reset_classifier(num_classes)
         else:
             model, _ = create_sized(name, {"num_classes": num_classes, "img_size": size})

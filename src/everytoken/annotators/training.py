@@ -25,6 +25,7 @@ from everytoken.data.augment import AugmentConfig, TrainTransform
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.keyed import digest, generator
+from everytoken.models.open import with_own_head
 
 
 class _Augmented(Dataset[tuple[Tensor, Tensor]]):
@@ -131,7 +132,7 @@ class Trainer:
     @torch.inference_mode()
     def held_out(self, fold: Fold, model: nn.Module, view: Preprocessing, resize: str) -> np.ndarray:
         """[n] bool: the mean of the map is highest for the image's label. Unreadable images are left out."""
-        scores = CellScores(model).eval()
+        scores = CellScores(with_own_head(model, None)).eval()
         reader = BatchReader(self.data, fold.held_out, view, resize)
         total = len(fold.held_out)
         spans = [range(start, min(start + 64, total)) for start in range(0, total, 64)]

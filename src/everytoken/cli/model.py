@@ -62,7 +62,7 @@ def _facts(options: Model) -> dict[str, Any]:
 
     from everytoken.engine.distributed import pick_device
     from everytoken.models import TokenModel, family_of_name
-    from everytoken.models.load import create_sized
+    from everytoken.models.open import create_sized
 
     if not timm.is_model(options.name.split(".")[0]):
         near = did_you_mean(options.name, timm.list_models())

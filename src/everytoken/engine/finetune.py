@@ -16,7 +16,7 @@ from everytoken.engine.options import AugmentOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides
 from everytoken.engine.runfolder import RunFolder
 from everytoken.errors import EverytokenError
-from everytoken.models.load import Description, classifier_size, describe, find_weights
+from everytoken.models.open import Description, classifier_size, describe, find_weights
 from everytoken.models.weights import read_weights
 
 RESOLUTION: dict[str, Any] = {

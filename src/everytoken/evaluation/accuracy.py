@@ -136,21 +136,6 @@ def real_accuracy(
     return {"real_top1": 100 * float(np.mean(hits)), "real_top5": 100 * float(np.mean(hits5)), "real_images": len(hits)}
 
 
-def imagenet_numbers(names: Sequence[str], outputs: int) -> np.ndarray:
-    """ImageNet's class for each output of a model, by name; a model with 1,000 outputs and no names has its order."""
-    if not names and outputs == 1000:
-        return np.arange(1000)
-    from everytoken.classes import imagenet_classes
-
-    known = imagenet_classes()
-    found = [known.find(name) for name in names]
-    strange = [name for name, number in zip(names, found, strict=True) if number is None or number < 0]
-    if strange or not names:
-        what = f"such as {strange[0]!r}" if strange else f"{outputs} without names"
-        raise EverytokenError(f"ReaL labels are for models of ImageNet's classes; this one has others, {what}")
-    return np.array(found, np.int64)
-
-
 def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
     """The right classes of each image, found by its file name with any ending; () for images without labels."""
     names = [PurePosixPath(key) for key in keys]

@@ -13,7 +13,7 @@ from everytoken.data.given import gather_images
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import FolderReader, ReaderSet
 from everytoken.evaluation.run import Voter, check_vote, eval_view
-from everytoken.models.load import load_model
+from everytoken.models.open import open_model
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ def predict_images(
         An answer for each image that could be read, and why the others could not.
     """
     root, names = gather_images(images)
-    loaded = load_model(source, architecture=architecture, img_size=img_size)
+    loaded = open_model(source, architecture=architecture, img_size=img_size)
     check_vote(loaded, token_vote)
     view, bad = eval_view(loaded, crop_pct), BadImages(on_bad_image)
     data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
     loader = Loader(data, EvalTransform(view), batch_size, train=False, workers=workers, bad_images=bad)
     model = Voter(loaded.model, token_vote).to(device).eval()
-    known = _class_names(loaded.description.class_names, int(loaded.model.backbone.num_classes))  # type: ignore[arg-type]
+    known = loaded.class_names
     out: dict[int, Answer] = {}
     try:
         for batch in Prefetcher(loader.epoch(0), device, view.mean, view.std):
@@ -76,12 +76,3 @@ def predict_images(
     finally:
         loader.close()
     return [out[i] for i in sorted(out)], dict(bad.seen)
-
-
-def _class_names(names: Sequence[str], count: int) -> list[str]:
-    """One name per output; ImageNet's for a model that has its number of classes and says no more."""
-    if not names and count == 1000:
-        from everytoken.classes import imagenet_classes
-
-        return list(imagenet_classes().names)
-    return [*names, *(f"class {i}" for i in range(len(names), count))]  # --num-classes may be more than the folders

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken.classes import imagenet_numbers, match_classes
 from everytoken.data.augment import AugmentConfig
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.evaluation import EvalTransform
@@ -21,10 +21,10 @@ from everytoken.data.loader import BadImages, Loader
 from everytoken.data.places import part
 from everytoken.data.sources import DataError, DataSet
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.accuracy import Predictions, imagenet_numbers, predict, read_real, real_accuracy
+from everytoken.evaluation.accuracy import Predictions, predict, read_real, real_accuracy
 from everytoken.evaluation.held_out import NAMED, Origin, held_out
 from everytoken.models import TokenModel
-from everytoken.models.load import Description, LoadedModel, load_model
+from everytoken.models.open import Description, OpenModel, open_model
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def evaluate(
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a run, a weights file or timm:NAME on a data set. See `everytoken eval --help` for the options."""
-    loaded = load_model(source, architecture, img_size=img_size)
+    loaded = open_model(source, architecture=architecture, img_size=img_size)
     dataset, note = open_part([source], data, split)
     if note:
         print(f"note: {note}", file=sys.stderr)
@@ -90,7 +90,7 @@ def evaluate(
 
 
 def evaluate_on(
-    loaded: LoadedModel,
+    loaded: OpenModel,
     dataset: DataSet,
     *,
     crop_pct: float = 0.0,
@@ -105,9 +105,8 @@ def evaluate_on(
 ) -> Evaluation:
     """Evaluate a loaded model on an open data set; `tell` hears how many images are done, of how many."""
     check_vote(loaded, token_vote)
-    lookup = class_lookup(loaded, dataset)
-    about = loaded.description
-    imagenet = imagenet_numbers(about.class_names, int(loaded.model.backbone.num_classes)) if real else None  # type: ignore[arg-type]
+    lookup = torch.from_numpy(match_classes(loaded.classes, dataset.class_names, dataset.name).labels)
+    imagenet = imagenet_numbers(loaded.classes) if real else None
     augment = eval_view(loaded, crop_pct)
     bad = BadImages(on_bad_image)
     loader = Loader(
@@ -135,13 +134,16 @@ def evaluate_on(
     numbers["parameters"] = sum(p.numel() for p in loaded.model.backbone.parameters())
     if real:
         numbers |= real_accuracy(predictions, keys, read_real(real), imagenet)
-    names = list(about.class_names) or list(dataset.class_names)
+    names = list(loaded.class_names)
+    if not loaded.classes.or_imagenet().names:
+        for folder, output in zip(dataset.class_names, lookup.tolist(), strict=True):
+            names[output] = folder
     return Evaluation(numbers, predictions, names, keys, dict(bad.seen))
 
 
-def eval_view(loaded: LoadedModel, crop_pct: float = 0.0) -> AugmentConfig:
+def eval_view(loaded: OpenModel, crop_pct: float = 0.0) -> AugmentConfig:
     """How a model wants to see images in evaluation; `crop_pct` 0: the model's own."""
-    return view_of(loaded.description, crop_pct)
+    return view_of(loaded.info, crop_pct)
 
 
 def view_of(about: Description, crop_pct: float = 0.0) -> AugmentConfig:
@@ -221,31 +223,7 @@ def _train_folder(path: Path) -> Path:
     return found.folder.resolve() if found and found.folder else path
 
 
-def class_lookup(loaded: LoadedModel, dataset: DataSet) -> Tensor:
-    """[classes of the data] -> class of the model, matched by name; the data may have fewer classes.
-
-    Without names (a foreign checkpoint) the numbers of classes must agree, and so must the order, which cannot be
-    checked.
-    """
-    names = list(loaded.description.class_names)
-    if not names:
-        count = int(loaded.model.backbone.num_classes)  # type: ignore[arg-type]
-        if count != dataset.num_classes:
-            raise EverytokenError(
-                f"{loaded.source} answers with {count} classes and does not say their names; {dataset.name} has "
-                f"{dataset.num_classes} classes. Evaluate on data with the same classes."
-            )
-        return torch.arange(count)
-    unknown = [name for name in dataset.class_names if name not in names]
-    if unknown:
-        raise EverytokenError(
-            f"{dataset.name} has classes that {loaded.source} was not trained on: {', '.join(unknown[:5])}"
-            f"{' ...' if len(unknown) > 5 else ''}. It knows {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}."
-        )
-    return torch.from_numpy(np.array([names.index(name) for name in dataset.class_names], np.int64))
-
-
-def check_vote(loaded: LoadedModel, vote: float) -> None:
+def check_vote(loaded: OpenModel, vote: float) -> None:
     """Refuse a vote of tokens that have no say; attach the token head that a backbone brought."""
     if not vote:
         return

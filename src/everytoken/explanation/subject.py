@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import timm
 import torch
-from timm.data import infer_imagenet_subset, resolve_data_config
 from torch import Tensor
 
-from everytoken.annotators.imagenet_registry import MEAN, STD, registry_model
-from everytoken.classes import ClassList, imagenet_classes
+from everytoken.classes import ClassList
 from everytoken.data import placement as pl
 from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import view_of
 from everytoken.models import TokenModel
-from everytoken.models.load import Description, create_sized, load_model
+from everytoken.models.open import open_model
 
 Area = tuple[float, float, float, float]
 
@@ -114,73 +110,28 @@ def load_subject(
         names: of the classes, where the weights do not say them.
         untrained: with timm:NAME, random weights. To see that a method works, not what a model has learnt.
     """
-    kind, _, name = source.partition(":")
-    if (checkpoint or untrained) and kind != "timm":
-        raise EverytokenError(f"--checkpoint and --untrained go with timm:NAME, not with {source!r}.")
-    if kind == "registry":
-        subject = _from_registry(source, name, img_size)
-    elif kind == "timm" and untrained:
-        subject = _untrained(source, name, img_size)
-    else:
-        where = checkpoint or source
-        loaded = load_model(where, name if checkpoint else architecture, img_size=img_size or None)
-        subject = _subject(source, loaded.model, loaded.description, kind == "timm" and not checkpoint)
-    if names:
-        if len(names) != subject.classes.count:
-            raise EverytokenError(f"{len(names)} class names were given; {source} has {subject.classes.count} classes.")
-        same = subject.token_classes == subject.classes
-        classes = ClassList(len(names), tuple(names))
-        subject = replace(subject, classes=classes, token_classes=classes if same else subject.token_classes)
-    subject.model.to(device).eval()
-    return subject
-
-
-def _subject(source: str, model: TokenModel, about: Description, pretrained: bool, remark: str = "") -> Subject:
-    count = int(model.backbone.num_classes)  # type: ignore[arg-type]
-    if count < 1:
+    opened = open_model(
+        source, architecture=architecture, checkpoint=checkpoint, img_size=img_size, untrained=untrained, device=device
+    )
+    classes, token_classes = opened.classes, opened.token_classes
+    if classes.count < 1:
         raise EverytokenError(f"{source} has no classifier (0 classes), so there is nothing to explain.")
-    subset = infer_imagenet_subset(model.backbone) if pretrained else None
-    if len(about.class_names) == count:
-        classes = ClassList(count, about.class_names)
-    else:
-        classes = imagenet_classes(subset) if subset else ClassList(count)
-    own: Any = getattr(model.backbone, "aux_head", None)
-    if model.token_head is None and not model.uses_own_head and getattr(own, "out_features", 0) == count:
-        model.add_token_head(count)  # the one that the backbone brought
-    tokens = classes
-    if about.token_class_names and about.token_class_names != about.class_names:
-        tokens = ClassList(len(about.token_class_names), about.token_class_names)
-    view = EvalTransform(view_of(about))
-    return Subject(_short(source, about.architecture), source, model, classes, tokens, view, remark)
+    if names:
+        if len(names) != classes.count:
+            raise EverytokenError(f"{len(names)} class names were given; {source} has {classes.count} classes.")
+        same = token_classes == classes
+        classes = ClassList(len(names), tuple(names))
+        token_classes = classes if same else token_classes
+    remark = "random weights: this means nothing" if untrained else ""
+    view = EvalTransform(view_of(opened.info))
+    title = _short(source, opened.info.architecture)
+    return Subject(title, source, opened.model, classes, token_classes, view, remark)
 
 
 def _short(source: str, architecture: str) -> str:
-    """`runs/first` -> 'first · deit_tiny...'; timm:NAME and registry:NAME as they are."""
-    if source.partition(":")[0] in ("timm", "registry"):
+    """`runs/first` -> 'first · deit_tiny...'; timm:NAME and the like as they are."""
+    if source.startswith(("timm:", "registry:", "hf-hub:")):
         return source
     path = Path(source)
-    place = path.parent if path.is_file() and path.suffix == ".safetensors" else path
-    return f"{place.name} · {architecture}"
-
-
-def _from_registry(source: str, name: str, img_size: int) -> Subject:
-    backbone = registry_model(name)
-    config = resolve_data_config({}, model=backbone)
-    side = img_size or -(-config["input_size"][1] // 32) * 32  # whole cells
-    about = Description(name, img_size=(side, side), mean=MEAN, std=STD, crop_pct=config["crop_pct"])
-    subject = _subject(source, TokenModel(backbone).eval(), about, pretrained=False)
-    return replace(subject, classes=imagenet_classes(), token_classes=imagenet_classes())
-
-
-def _untrained(source: str, name: str, img_size: int) -> Subject:
-    if not timm.is_model(name.split(".")[0]):
-        raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
-    torch.manual_seed(0)
-    backbone, _ = create_sized(name, {"img_size": (img_size, img_size)} if img_size else {})
-    config = resolve_data_config({}, model=backbone)
-    side = (img_size, img_size) if img_size else (config["input_size"][1], config["input_size"][2])
-    about = Description(
-        name, img_size=side, mean=config["mean"], std=config["std"], crop_pct=config["crop_pct"],
-        interpolation=config["interpolation"],
-    )  # fmt: skip
-    return _subject(source, TokenModel(backbone).eval(), about, True, "random weights: this means nothing")
+    folder = path.parent if path.is_file() and path.suffix == ".safetensors" else path
+    return f"{folder.name} · {architecture}"

@@ -24,7 +24,7 @@ from everytoken.evaluation.kept import keep, kept
 from everytoken.reports.runs import Run
 
 if TYPE_CHECKING:
-    from everytoken.models.load import LoadedModel
+    from everytoken.models.open import OpenModel
 
 CACHE = "report-predictions.npz"
 
@@ -48,13 +48,13 @@ class PredictedRun:
     data: DataSet
     skipped: dict[str, str]
     weights: Path
-    loaded: LoadedModel | None = None
+    loaded: OpenModel | None = None
 
-    def model(self) -> LoadedModel:
+    def model(self) -> OpenModel:
         """The model, opened once."""
-        from everytoken.models.load import load_model
+        from everytoken.models.open import open_model
 
-        return self.loaded or load_model(self.weights)
+        return self.loaded or open_model(self.weights)
 
     def same_images(self, other: PredictedRun) -> bool:
         """Whether two runs answered the same images, in the same classes."""
@@ -100,7 +100,7 @@ def predict_run(
     Raises:
         EverytokenError: there are no weights or no images, or they do not fit; the message says which.
     """
-    from everytoken.models.load import describe, find_weights, load_model
+    from everytoken.models.open import describe, find_weights, open_model
 
     images = validation_set(run, data)
     weights = find_weights(run.path)
@@ -113,7 +113,7 @@ def predict_run(
         return PredictedRun(predictions, list(about.class_names), keys, images, skipped, weights)
     from everytoken.evaluation.run import evaluate_on
 
-    loaded = load_model(weights)
+    loaded = open_model(weights)
     result = evaluate_on(loaded, images, device=device, workers=workers, on_bad_image="skip", tell=tell)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
         keep(run.path / CACHE, result.predictions, stamp, result.skipped)

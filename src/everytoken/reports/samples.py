@@ -135,13 +135,13 @@ def token_maps(
     if not pictures:
         return [], []
     batch = torch.from_numpy(np.stack(pixels).transpose(0, 3, 1, 2).copy()).to(device)
-    names = list(loaded.description.token_class_names) or list(loaded.description.class_names)
+    names = list(loaded.info.token_class_names) or list(loaded.info.class_names)
     source = "token head"
     with torch.no_grad():
         images = normalise(batch, view.config.mean, view.config.std)
         logits = model(images).token_logits
         if logits is None:
-            source, names = "class head", list(loaded.description.class_names)
+            source, names = "class head", list(loaded.info.class_names)
             try:
                 logits = model.cell_logits(images)
             except (RuntimeError, EverytokenError, AttributeError):  # a head that cannot read single cells

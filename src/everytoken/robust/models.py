@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.annotators.annotator import weights_hash
-from everytoken.annotators.imagenet_registry import MEAN, STD, registry_model
-from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import Voter, check_vote
-from everytoken.models import TokenModel
-from everytoken.models.load import Description, LoadedModel, load_model
+from everytoken.models.open import Description, open_model
 
 
 @dataclass(frozen=True)
@@ -78,28 +75,13 @@ def open_subject(
     token_vote: float = 0.0, device: str = "cpu",
 ) -> Subject:  # fmt: skip
     """Open RUN, CHECKPOINT, timm:NAME (with `checkpoint` for its weights) or registry:NAME."""
-    if source.startswith("registry:"):
-        loaded = _from_registry(source.removeprefix("registry:"), img_size)
-    elif source.startswith("timm:") and checkpoint:
-        loaded = load_model(checkpoint, source.removeprefix("timm:"), img_size=img_size or None)
-    elif checkpoint:
-        raise EverytokenError("--checkpoint goes with timm:NAME; otherwise give the weights file itself")
-    else:
-        loaded = load_model(source, architecture, img_size=img_size or None)
-    if crop_pct:
-        loaded = replace(loaded, description=replace(loaded.description, crop_pct=crop_pct))
+    loaded = open_model(source, architecture=architecture, checkpoint=checkpoint, img_size=img_size, crop_pct=crop_pct)
     check_vote(loaded, token_vote)
     net = Voter(loaded.model, token_vote).to(device).eval().requires_grad_(False)
     outputs = int(loaded.model.backbone.num_classes)  # type: ignore[arg-type]
     parameters = sum(p.numel() for p in loaded.model.backbone.parameters())
     weights = weights_hash(net)[:24]
-    return Subject(_name(source), net, loaded.description, outputs, parameters, weights, device, token_vote)
-
-
-def _from_registry(name: str, img_size: int) -> LoadedModel:
-    size = (img_size or 224, img_size or 224)
-    about = Description(f"tf_{name}", {}, img_size=size, mean=MEAN, std=STD)
-    return LoadedModel(TokenModel(registry_model(name)).eval(), about, f"registry:{name}", None)
+    return Subject(_name(source), net, loaded.info, outputs, parameters, weights, device, token_vote)
 
 
 def _name(source: str) -> str:

@@ -14,13 +14,15 @@ import torch
 from PIL import Image
 
 from everytoken import keyed
+from everytoken.classes import ClassList, ClassMatch, imagenet_numbers
+from everytoken.classes import match_classes as match_folders
 from everytoken.data.augment import AugmentConfig, View
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.decode import Picture
 from everytoken.data.evaluation import EvalTransform
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.sources import DataSet, Subset
-from everytoken.evaluation.accuracy import Predictions, imagenet_numbers, predict, read_real, real_sets
+from everytoken.evaluation.accuracy import Predictions, predict, read_real, real_sets
 from everytoken.evaluation.kept import keep, kept
 from everytoken.evaluation.run import open_part
 from everytoken.evaluation.run import view_of as view_of_weights
@@ -30,7 +32,6 @@ from everytoken.robust.attacks.balls import Norm
 from everytoken.robust.corruptions import corrupt
 from everytoken.robust.corruptions.digital import stored
 from everytoken.robust.models import Normalised, Subject
-from everytoken.robust.subsets import Match, match
 from everytoken.robust.suites import Suite
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
@@ -164,14 +165,14 @@ def evaluate_suite(subject: Subject, suite: Suite, settings: Settings, folder: P
     if known[1]:
         notes.append(f"{suite.name}: {len(known[1])} unreadable images are left out")
     if suite.kind == "real":
-        numbers = imagenet_numbers(subject.about.class_names, subject.outputs)
+        numbers = imagenet_numbers(ClassList(subject.outputs, subject.about.class_names))
         made = _real_result(suite, known[0], keys, settings, numbers if pair.columns is None else numbers[pair.columns])
     else:
         made = _result(suite, known[0], keys)
     return replace(made, notes=tuple(notes))
 
 
-def _facts(subject: Subject, data: DataSet, pair: Match, keys: Sequence[str]) -> dict[str, Any]:
+def _facts(subject: Subject, data: DataSet, pair: ClassMatch, keys: Sequence[str]) -> dict[str, Any]:
     """What decides the answers of a model, as far as predictions and attacks have it in common."""
     return {
         "weights": subject.weights, "token vote": subject.token_vote, "keys": _digest(keys),
@@ -181,7 +182,13 @@ def _facts(subject: Subject, data: DataSet, pair: Match, keys: Sequence[str]) ->
 
 
 def _predict(
-    subject: Subject, data: DataSet, suite: Suite, pair: Match, config: AugmentConfig, settings: Settings, tell: Tell
+    subject: Subject,
+    data: DataSet,
+    suite: Suite,
+    pair: ClassMatch,
+    config: AugmentConfig,
+    settings: Settings,
+    tell: Tell,
 ) -> tuple[Predictions, dict[str, str]]:
     """Predictions, and the images that could not be read (key -> reason)."""
     made = suite.kind == "corrupt"
@@ -211,11 +218,11 @@ def _predict(
         loader.close()
 
 
-def match_classes(subject: Subject, data: DataSet, suite: Suite, settings: Settings) -> Match:
+def match_classes(subject: Subject, data: DataSet, suite: Suite, settings: Settings) -> ClassMatch:
     """The data's classes among the model's."""
-    names = subject.about.class_names
+    classes = ClassList(subject.outputs, subject.about.class_names)
     where = f"{suite.name} ({suite.path})"
-    return match(names, subject.outputs, data.class_names, subset=suite.subset, restrict=settings.restrict, where=where)
+    return match_folders(classes, data.class_names, where, subset=suite.subset, restrict=settings.restrict)
 
 
 def _result(suite: Suite, known: Predictions, keys: list[str]) -> Result:
@@ -265,7 +272,7 @@ def attack_suites(subject: Subject, suites: list[Suite], settings: Settings, fol
 
 
 def _attack(
-    subject: Subject, data: DataSet, suite: Suite, pair: Match, settings: Settings, folder: Path,
+    subject: Subject, data: DataSet, suite: Suite, pair: ClassMatch, settings: Settings, folder: Path,
     fallen: dict[str, str], tell: Tell,
 ) -> list[Record]:  # fmt: skip
     """One record for each image, from the log as far as it goes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from everytoken.engine.checkpoint import checkpoints_in
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.models.load import find_weights
+from everytoken.models.open import find_weights
 from everytoken.robust.models import open_subject, slug
 from everytoken.robust.run import Result, Settings, Tell, evaluate_suite
 from everytoken.robust.suites import Suite

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models.families import UnsupportedModelError
-from everytoken.models.load import Description, describe, find_weights
+from everytoken.models.open import Description, describe, find_weights
 from everytoken.models.weights import load_weights, read_weights
 from everytoken.tasks.options import BackboneOptions
 
@@ -221,8 +221,7 @@ def read_note(path: Path, key: str) -> dict[str, Any] | None:
 
 def description_from(values: Mapping[str, Any]) -> Description:
     """A description that went through JSON."""
-    made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return Description(**made)
+    return Description.from_values(dict(values), "the weights' backbone")
 
 
 @torch.no_grad()

@@ -20,12 +20,12 @@ from everytoken.engine.options import TrainOptions
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 from everytoken.models import TokenModel, probe
-from everytoken.models.load import (
+from everytoken.models.open import (
     Description,
     create_sized,
     describe,
     find_weights,
-    load_model,
+    open_model,
     token_head_file,
     with_own_head,
 )
@@ -253,14 +253,14 @@ def build_teacher(
             )
         own = made.preprocessing
         return FrozenTeacher(TokenModel(made.backbone), student, (own.mean, own.std))
-    loaded = load_model(path, architecture=name) if path else load_model(f"timm:{name}")
+    loaded = open_model(path, architecture=name) if path else open_model(f"timm:{name}")
     known = loaded.model.backbone.num_classes
     if known != num_classes:
         raise EverytokenError(
             f"the teacher {name} knows {known} classes and the student {num_classes}; give one that was trained on "
             "these classes with --teacher-checkpoint"
         )
-    about = loaded.description
+    about = loaded.info
     if about.class_names and about.class_names != class_names:
         raise EverytokenError(
             f"the teacher {loaded.source} has the classes {', '.join(about.class_names[:3])}, ..., and the data "

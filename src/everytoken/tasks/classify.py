@@ -112,7 +112,7 @@ class Classification:
         return out
 
     def metadata(self) -> dict[str, str]:
-        """The description that `load_model` reads."""
+        """The description that `open_model` reads."""
         return self.parts.description.to_metadata()
 
     def close(self) -> None:

@@ -77,11 +77,11 @@ def prepare(
         return Asked(replace(ask, columns=columns), list(names), [f"{len(names)} of the {len(own)} classes are asked"])
     wanted = list(names) if names is not None else _names_of_map(class_map)
     model, classifier, mapping = load_token_segmenter(source, wanted, class_map, head, architecture, img_size or None)
-    size = classifier.description.img_size
+    size = classifier.info.img_size
     if size[0] != size[1]:
         raise EverytokenError(f"{source} takes {size[0]}x{size[1]} pixels; windows have to be square here")
     options = replace(options, mode="slide")
-    facts = classifier.description
+    facts = classifier.info
     ask = Inference(model.to(device), resize or size[0], size[0], facts.mean, facts.std, options, fixed=True)
     known, used = (
         int((torch.bincount(mapping[mapping >= 0], minlength=len(wanted)) > 0).sum()),

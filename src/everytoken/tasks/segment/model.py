@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
-from everytoken.models.load import Description, find_weights
+from everytoken.models.open import Description, find_weights
 from everytoken.models.weights import load_weights
 from everytoken.tasks.backbone import Features, build_features, description_from, read_note, rebuild_features
 from everytoken.tasks.options import BackboneOptions

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models import TokenModel
-from everytoken.models.load import LoadedModel, load_model
+from everytoken.models.open import OpenModel, open_model
 from everytoken.tasks.segment.heads import resize
 
 _NEVER = -1e4  # a finite log probability, so that interpolation stays finite
@@ -125,10 +125,10 @@ class TokenSegmenter(nn.Module):
 def load_token_segmenter(
     source: str, data: Sequence[str], path: str = "", head: Literal["token", "class"] = "token",
     architecture: str = "", img_size: int | None = None,
-) -> tuple[TokenSegmenter, LoadedModel, Tensor]:  # fmt: skip
+) -> tuple[TokenSegmenter, OpenModel, Tensor]:  # fmt: skip
     """A classifier's run or weights as a segmenter of the classes `data`, the loaded model, and the class map."""
-    loaded = load_model(source, architecture, img_size=img_size)
-    model, about = loaded.model, loaded.description
+    loaded = open_model(source, architecture=architecture, img_size=img_size)
+    model, about = loaded.model, loaded.info
     names = list(about.class_names)
     if head == "token":
         own: Any = getattr(model.backbone, "aux_head", None)

@@ -1,14 +1,98 @@
-"""Whose classes a store has, and how an annotator's scores get there."""
-
-from __future__ import annotations
+"""Which class is which: a dataset's folders among a model's outputs, an annotator's scores in a store."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
-from everytoken.classes import ClassError, ClassList, imagenet_classes, plan_classes, read_class_map
+from everytoken.classes import (
+    ClassError,
+    ClassList,
+    imagenet_classes,
+    match_classes,
+    plan_classes,
+    read_class_map,
+    wnids,
+)
+
+NUMBERS = sorted(map(str, range(1000)))  # as a file system lists them: 0, 1, 10, 100, ...
+
+
+def test_numbered_folders_are_numbers_for_models_without_names_and_for_imagenets():
+    for classes in (ClassList(1000), imagenet_classes(), ClassList(1000, wnids())):
+        assert match_classes(classes, NUMBERS, "v2").labels.tolist() == [int(name) for name in NUMBERS]
+    assert match_classes(ClassList(12), sorted(map(str, range(12))), "x").labels.tolist()[:4] == [0, 1, 10, 11]
+    assert match_classes(ClassList(12), ["10", "3"], "x").labels.tolist() == [10, 3]  # a part of them
+    assert match_classes(ClassList(11), sorted(map(str, range(1, 12))), "x").labels.tolist()[:3] == [0, 9, 10]
+
+
+def test_numbers_that_are_names_are_names():
+    names = ("0", "1", "10", "2")
+    assert match_classes(ClassList(4, names), ["10", "2"], "x").labels.tolist() == [2, 3]
+
+
+def test_folders_are_found_by_id_name_and_synonym():
+    assert match_classes(ClassList(1000), ["n01443537", "tench", "golf ball"], "x").labels.tolist() == [1, 0, 574]
+    own = ClassList(3, ("n01440764_tench", "n01443537", "cat"))
+    assert match_classes(own, ["cat", "n01440764"], "x").labels.tolist() == [2, 0]
+
+
+def test_an_annotator_in_the_same_order_reads_numbered_folders_as_numbers():
+    folders = sorted(map(str, range(12)))
+    plan = plan_classes("timm:x", ClassList(12), "photos", folders, "order")
+    assert plan.groups == tuple((int(name),) for name in folders)
+
+
+def test_a_part_of_imagenets_folders_is_enough():
+    found = match_classes(ClassList(1000), ["n01440764", "goldfish"], "x")
+    assert found.columns is None
+    assert found.labels.tolist() == [0, 1]
+    restricted = match_classes(ClassList(1000), ["n02012849", "n01440764"], "x", restrict=True)
+    assert restricted.columns is not None
+    assert (restricted.columns.tolist(), restricted.labels.tolist()) == ([0, 134], [1, 0])
+
+
+def test_folders_that_are_no_class_are_named():
+    for classes in (ClassList(1000), ClassList(3, ("cat", "dog", "eel")), ClassList(3)):
+        with pytest.raises(ClassError, match="unicorn"):
+            match_classes(classes, ["cat", "unicorn"], "x")
+    with pytest.raises(ClassError, match="n01440764"):
+        match_classes(ClassList(1000), ["n01440764"], "r", subset="r")
+    with pytest.raises(ClassError, match="lacks"):
+        match_classes(ClassList(1, ("n01498041",)), ["n01498041"], "a", subset="a")
+    with pytest.raises(ClassError, match="same class"):
+        match_classes(ClassList(1000), ["n01440764", "tench"], "x")
+    assert np.array_equal(match_classes(ClassList(2), ["left", "right"], "x").labels, [0, 1])
+
+
+def test_class_lists_are_in_imagenets_order_and_have_the_right_sizes():
+    every = wnids()
+    assert len(every) == len(set(every)) == 1000
+    assert list(every) == sorted(every)
+    for name in "ar":
+        some = wnids(name)
+        assert len(set(some)) == 200
+        assert list(some) == [w for w in every if w in set(some)]
+    # classes that are known to be in one of them, in both, in none
+    assert every.index("n01498041") == 6  # stingray: in both
+    assert {"n01498041"} <= set(wnids("a")) & set(wnids("r"))
+    assert "n01443537" in set(wnids("r")) - set(wnids("a"))  # goldfish
+    assert "n01558993" in set(wnids("a")) - set(wnids("r"))  # American robin
+    assert "n01440764" not in {*wnids("a"), *wnids("r")}  # tench
+
+
+def test_answers_of_a_subset_are_the_best_of_its_200_logits():
+    folders = [wnids("a")[i] for i in (5, 17, 199)]
+    found = match_classes(ClassList(1000), folders, "a", subset="a")
+    assert found.columns.tolist() == [wnids().index(w) for w in wnids("a")]
+    assert found.labels.tolist() == [5, 17, 199]
+    logits = np.random.default_rng(0).normal(size=(1, 1000))
+    logits[0, 0] = 50  # tench, which is not in the subset
+    logits[0, wnids().index(folders[1])] = 20
+    assert logits[:, found.columns].argmax() == 17
+
 
 ANIMALS = ClassList(4, ("cat", "dog", "eel", "fox"))
 
@@ -32,7 +116,7 @@ def test_another_order_is_put_right_by_name():
     assert made.names == ("dog", "cat", "fox", "eel")
 
 
-def test_a_data_set_may_have_some_of_the_annotators_classes():
+def test_a_dataset_may_have_some_of_the_annotators_classes():
     made = plan(["Fox", "cat"])
     assert made.count == 2
     assert made.apply(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [4.0, 1.0]
@@ -103,7 +187,7 @@ def test_class_maps_that_are_wrong_are_refused_with_the_name(tmp_path):
         path.write_text(text)
         with pytest.raises(ClassError, match=said):
             read_class_map(path, ANIMALS, ["cat", "dog"])
-    with pytest.raises(ClassError, match="no file"):
+    with pytest.raises(ClassError, match="cannot be read"):
         read_class_map(tmp_path / "none.csv", ANIMALS, ["cat"])
     (tmp_path / "map.txt").write_text("x")
     with pytest.raises(ClassError, match=r"\.csv, \.json or \.yaml"):
@@ -120,7 +204,8 @@ def test_imagenet_classes_are_known_by_wordnet_id_name_and_synonym():
 
 def test_a_name_of_two_imagenet_classes_is_not_guessed():
     known = imagenet_classes()
-    assert known.find("crane") == -1
+    assert known.find("crane") is None
+    assert known.is_ambiguous("crane")
     assert {known.find("n02012849"), known.find("n03126707")} == {134, 517}
     with pytest.raises(ClassError, match="several"):
         plan(["crane", "tench"], known)

