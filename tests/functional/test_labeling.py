@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from everytoken.errors import EverytokenError
-from everytoken.functional import collate_maps, from_scores, label_tokens, labeling, plan_sampling, sample_maps
+from everytoken.functional import collate_maps, from_scores, label_tokens, plan_sampling, sample_maps, sampling
 
 
 def some(make, n=6, seed=0):
@@ -26,7 +26,7 @@ def equal(a, b):
 def test_one_call_equals_sampling_then_softmax_then_smoothing(make, monkeypatch, chunk, how):
     maps, placement = some(make)
     sampled = sample_maps(maps, placement, (3, 4))
-    monkeypatch.setattr(labeling, "CHUNK", chunk)
+    monkeypatch.setattr(sampling, "CPU_CHUNK", chunk)
     got = label_tokens(maps, placement, (3, 4), **how)
     rest = {name: value for name, value in how.items() if name != "smoothing"}
     equal(
@@ -43,10 +43,10 @@ def test_one_call_equals_sampling_then_softmax_then_smoothing(make, monkeypatch,
 def test_one_call_in_the_released_way(make):
     maps = make.maps(np.random.default_rng(1), n=2, h=6, w=6)
     placement = make.batch([make.crop(0.1, 0.3, 0.5, 1.0)] * 2)
-    sampled = sample_maps(maps, placement, (3, 3), legacy_swap=True)
-    got = label_tokens(maps, placement, (3, 3), smoothing=0.1, legacy=True)
-    equal(got.tokens, from_scores(sampled.tokens, maps.classes, 20).smooth(0.1, legacy=True))
-    equal(got.image, from_scores(sampled.image, maps.classes, 20).smooth(0.1, legacy=True))
+    sampled = sample_maps(maps, placement, (3, 3), released=True)
+    got = label_tokens(maps, placement, (3, 3), smoothing=0.1, released=True)
+    equal(got.tokens, from_scores(sampled.tokens, maps.classes, 20).smooth(0.1, released=True))
+    equal(got.image, from_scores(sampled.image, maps.classes, 20).smooth(0.1, released=True))
 
 
 def test_maps_that_name_every_class_and_maps_that_are_missing(make):
@@ -60,27 +60,6 @@ def test_maps_that_name_every_class_and_maps_that_are_missing(make):
         equal(got.tokens, from_scores(sampled.tokens, maps.classes, 5, sampled.weight).smooth(0.1))
         equal(got.image, from_scores(sampled.image, maps.classes, 5, sampled.image_weight).smooth(0.1))
         assert (got.tokens.weight[1] == 0).all()
-
-
-def test_a_vocabulary_of_what_the_crop_shows_gives_the_same_targets(make):
-    rng = np.random.default_rng(3)
-    for turn in (0.0, 33.0):
-        records = [make.record(rng, h=9, w=7, num_classes=90, words=60, area=(0.1, -0.2, 0.9, 1.2)) for _ in range(12)]
-        corners = np.sort(rng.uniform(-0.3, 1.3, (12, 2, 2)), axis=1).reshape(12, 4)
-        placements = [
-            make.then(make.crop(*c, hflip=i % 2 == 0), make.about_centre(make.rotation(turn)))
-            for i, c in enumerate(corners)
-        ]
-        whole, shown = collate_maps(records, 90), collate_maps(records, 90, placements)
-        one = label_tokens(whole, make.batch(placements), (3, 4), smoothing=0.1)
-        two = label_tokens(shown, make.batch(placements), (3, 4), smoothing=0.1)
-        inside = one.tokens.weight > 0
-        assert inside.any()
-        torch.testing.assert_close(one.tokens.dense()[inside], two.tokens.dense()[inside], rtol=0, atol=1e-6)
-        torch.testing.assert_close(one.tokens.weight, two.tokens.weight)
-        inside = one.image.weight > 0
-        torch.testing.assert_close(one.image.dense()[inside], two.image.dense()[inside], rtol=0, atol=1e-6)
-        assert (shown.classes >= 0).sum() < (whole.classes >= 0).sum()
 
 
 def test_scores_beyond_what_exp_can_hold_stay_finite(make):

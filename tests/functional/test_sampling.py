@@ -228,8 +228,8 @@ def test_a_nearly_straight_rotation_equals_the_crop(make):
     straight = make.crop(0.1, 0.2, 0.7, 0.8)
     turned = make.then(straight, make.about_centre(make.rotation(1e-3)))
     plan = plan_sampling(make.batch([turned]), maps.area, maps.size, (5, 4))
-    assert plan.bent
-    assert not plan.straight
+    assert plan.affine
+    assert not plan.crops
     same(sample_maps(maps, make.batch([straight]), (5, 4)), sample_maps(maps, make.batch([turned]), (5, 4)), 1e-3)
 
 

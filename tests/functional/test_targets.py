@@ -88,8 +88,8 @@ def test_smoothing_keeps_the_sum_and_the_released_one_does_not():
     p = densely(logits, classes, K).softmax(-1)
     close(target.smooth(s), p * (1 - s) + s / K)
     torch.testing.assert_close(target.smooth(s).dense().sum(-1), torch.ones(3, 2, 4))
-    close(target.smooth(s, legacy=True), p * (1 - s + s / K) + s / K)
-    torch.testing.assert_close(target.smooth(s, legacy=True).dense().sum(-1), torch.full((3, 2, 4), 1 + s / K))
+    close(target.smooth(s, released=True), p * (1 - s + s / K) + s / K)
+    torch.testing.assert_close(target.smooth(s, released=True).dense().sum(-1), torch.full((3, 2, 4), 1 + s / K))
 
 
 def test_labels_become_smoothed_one_hot_vectors():

@@ -8,7 +8,6 @@ From targets to losses:  `compact_cross_entropy`, `token_label_loss`, `dense_sof
 Shapes: B images, (h, w) map cells, k scores per cell, (H, W) tokens, U classes in a vocabulary, K classes in all.
 """
 
-from everytoken.functional.labeling import MapTargets, label_tokens
 from everytoken.functional.losses import (
     TokenLabelLoss,
     compact_cross_entropy,
@@ -18,7 +17,15 @@ from everytoken.functional.losses import (
     token_label_loss,
 )
 from everytoken.functional.maps import MapBatch, collate_maps, vocabulary
-from everytoken.functional.sampling import SampledMaps, SamplingPlan, plan_sampling, sample_maps, spread
+from everytoken.functional.sampling import (
+    MapTargets,
+    SampledMaps,
+    SamplingPlan,
+    label_tokens,
+    plan_sampling,
+    sample_maps,
+    spread,
+)
 from everytoken.functional.targets import (
     CompactTarget,
     blend,

@@ -5,20 +5,22 @@ image's label). Equation: t = Σ_u mass_u · onehot(class_u) + background · 1, 
 m = max(v, 0) and Z = Σ_u e^(v_u-m) + (K-U) e^(-m), the softmax in which absent classes score 0 is
 background = e^(-m) / Z and mass_u = e^(v_u-m) / Z - background. Mixing, smoothing and blending with the truth are
 linear, so they stay in this form, exactly; a class may then occur twice in the list.
-Differently from the released code: targets sum to 1 after smoothing (the released ones sum to 1 + s/K; `legacy=True`),
+Differently from the released code: targets sum to 1 after smoothing (the released ones sum to 1 + s/K; `released=True`),
 nothing is modified in place, and any batch size works.
 Cost: U + 2 numbers per token instead of K: 24 KB instead of 784 KB for 14x14 tokens, U = 30, K = 1000.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
+
+_LOWEST = -1e30  # a score that no softmax sees; finite, so that a row of nothing else stays finite
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class CompactTarget:
         """Targets of some images of the batch: a slice, or an index or bool tensor over B."""
         return self.apply(lambda t: t[rows])
 
+    @staticmethod
+    def cat(parts: Sequence[CompactTarget]) -> CompactTarget:
+        """Targets of several batches as one; vocabularies of one length."""
+        tensors = ((p.classes, p.mass, p.background, p.weight) for p in parts)
+        return CompactTarget(*map(torch.cat, zip(*tensors, strict=True)), parts[0].num_classes)
+
     def flip(self, dim: int) -> CompactTarget:
         """Mirror a token target: dim 1 swaps top and bottom, dim 2 left and right."""
         if not 1 <= dim < self.background.dim():
@@ -75,9 +83,9 @@ class CompactTarget:
             self, mass=self.mass.flip(dim), background=self.background.flip(dim), weight=self.weight.flip(dim)
         )
 
-    def smooth(self, smoothing: float, legacy: bool = False) -> CompactTarget:
-        """Label smoothing: (1-s)·t + s/K. With `legacy`, the released t·(1-s+s/K) + s/K, which sums to 1 + s/K."""
-        on, off = smoothing_factors(smoothing, self.num_classes, legacy)
+    def smooth(self, smoothing: float, released: bool = False) -> CompactTarget:
+        """Label smoothing: (1-s)·t + s/K. With `released`, the released t·(1-s+s/K) + s/K, which sums to 1 + s/K."""
+        on, off = smoothing_factors(smoothing, self.num_classes, released)
         return replace(self, mass=self.mass * on, background=self.background * on + off)
 
     def dense(self) -> Tensor:
@@ -111,7 +119,7 @@ def from_scores(
     temperature: float = 1.0,
     top_k: int | None = None,
     smoothing: float = 0.0,
-    legacy: bool = False,
+    released: bool = False,
 ) -> CompactTarget:
     """Softmax over all K classes, of which those outside the vocabulary score 0 (paper and released code).
 
@@ -123,65 +131,46 @@ def from_scores(
         temperature: scores are divided by it.
         top_k: None is the papers' definition. n keeps only the n best vocabulary classes of each place and shares
             all mass among them, background 0; n >= U is a softmax over the vocabulary.
-        smoothing, legacy: as in `CompactTarget.smooth`.
+        smoothing, released: as in `CompactTarget.smooth`.
     """
     if logits.shape[0] != classes.shape[0] or logits.shape[-1] != classes.shape[1]:
         raise EverytokenError(f"logits {list(logits.shape)} do not fit a vocabulary of shape {list(classes.shape)}.")
-    mass = logits.to(torch.float32, copy=True)
-    background = softmax_(mass, classes, num_classes, temperature, top_k, smoothing, legacy)
-    if weight is None:
-        weight = torch.ones_like(background)
-    if top_k is not None:  # where no class is left, there is nothing to share the mass
-        named = (classes >= 0).any(-1)
-        weight = weight * named.view(-1, *(1,) * (weight.dim() - 1))
-    return CompactTarget(classes.clamp(min=0), mass, background, weight.float(), num_classes)
-
-
-def softmax_(
-    scores: Tensor,
-    classes: Tensor,
-    num_classes: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    smoothing: float = 0.0,
-    legacy: bool = False,
-) -> Tensor:
-    """The work of `from_scores`, in place: scores [B, ..., U] float32 become mass; returns background [B, ...]."""
     if temperature <= 0:
         raise EverytokenError(f"the temperature must be above 0, got {temperature}.")
     if top_k is not None and top_k < 1:
         raise EverytokenError(f"top_k must be at least 1, got {top_k}.")
+    on, off = smoothing_factors(smoothing, num_classes, released)
     B, U = classes.shape
-    filling = (classes < 0).view(B, *(1,) * (scores.dim() - 2), U)
-    if temperature != 1:
-        scores.div_(temperature)
-    scores.masked_fill_(filling, -torch.inf)
+    middle = (1,) * (logits.dim() - 2)
+    is_named = (classes >= 0).view(B, *middle, U).float()
+    named = is_named.sum(-1)  # [B, ...]
+    scores = logits.float() if temperature == 1 else logits.float() / temperature
+    scores = scores + (is_named - 1) * -_LOWEST  # addition broadcasts faster than masked_fill
+    absent = num_classes - named
     if top_k is not None:
+        absent = torch.zeros_like(absent)
         if top_k < U:
-            scores.masked_fill_(scores < scores.topk(top_k, dim=-1).values[..., -1:], -torch.inf)
-        absent = torch.zeros((), device=scores.device)
-    else:
-        absent = (num_classes - U + filling.sum(-1)).float()
-    # The largest exponent is 0, whether it belongs to a class of the vocabulary or to the absent ones.
-    peak = scores.amax(-1).clamp(min=-torch.finfo(scores.dtype).max)
-    peak = torch.where(absent > 0, peak.clamp(min=0), peak)
-    mass = scores.sub_(peak[..., None]).exp_()
-    floor = torch.where(absent > 0, torch.exp(-peak), 0)
-    total = mass.sum(-1) + absent * floor
-    total = total.clamp(min=torch.finfo(total.dtype).tiny)  # an empty vocabulary with top_k has no mass at all
-    # Smoothing is linear, so it joins the normalisation.
-    on, off = smoothing_factors(smoothing, num_classes, legacy)
-    background = floor * (on / total)
-    mass.mul_((on / total)[..., None]).sub_(background[..., None]).masked_fill_(filling, 0)
-    return background.add_(off)
+            scores.masked_fill_(scores < scores.topk(top_k, dim=-1).values[..., -1:], _LOWEST)
+    # Softmax over the vocabulary, then the part of it among all classes: absent ones have e^0 each. A softmax is one
+    # pass over memory, and its largest entry gives the logarithm of the sum.
+    mass = scores.softmax(-1)
+    log_sum = scores.amax(-1) - mass.amax(-1).log()
+    log_absent = absent.log()
+    background = torch.where(absent > 0, torch.sigmoid(log_absent - log_sum) / absent.clamp(min=1), 0) * on
+    mass.mul_(torch.sigmoid(log_sum - log_absent)[..., None] * on).sub_(background[..., None]).mul_(is_named)
+    if weight is None:
+        weight = torch.ones_like(background)
+    if top_k is not None:  # where no class is left, there is nothing to share the mass
+        weight = weight * (named > 0)
+    return CompactTarget(classes.clamp(min=0), mass, background + off, weight.float(), num_classes)
 
 
-def smoothing_factors(smoothing: float, num_classes: int, legacy: bool = False) -> tuple[float, float]:
+def smoothing_factors(smoothing: float, num_classes: int, released: bool = False) -> tuple[float, float]:
     """(on, off) with which t becomes on · t + off."""
     if not 0 <= smoothing < 1:
         raise EverytokenError(f"label smoothing must be in [0, 1), got {smoothing}.")
     off = smoothing / num_classes
-    return (1 - smoothing + off if legacy else 1 - smoothing), off
+    return (1 - smoothing + off if released else 1 - smoothing), off
 
 
 def from_labels(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> CompactTarget:

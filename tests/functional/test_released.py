@@ -43,7 +43,7 @@ def crops(boxes):
 
 
 @pytest.mark.parametrize("hflip", [False, True])
-def test_legacy_swap_equals_the_released_algorithm(make, hflip):
+def test_released_sampling_equals_the_released_algorithm(make, hflip):
     rng = np.random.default_rng(1)
     maps = make.maps(rng, n=40, h=9, w=9, num_classes=30)
     size = torch.tensor(rng.uniform(0.02, 1, (40, 2)), dtype=torch.float32)  # some crops are below one cell
@@ -54,10 +54,10 @@ def test_legacy_swap_equals_the_released_algorithm(make, hflip):
     placement = crops(torch.cat([start, start + size], dim=1))
     if hflip:
         placement[:, 0, 2], placement[:, 0, 0] = 1 - start[:, 0], -placement[:, 0, 0]
-    got = sample_maps(maps, placement, (4, 4), legacy_swap=True)
-    target = from_scores(got.tokens, maps.classes, 30).smooth(0.1, legacy=True)
+    got = sample_maps(maps, placement, (4, 4), released=True)
+    target = from_scores(got.tokens, maps.classes, 30).smooth(0.1, released=True)
     torch.testing.assert_close(target.dense().flatten(1, 2), tokens, rtol=0, atol=1e-5)
-    target = from_scores(got.image, maps.classes, 30).smooth(0.1, legacy=True)
+    target = from_scores(got.image, maps.classes, 30).smooth(0.1, released=True)
     torch.testing.assert_close(target.dense(), image, rtol=0, atol=1e-5)
 
 
@@ -69,27 +69,17 @@ def test_the_released_code_reads_the_wrong_quadrant_and_we_do_not(make):
     )
     top_right = make.batch([make.crop(0.5, 0, 1, 0.5)])
     assert sample_maps(maps, top_right, (2, 2)).image[0].argmax() == 1
-    assert sample_maps(maps, top_right, (2, 2), legacy_swap=True).image[0].argmax() == 2
+    assert sample_maps(maps, top_right, (2, 2), released=True).image[0].argmax() == 2
 
 
-def test_legacy_swap_refuses_rotations(make):
+def test_released_sampling_refuses_rotations(make):
     maps = make.maps(np.random.default_rng(0), n=1)
     with pytest.raises(EverytokenError, match="crops and flips only"):
-        sample_maps(maps, make.batch([make.about_centre(make.rotation(20))]), (2, 2), legacy_swap=True)
+        sample_maps(maps, make.batch([make.about_centre(make.rotation(20))]), (2, 2), released=True)
 
 
-def test_legacy_swap_refuses_maps_that_were_cut_to_the_crop(make):
-    rng = np.random.default_rng(0)
-    records, placement = [make.record(rng, h=6, w=6)], make.batch([make.crop(0, 0.5, 0.4, 0.9)])
-    maps = collate_maps(records, 20, placement.numpy())
-    with pytest.raises(EverytokenError, match="without placements"):
-        sample_maps(maps, placement, (2, 2), legacy_swap=True)
-    with pytest.raises(EverytokenError, match="without placements"):  # a copy knows it, too
-        sample_maps(maps.apply(torch.clone), placement, (2, 2), legacy_swap=True)
-
-
-def test_an_image_without_a_map_has_no_weight_in_legacy_mode_either(make):
+def test_an_image_without_a_map_has_no_weight_in_released_mode_either(make):
     maps = collate_maps([make.record(np.random.default_rng(0), h=6, w=6), None], 20)
-    got = sample_maps(maps, make.batch([make.crop(0, 0, 1, 1)] * 2), (2, 2), legacy_swap=True)
+    got = sample_maps(maps, make.batch([make.crop(0, 0, 1, 1)] * 2), (2, 2), released=True)
     assert got.weight.tolist() == [[[1, 1], [1, 1]], [[0, 0], [0, 0]]]
     assert got.image_weight.tolist() == [1, 0]
