@@ -9,13 +9,12 @@ from everytoken.functional import (
     CompactTarget,
     blend,
     compact_cross_entropy,
-    cross_entropy,
     dense_soft_cross_entropy,
     distillation_loss,
     from_labels,
     from_scores,
+    losses,
     participating,
-    token_label_loss,
 )
 
 
@@ -79,7 +78,7 @@ def test_chunks_do_not_change_the_result(monkeypatch, chunk):
     target = target_of(1, B=5)
     logits = torch.randn(5, 3, 2, 11, generator=torch.Generator().manual_seed(1))
     teacher = torch.randn(5, 3, 2, 11, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr(cross_entropy, "CPU_CHUNK", chunk)
+    monkeypatch.setattr(losses, "CPU_CHUNK", chunk)
     torch.testing.assert_close(compact_cross_entropy(logits, target).double(), densely(logits, target))
     mine, theirs = both_gradients(
         lambda x: compact_cross_entropy(x, target) + dense_soft_cross_entropy(x, teacher),
@@ -159,8 +158,7 @@ def test_the_operators_keep_torchs_rules():
     target = target_of(7)
     logits = torch.randn(2, 6, 11, requires_grad=True)
     inputs = (logits, target.classes, target.mass.flatten(1, 2), target.background.flatten(1))
-    torch.library.opcheck(cross_entropy.compact_rows, inputs)
-    torch.library.opcheck(cross_entropy.dense_rows, (logits, torch.randn(2, 6, 11), 2.0))
+    torch.library.opcheck(losses.compact_rows, inputs)
 
 
 def test_the_losses_compile_without_a_break():
@@ -168,7 +166,7 @@ def test_the_losses_compile_without_a_break():
     image = from_labels(torch.tensor([1, 2]), 7, 0.1)
 
     def step(cls, tok, teacher, image, target):
-        loss = token_label_loss(cls, tok, image, target).total
+        loss = compact_cross_entropy(cls, image) + 0.5 * compact_cross_entropy(tok, target)
         return loss + dense_soft_cross_entropy(tok, teacher) + distillation_loss(cls, cls.detach() * 2, "hard")
 
     cls, tok, teacher = torch.randn(2, 7), torch.randn(2, 3, 2, 11), torch.randn(2, 3, 2, 11)
@@ -182,18 +180,6 @@ def test_the_losses_compile_without_a_break():
         torch.testing.assert_close(eager, compiled)
 
 
-def test_the_token_label_loss_is_the_papers_sum():
-    tokens, image = target_of(9), from_labels(torch.tensor([1, 2]), 7, 0.1)  # two vocabularies
-    cls, tok = torch.randn(2, 7), torch.randn(2, 6, 11)  # tokens as a sequence
-    got = token_label_loss(cls, tok, image, tokens)
-    expected = densely(tok.view(2, 3, 2, 11), tokens).float()
-    torch.testing.assert_close(got.tokens, expected)
-    torch.testing.assert_close(got.image, F.cross_entropy(cls, torch.tensor([1, 2]), label_smoothing=0.1))
-    torch.testing.assert_close(got.total, got.image + 0.5 * got.tokens)
-    only = token_label_loss(None, tok, None, tokens, beta=1.0)
-    torch.testing.assert_close(only.total, expected)
-
-
 def test_participation_keeps_that_part_of_every_images_tokens():
     chosen = participating(torch.Size((50, 7, 10)), 0.2, torch.Generator().manual_seed(0), "cpu")
     assert (chosen.sum((1, 2)) == 14).all()
@@ -201,12 +187,8 @@ def test_participation_keeps_that_part_of_every_images_tokens():
     assert chosen.mean(0).max() < 0.6
     again = participating(torch.Size((50, 7, 10)), 0.2, torch.Generator().manual_seed(0), "cpu")
     assert torch.equal(chosen, again)
-    tokens, tok = target_of(10), torch.randn(2, 3, 2, 11)
-    got = token_label_loss(None, tok, None, tokens, participation=0.5, generator=torch.Generator().manual_seed(3))
-    mask = participating(tokens.shape, 0.5, torch.Generator().manual_seed(3), "cpu")
-    torch.testing.assert_close(got.tokens.double(), densely(tok, tokens, weight=tokens.weight * mask))
     with pytest.raises(EverytokenError, match="needs a generator"):
-        token_label_loss(None, tok, None, tokens, participation=0.5)
+        participating(torch.Size((2, 3)), 0.5, None, "cpu")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])

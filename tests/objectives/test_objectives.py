@@ -204,7 +204,7 @@ def test_the_legacy_setting_changes_both_crop_and_smoothing():
     batch, view = a_batch(), a_view()
     maps = batch.maps
     sampled = sample_maps(maps, batch.placement, GRID, released=True)
-    tokens = from_scores(sampled.tokens, maps.classes, K).smooth(0.1, legacy=True)
+    tokens = from_scores(sampled.tokens, maps.classes, K).smooth(0.1, released=True)
     got = TokenLabeling(legacy=True, beta=1.0)(view, batch.plan(GRID))["token"]
     torch.testing.assert_close(got, compact_cross_entropy(view.token_logits, tokens))
 

@@ -1,31 +1,34 @@
-"""Losses over compact and dense targets.
+"""Cross entropy with soft targets, compact or dense.
 
-Papers: All Tokens Matter, eq. 2-4: L = H(cls) + β · mean over tokens of H(token), β = 0.5 (the released code uses 1.0),
-and its ablations: token participation rate, online token labeling; DeiT: soft and hard distillation.
-Differently: tokens without a label do not count. Every mean is Σ w·H / Σ w over the batch at hand (on each rank for
-itself), 0 when nothing has a label. See `cross_entropy` for how it is computed, and its cost.
+Papers: All Tokens Matter, eq. 2-4: L = H(cls) + β · mean over tokens of H(token), and its ablations (participation
+rate, online token labeling); DeiT: soft and hard distillation.
+Compact targets: with t = Σ_u mass_u · onehot(c_u) + b · 1 and m = Σ_u mass_u + K·b,
+    H = -Σ_c t_c log p_c = m·lse(x) - Σ_u mass_u x_(c_u) - b·Σ_c x_c = -Σ_u mass_u log p_(c_u) - b·Σ_c log p_c,
+    dH/dx = m·softmax(x) - b - scatter(mass).
+Differently: tokens without a label do not count; every mean is Σ w·H / Σ w over the batch at hand (on each rank for
+itself), 0 when nothing has a label. There is no K-wide target, and no K-wide tensor is kept from forward to backward
+except the logits themselves: the compact loss is one operator with its own gradient, computed in chunks that fit the
+cache, in float32 for half-precision logits. So the memory beyond the logits and their gradient does not grow with K or
+with the number of tokens, and for `torch.compile` it is one node. Targets get no gradient; no second derivative.
+Cost: one exponential per logit forward and one backward. The same loss by plain autograd is slower than the dense one.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
-from everytoken.functional.cross_entropy import compact_rows, dense_rows
 from everytoken.functional.targets import CompactTarget, from_labels
 
 Reduction = Literal["mean", "sum", "none"]
 
-
-class TokenLabelLoss(NamedTuple):
-    """Terms of the token-label loss, scalars. `total` = `image` + β · `tokens` is the one to differentiate."""
-
-    total: Tensor
-    image: Tensor
-    tokens: Tensor
+# Logits worked on at a time: 2 MB in float32 are near a CPU core; a GPU wants fewer, larger steps (64 MB).
+CPU_CHUNK, DEVICE_CHUNK = 2**19, 2**24
 
 
 def compact_cross_entropy(
@@ -66,59 +69,8 @@ def dense_soft_cross_entropy(
         reduction: as in `compact_cross_entropy`.
         weight: [B, ...] or [B]; None = 1.
     """
-    _same_shape(logits, teacher_logits)
-    if temperature <= 0:
-        raise EverytokenError(f"the temperature must be above 0, got {temperature}.")
-    B, K = logits.shape[0], logits.shape[-1]
-    rows = dense_rows(logits.reshape(B, -1, K), teacher_logits.detach().reshape(B, -1, K), float(temperature))
-    rows = rows.view(logits.shape[:-1])
-    return _reduce(rows, torch.ones_like(rows) if weight is None else weight, reduction)
-
-
-def token_label_loss(
-    class_logits: Tensor | None,
-    token_logits: Tensor,
-    class_target: CompactTarget | None,
-    token_target: CompactTarget,
-    beta: float = 0.5,
-    participation: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> TokenLabelLoss:
-    """L = H(cls) + β · mean over labelled tokens of H(token).
-
-    Args:
-        class_logits: [B, K]; None (with its target) leaves that term out.
-        token_logits: [B, h, w, C] or [B, N, C]; C may be the annotator's classes while K are the data set's.
-        class_target: shape [B] over K.
-        token_target: shape [B, h, w] over C.
-        beta: β; the paper has 0.5, the released code 1.0.
-        participation: part of the tokens that count, chosen at random for every image; 1 = all.
-        generator: where that choice comes from; needed below 1.
-    """
-    if token_logits.dim() == 3 and token_target.background.dim() == 3:
-        token_logits = token_logits.view(*token_target.shape, -1)
-    weight = token_target.weight
-    if participation < 1:
-        weight = weight * participating(weight.shape, participation, generator, weight.device)
-    tokens = compact_cross_entropy(token_logits, token_target, weight=weight)
-    if class_logits is None or class_target is None:
-        image = torch.zeros_like(tokens)
-    else:
-        image = compact_cross_entropy(class_logits, class_target)
-    return TokenLabelLoss(image + beta * tokens, image, tokens)
-
-
-def participating(
-    shape: torch.Size, rate: float, generator: torch.Generator | None, device: torch.device | str
-) -> Tensor:
-    """[B, ...] of 0 and 1: round(rate · tokens) tokens of each image, at least one, drawn without replacement."""
-    if not 0 < rate <= 1:
-        raise EverytokenError(f"the token participation rate must be in (0, 1], got {rate}.")
-    if generator is None:
-        raise EverytokenError("a token participation rate below 1 needs a generator to choose the tokens with.")
-    tokens = shape[1:].numel()
-    order = torch.rand((shape[0], tokens), generator=generator, device=generator.device).argsort(dim=1)
-    return (order < max(1, round(rate * tokens))).to(torch.float32).to(device).view(shape)
+    log_p, log_q = _log_softmax_pair(logits, teacher_logits, temperature)
+    return _reduce(-(log_q.exp() * log_p).sum(-1), weight, reduction)
 
 
 def distillation_loss(
@@ -139,30 +91,53 @@ def distillation_loss(
         weight: [B, ...] or [B]; None = 1.
         reduction: as in `compact_cross_entropy`.
     """
-    if kind == "soft":
-        cross = dense_soft_cross_entropy(logits, teacher_logits, temperature, "none")
-        own = dense_soft_cross_entropy(teacher_logits.detach(), teacher_logits, temperature, "none")
-        rows = (cross - own) * temperature**2
-        return _reduce(rows, torch.ones_like(rows) if weight is None else weight, reduction)
-    if kind != "hard":
+    if kind not in ("soft", "hard"):
         raise EverytokenError(f"distillation is 'soft' or 'hard', not '{kind}'.")
-    _same_shape(logits, teacher_logits)
+    if kind == "soft":
+        log_p, log_q = _log_softmax_pair(logits, teacher_logits, temperature)
+        rows = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1) * temperature**2
+        return _reduce(rows, weight, reduction)
+    _check_same_shape(logits, teacher_logits)
     flat = logits.reshape(-1, logits.shape[-1])
     best = teacher_logits.reshape(-1, teacher_logits.shape[-1]).argmax(-1)
     rows = compact_cross_entropy(flat, from_labels(best, flat.shape[-1]), "none").view(logits.shape[:-1])
-    return _reduce(rows, torch.ones_like(rows) if weight is None else weight, reduction)
+    return _reduce(rows, weight, reduction)
 
 
-def _same_shape(logits: Tensor, teacher_logits: Tensor) -> None:
+def participating(
+    shape: torch.Size, rate: float, generator: torch.Generator | None, device: torch.device | str
+) -> Tensor:
+    """[B, ...] of 0 and 1: round(rate · tokens) tokens of each image, at least one, drawn without replacement."""
+    if not 0 < rate <= 1:
+        raise EverytokenError(f"the token participation rate must be in (0, 1], got {rate}.")
+    if generator is None:
+        raise EverytokenError("a token participation rate below 1 needs a generator to choose the tokens with.")
+    tokens = shape[1:].numel()
+    order = torch.rand((shape[0], tokens), generator=generator, device=generator.device).argsort(dim=1)
+    return (order < max(1, round(rate * tokens))).to(torch.float32).to(device).view(shape)
+
+
+def _log_softmax_pair(logits: Tensor, teacher_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax of student and teacher at a temperature; the teacher's without gradient."""
+    _check_same_shape(logits, teacher_logits)
+    if temperature <= 0:
+        raise EverytokenError(f"the temperature must be above 0, got {temperature}.")
+    pair = [x if temperature == 1 else x / temperature for x in (logits, teacher_logits.detach())]
+    return pair[0].log_softmax(-1, dtype=_precise(logits)), pair[1].log_softmax(-1, dtype=_precise(logits))
+
+
+def _check_same_shape(logits: Tensor, teacher_logits: Tensor) -> None:
     if logits.shape != teacher_logits.shape:
         raise EverytokenError(
             f"the student's logits {list(logits.shape)} and the teacher's {list(teacher_logits.shape)} differ in shape."
         )
 
 
-def _reduce(rows: Tensor, weight: Tensor, reduction: Reduction) -> Tensor:
+def _reduce(rows: Tensor, weight: Tensor | None, reduction: Reduction) -> Tensor:
     if reduction == "none":
         return rows
+    if weight is None:
+        weight = torch.ones_like(rows)
     if weight.shape != rows.shape:
         if weight.dim() == 1:  # per image, whatever the number of tokens
             weight = weight.view(-1, *(1,) * (rows.dim() - 1))
@@ -180,3 +155,73 @@ def _reduce(rows: Tensor, weight: Tensor, reduction: Reduction) -> Tensor:
         raise EverytokenError(f"reduction is 'mean', 'sum' or 'none', not '{reduction}'.")
     weights = weight.sum()
     return total / torch.where(weights > 0, weights, 1)
+
+
+def _chunks(x: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Pieces (images, tokens) of x [B, T, K]: several whole images, or part of one."""
+    B, T, K = x.shape
+    budget = max(1, (CPU_CHUNK if x.device.type == "cpu" else DEVICE_CHUNK) // K)  # rows
+    images, tokens = max(1, budget // max(T, 1)), min(T, budget)
+    for i in range(0, B, images):
+        for j in range(0, T, max(tokens, 1)):
+            yield slice(i, i + images), slice(j, j + tokens)
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("everytoken::compact_rows", mutates_args=())
+def compact_rows(logits: Tensor, classes: Tensor, mass: Tensor, background: Tensor) -> Tensor:
+    """Cross entropy of every row: logits [B, T, K], classes [B, U], mass [B, T, U], background [B, T] -> [B, T]."""
+    dtype = _precise(logits)
+    rows = torch.empty(logits.shape[:2], dtype=dtype, device=logits.device)
+    for piece in _chunks(logits):
+        log_p = torch.log_softmax(logits[piece], -1, dtype=dtype)
+        part = mass[piece].to(dtype)
+        named = log_p.gather(-1, classes[piece[0], None].expand(part.shape))
+        named.masked_fill_(part == 0, 0)  # a masked logit (-inf) costs nothing where the target is 0
+        floor = background[piece].to(dtype)
+        rest = torch.where(floor == 0, 0, floor * log_p.sum(-1))
+        rows[piece] = (named.mul_(part).sum(-1) + rest).neg_()
+    return rows
+
+
+@torch.library.custom_op("everytoken::compact_rows_backward", mutates_args=())
+def compact_rows_backward(scale: Tensor, logits: Tensor, classes: Tensor, mass: Tensor, background: Tensor) -> Tensor:
+    """Gradient [B, T, K] of Σ scale · rows, with scale [B, T]."""
+    dtype = _precise(logits)
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    K = logits.shape[-1]
+    for piece in _chunks(logits):
+        part, floor, factor = mass[piece].to(dtype), background[piece].to(dtype), scale[piece].to(dtype)
+        total = part.sum(-1) + K * floor
+        # float32: straight into the result; half precision: in float32 beside it
+        out = grad[piece] if grad.dtype == dtype else torch.empty(logits[piece].shape, dtype=dtype, device=grad.device)
+        torch.softmax(logits[piece].to(dtype), -1, out=out)
+        out.mul_((total * factor)[..., None]).sub_((floor * factor)[..., None])  # addcmul broadcasts four times slower
+        out.scatter_add_(-1, classes[piece[0], None].expand(part.shape), part.mul(-factor[..., None]))
+        if grad.dtype != dtype:
+            grad[piece] = out
+    return grad
+
+
+@compact_rows.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape[:2], dtype=_precise(logits))
+
+
+@compact_rows_backward.register_fake
+def _(scale: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
+    return compact_rows_backward(scale, *ctx.saved_tensors), None, None, None
+
+
+compact_rows.register_autograd(_gradient, setup_context=_save_inputs)

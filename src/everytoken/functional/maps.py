@@ -137,5 +137,5 @@ def collate_maps(maps: Sequence[ScoreMapLike | None], num_classes: int, multiple
         if score_map is not None and words is not None:
             scores[i] = score_map.scores
             classes[i, : len(words[0])], local[i] = words
-    tensors = (torch.from_numpy(array) for array in (scores, local, classes, area))
-    return MapBatch(*tensors, num_classes)
+    tensors = [torch.from_numpy(array) for array in (scores, local, classes, area)]
+    return MapBatch(tensors[0], tensors[1], tensors[2], tensors[3], num_classes)

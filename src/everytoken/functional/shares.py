@@ -20,22 +20,7 @@ from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
 from everytoken.functional.losses import compact_cross_entropy
-from everytoken.functional.targets import CompactTarget, blend
-
-__all__ = [
-    "aligned_cross_entropy",
-    "aligned_target",
-    "convolved_shares",
-    "kernel_of",
-    "mean_shares",
-    "merged_shares",
-    "mixed_by_matrix",
-    "patch_shares",
-    "row_normalised",
-    "similarity_shares",
-    "target_rmse",
-    "token_presence",
-]
+from everytoken.functional.targets import CompactTarget, blend, from_labels
 
 
 def patch_shares(mask: Tensor, grid: tuple[int, int], cell: tuple[float, float] | None = None) -> Tensor:
@@ -176,18 +161,14 @@ def aligned_cross_entropy(
         shares: [B], r of what the head reads; gets no gradient.
         smoothing: label smoothing of classes [B]; others are taken as they are.
     """
-    shares = shares.detach()
+    if isinstance(own, Tensor) and isinstance(partner, Tensor):
+        if own.is_floating_point():
+            mixed = torch.lerp(partner.float(), own.float(), shares.detach()[:, None])
+            return -(logits.float().log_softmax(-1) * mixed).sum(-1).mean()
+        own, partner = (from_labels(labels, logits.shape[-1], smoothing) for labels in (own, partner))
     if isinstance(own, CompactTarget) and isinstance(partner, CompactTarget):
         return compact_cross_entropy(logits, aligned_target(own, partner, shares))
-    if not isinstance(own, Tensor) or not isinstance(partner, Tensor):
-        raise EverytokenError(
-            f"both labels must be of one kind, got {type(own).__name__} and {type(partner).__name__}."
-        )
-    log_p = logits.float().log_softmax(-1)
-    if own.is_floating_point():
-        return -(log_p * torch.lerp(partner.float(), own.float(), shares[:, None])).sum(-1).mean()
-    true = torch.lerp(log_p.gather(1, partner[:, None])[:, 0], log_p.gather(1, own[:, None])[:, 0], shares)
-    return -((1 - smoothing) * true + smoothing * log_p.mean(-1)).mean()
+    raise EverytokenError(f"both labels must be of one kind, got {type(own).__name__} and {type(partner).__name__}.")
 
 
 def token_presence(weights: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ image's label). Equation: t = Σ_u mass_u · onehot(class_u) + background · 1, 
 m = max(v, 0) and Z = Σ_u e^(v_u-m) + (K-U) e^(-m), the softmax in which absent classes score 0 is
 background = e^(-m) / Z and mass_u = e^(v_u-m) / Z - background. Mixing, smoothing and blending with the truth are
 linear, so they stay in this form, exactly; a class may then occur twice in the list.
-Differently from the released code: targets sum to 1 after smoothing (the released ones sum to 1 + s/K; `released=True`),
+Differently from the released code: targets sum to 1 after smoothing (with `released=True` to 1 + s/K),
 nothing is modified in place, and any batch size works.
 Cost: U + 2 numbers per token instead of K: 24 KB instead of 784 KB for 14x14 tokens, U = 30, K = 1000.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,12 +69,6 @@ class CompactTarget:
         """Targets of some images of the batch: a slice, or an index or bool tensor over B."""
         return self.apply(lambda t: t[rows])
 
-    @staticmethod
-    def cat(parts: Sequence[CompactTarget]) -> CompactTarget:
-        """Targets of several batches as one; vocabularies of one length."""
-        tensors = ((p.classes, p.mass, p.background, p.weight) for p in parts)
-        return CompactTarget(*map(torch.cat, zip(*tensors, strict=True)), parts[0].num_classes)
-
     def flip(self, dim: int) -> CompactTarget:
         """Mirror a token target: dim 1 swaps top and bottom, dim 2 left and right."""
         if not 1 <= dim < self.background.dim():
@@ -102,8 +96,7 @@ class CompactTarget:
         same = (self.classes[:, :, None] == self.classes[:, None, :]).to(self.mass.dtype)
         with torch.autocast(same.device.type, enabled=False):
             best, place = torch.bmm(self.mass.reshape(B, -1, U), same).max(-1)
-        found = self.classes.gather(1, place)
-        return torch.where(best > 0, found, -1).view(self.shape)
+        return torch.where(best > 0, self.classes.gather(1, place), -1).view(self.shape)
 
     def _spread_classes(self) -> Tensor:
         """classes as [B, ..., U], a view."""
@@ -181,8 +174,9 @@ def from_labels(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Com
         num_classes: K.
         smoothing: s; the class gets 1 - s + s/K, every other one s/K.
     """
-    known = (labels >= 0).float()
-    target = CompactTarget(labels.clamp(min=0)[:, None], known[:, None], torch.zeros_like(known), known, num_classes)
+    has_label = (labels >= 0).float()
+    classes, background = labels.clamp(min=0)[:, None], torch.zeros_like(has_label)
+    target = CompactTarget(classes, has_label[:, None], background, has_label, num_classes)
     return target.smooth(smoothing) if smoothing else target
 
 
@@ -238,16 +232,16 @@ def mix_with_truth(
 
 
 def map_classes(logits: Tensor, classes: Tensor, mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """Say annotator scores in the data set's classes: a subset, a renumbering, or groups of classes.
+    """Say annotator scores in the dataset's classes: a subset, a renumbering, or groups of classes.
 
     Args:
         logits: [B, ..., U] averaged scores.
         classes: [B, U] annotator classes, below 0 = none.
-        mapping: [K annotator] int64, the data set's class for each annotator class, -1 = drop.
+        mapping: [K annotator] int64, the dataset's class for each annotator class, -1 = drop.
 
     Returns:
         (logits, classes) of the same shapes for `from_scores`. Where several annotator classes are one class of the
-        data set, it scores as the best of them; dropped and merged entries have class -1.
+        dataset, it scores as the best of them; dropped and merged entries have class -1.
     """
     named = torch.where(classes >= 0, mapping[classes.clamp(min=0)], -1)
     # first[b, u]: where the class of entry u stands first in the row
