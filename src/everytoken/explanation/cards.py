@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    from everytoken.explanation.subject import Look, Subject
-    from everytoken.explanation.tokens import MapBeside
+    from everytoken.explanation.model import ExplainedModel, ModelInput
+    from everytoken.explanation.tokens import AnnotatorMap
     from everytoken.maps import Maps
     from everytoken.maps.summary import MapSummary
 
@@ -110,7 +110,7 @@ def explain(
     """
     from everytoken.classes import read_class_names
     from everytoken.engine.distributed import pick_device
-    from everytoken.explanation.subject import load_subject
+    from everytoken.explanation.model import open_explained
 
     settings = ExplainOptions(**options)
     files = [str(images)] if isinstance(images, str | Path) else [str(image) for image in images]
@@ -121,7 +121,7 @@ def explain(
         raise EverytokenError(f"untrained goes with timm:NAME; {source} brings its weights.")
     device, names = pick_device(settings.device), read_class_names(settings.names)
     models = [
-        load_subject(
+        open_explained(
             name, checkpoint, model, settings.img_size, names, settings.untrained and name.startswith("timm:"), device
         )
         for name, checkpoint, model in sources
@@ -151,7 +151,7 @@ def _write(result: Explanation, folder: Path, files: Sequence[str], settings: Ex
     result.files[-1].write_text(json.dumps(result.facts, indent=1), encoding="utf-8")
 
 
-def _explain_images(models: Sequence[Subject], files: Sequence[str], settings: ExplainOptions) -> Explanation:
+def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], settings: ExplainOptions) -> Explanation:
     from everytoken.explanation.saliency import choose_method
     from everytoken.maps import Maps
 
@@ -180,7 +180,7 @@ def _explain_images(models: Sequence[Subject], files: Sequence[str], settings: E
 
 
 def _explain_mix(
-    models: Sequence[Subject], files: Sequence[str], settings: ExplainOptions, boxes: int = 32
+    models: Sequence[ExplainedModel], files: Sequence[str], settings: ExplainOptions, boxes: int = 32
 ) -> Explanation:
     """Mix two images and follow the labels through each model."""
     from PIL import Image
@@ -191,7 +191,7 @@ def _explain_mix(
         raise EverytokenError(f"mix takes exactly two images, got {len(files)}.")
     rows, facts = [], []
     for model in models:
-        own, partner = (model.look(file) for file in files)
+        own, partner = (model.read(file) for file in files)
         height, width = own.pixels.shape[:2]
         mask = draw_box(settings.mix_part, (height, width), settings.seed)
         story = follow_mix(model.model, own.images, partner.images, mask, boxes)
@@ -233,7 +233,7 @@ def _explain_mix(
 
 
 def _explain_image(
-    model: Subject,
+    model: ExplainedModel,
     file: str,
     method: Literal["attention", "rollout", "cam"],
     classes: list[str],
@@ -246,11 +246,11 @@ def _explain_image(
     from PIL import Image
 
     from everytoken.classes import shown_name
+    from everytoken.explanation.model import name_of
     from everytoken.explanation.saliency import evaluating, relevance
-    from everytoken.explanation.subject import name_of
-    from everytoken.explanation.tokens import put_beside, summarize_cells, token_probabilities, translation
+    from everytoken.explanation.tokens import compare_with_map, summarize_cells, token_probabilities, translation
 
-    view = model.look(file)
+    view = model.read(file)
     with torch.no_grad(), evaluating(model.model):
         probabilities = model.model(view.images).logits[0].float().softmax(-1).cpu()
     best = probabilities.topk(min(5, len(probabilities))).indices.tolist()
@@ -258,13 +258,13 @@ def _explain_image(
     names = [name_of(model.classes, c) for c in chosen]
     cells, from_head = token_probabilities(model.model, view.images)
     tokens = summarize_cells(cells[0])
-    beside = None
+    annotator_map = None
     if maps is not None and key is not None:
-        beside = put_beside(maps, key, tokens, view.area, translation(maps, model.token_classes))
+        annotator_map = compare_with_map(maps, key, tokens, view.area, translation(maps, model.token_classes))
     heat = relevance(model.model, view.images, chosen, method)[0].cpu().numpy()
 
     photo = draw.fit_photo(Image.fromarray(view.pixels))
-    panels, legend = _token_panels(model, photo, tokens, from_head, beside, colours)
+    panels, legend = _token_panels(model, photo, tokens, from_head, annotator_map, colours)
     for c, name, values in zip(chosen, names, heat, strict=True):
         picture = draw.heat_overlay(photo, values)
         if method == "rollout":
@@ -275,7 +275,7 @@ def _explain_image(
     bars = [("unsure", "sure", "heat"), ("irrelevant", "relevant", "heat")]
     remark = model.remark or ("" if maps is None or key else "no map of this image in the store")
     row = draw.Row(f"{model.name}   says: {answers}", panels, legend, bars, remark)
-    fact = _facts(model, view, probabilities, best, tokens, from_head, beside)
+    fact = _facts(model, view, probabilities, best, tokens, from_head, annotator_map)
     fact["relevance"] = [
         {"class": n, "index": c, "probability": _round(probabilities[c]), "method": method, "grid": _round(v)}
         for n, c, v in zip(names, chosen, heat, strict=True)
@@ -284,24 +284,24 @@ def _explain_image(
 
 
 def _token_panels(
-    model: Subject,
+    model: ExplainedModel,
     photo: Image.Image,
     tokens: MapSummary,
     from_head: bool,
-    beside: MapBeside | None,
+    annotator_map: AnnotatorMap | None,
     colours: draw.ClassColours,
 ) -> tuple[list[draw.Panel], list[draw.Entry]]:
     from everytoken.classes import shown_name
-    from everytoken.explanation.subject import name_of
+    from everytoken.explanation.model import name_of
 
     def name(number: int) -> str:
-        foreign = beside.names.get(number) if beside is not None else None
+        foreign = annotator_map.names.get(number) if annotator_map is not None else None
         return shown_name(foreign or name_of(model.token_classes, number))
 
     shares = dict(tokens.shares)
     classes = list(shares)
-    if beside is not None:  # the main classes of both, in turns
-        others = [c for c, _ in beside.summary.shares]
+    if annotator_map is not None:  # the main classes of both, in turns
+        others = [c for c, _ in annotator_map.summary.shares]
         longest = max(len(classes), len(others))
         classes = [c for i in range(longest) for c in (*classes[i : i + 1], *others[i : i + 1])]
     classes = list(dict.fromkeys(classes))[: len(draw.PALETTE)]
@@ -319,29 +319,29 @@ def _token_panels(
     rest = 1 - sum(shares.get(c, 0.0) for c in classes)
     if rest > 0.001:
         entries.append(draw.Entry(draw.OTHER, "others", rest))
-    if beside is not None:
-        cells, inside = draw.cells_of(photo.size, _shape(beside.summary), beside.area)
-        overlay = draw.class_overlay(photo, cells, inside, beside.summary, legend)
-        panels.append(draw.Panel("what the annotator says", overlay, beside.key))
+    if annotator_map is not None:
+        cells, inside = draw.cells_of(photo.size, _shape(annotator_map.summary), annotator_map.area)
+        overlay = draw.class_overlay(photo, cells, inside, annotator_map.summary, legend)
+        panels.append(draw.Panel("what the annotator says", overlay, annotator_map.key))
         caption = "they share no classes"
-        if beside.agreement is not None:
-            caption = f"same class in {beside.agreement:.0%} of the tokens"
+        if annotator_map.agreement is not None:
+            caption = f"same class in {annotator_map.agreement:.0%} of the tokens"
             entries.append(draw.Entry(draw.DIFFERENT, "tokens and annotator differ"))
-        difference = draw.difference_overlay(photo, beside.same, beside.inside)
+        difference = draw.difference_overlay(photo, annotator_map.same, annotator_map.inside)
         panels.append(draw.Panel("where they differ", difference, caption))
     return panels, entries
 
 
 def _facts(
-    model: Subject,
-    view: Look,
+    model: ExplainedModel,
+    view: ModelInput,
     probabilities: torch.Tensor,
     best: list[int],
     tokens: MapSummary,
     from_head: bool,
-    beside: MapBeside | None,
+    annotator_map: AnnotatorMap | None,
 ) -> dict[str, Any]:
-    from everytoken.explanation.subject import name_of
+    from everytoken.explanation.model import name_of
 
     top = [{"class": name_of(model.classes, c), "index": c, "probability": _round(probabilities[c])} for c in best]
     classes = sorted({int(c) for c in tokens.top.ravel()})
@@ -351,8 +351,12 @@ def _facts(
         "confidence": _round(tokens.confidence),
         "names": {str(c): name_of(model.token_classes, c) for c in classes},
     }
-    if beside is not None:
-        answers["annotator"] = {"key": beside.key, "agreement": beside.agreement, "same": beside.same.tolist()}
+    if annotator_map is not None:
+        answers["annotator"] = {
+            "key": annotator_map.key,
+            "agreement": annotator_map.agreement,
+            "same": annotator_map.same.tolist(),
+        }
     return {"name": model.name, "view": _round(view.area), "top": top, "tokens": answers}
 
 

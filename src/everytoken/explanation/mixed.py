@@ -128,18 +128,18 @@ def _likeness(model: TokenModel, mixed: Tensor, own: Tensor, partner: Tensor, la
         return ()
     if len(blocks) != layers:
         return ()
-    kept: list[Tensor] = []
-    handles = [block.register_forward_hook(lambda m, a, out: kept.append(out)) for block in blocks]
+    outputs: list[Tensor] = []
+    handles = [block.register_forward_hook(lambda m, a, out: outputs.append(out)) for block in blocks]
     try:
         with evaluating(model):
             model.backbone(torch.cat((mixed, own, partner)))
     finally:
         for handle in handles:
             handle.remove()
-    if len(kept) != layers or not all(isinstance(out, Tensor) for out in kept):
+    if len(outputs) != layers or not all(isinstance(out, Tensor) for out in outputs):
         return ()
-    found = []
-    for out in kept:
+    shares = []
+    for out in outputs:
         tokens = out.flatten(1, 2) if out.dim() == 4 else out[:, :1] if pooling(model.backbone) == "token" else out
-        found.append(float(similarity_shares(tokens[0], tokens[1], tokens[2]).mean()))
-    return tuple(found)
+        shares.append(float(similarity_shares(tokens[0], tokens[1], tokens[2]).mean()))
+    return tuple(shares)

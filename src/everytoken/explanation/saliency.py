@@ -176,9 +176,9 @@ def _as_grid(backbone: nn.Module, features: Tensor, images: Tensor) -> Tensor:
         channels_first = family.layout == "nchw"
         return features.permute(0, 2, 3, 1) if channels_first else features
     height, width = images.shape[-2], images.shape[-1]
-    own = int(getattr(backbone, "num_prefix_tokens", 0)) if family.prefix is None else family.prefix
+    usual = int(getattr(backbone, "num_prefix_tokens", 0)) if family.prefix is None else family.prefix
     prefix, grid = min(
-        ((p, grid_shape(features.shape[1] - p, (height, width))) for p in dict.fromkeys((own, 0))),
+        ((p, grid_shape(features.shape[1] - p, (height, width))) for p in dict.fromkeys((usual, 0))),
         key=lambda choice: abs(choice[1][0] * width - choice[1][1] * height),
     )
     return features[:, prefix:].unflatten(1, grid)

@@ -17,8 +17,8 @@ from torch import Tensor
 from everytoken.classes import ClassList
 from everytoken.draw import cells_of
 from everytoken.errors import EverytokenError
+from everytoken.explanation.model import Area
 from everytoken.explanation.saliency import evaluating
-from everytoken.explanation.subject import Area
 from everytoken.maps import Maps, ScoreMap
 from everytoken.maps.summary import MapSummary, summarize
 from everytoken.models import TokenModel
@@ -60,7 +60,7 @@ def _shares(
 
 
 @dataclass(frozen=True)
-class MapBeside:
+class AnnotatorMap:
     """An annotator's map, in the model's view and in the model's classes.
 
     Attributes:
@@ -89,8 +89,8 @@ def translation(store: Maps, classes: ClassList) -> NDArray[np.int64]:
     """
     names = store.manifest.class_names
     if names and classes.names:
-        found = [classes.find(name) for name in names]
-        return np.array([-1 if f is None else f for f in found], np.int64)
+        numbers = [classes.find(name) for name in names]
+        return np.array([-1 if f is None else f for f in numbers], np.int64)
     count = store.manifest.num_classes
     return np.arange(count) if count == classes.count else np.full(count, -1, np.int64)
 
@@ -102,8 +102,8 @@ def find_key(store: Maps, path: str | Path) -> str | None:
     return next((end for end in ends if end in store), None)
 
 
-def put_beside(store: Maps, key: str, tokens: MapSummary, view: Area, table: NDArray[np.int64]) -> MapBeside:
-    """The map of an image beside what the tokens say of it.
+def compare_with_map(store: Maps, key: str, tokens: MapSummary, view: Area, table: NDArray[np.int64]) -> AnnotatorMap:
+    """The map of an image annotator_map what the tokens say of it.
 
     Args:
         view: what the model sees of the source image.
@@ -121,7 +121,7 @@ def put_beside(store: Maps, key: str, tokens: MapSummary, view: Area, table: NDA
     visible = np.isin(np.arange(top.size), shown).reshape(top.shape)
     summary = replace(summary, top=top, shares=_shares(top, summary.confidence, visible & summary.inside))
     comparable = bool((table >= 0).any()) and bool(inside.any())
-    return MapBeside(key, summary, area, same, inside, float(same[inside].mean()) if comparable else None, names)
+    return AnnotatorMap(key, summary, area, same, inside, float(same[inside].mean()) if comparable else None, names)
 
 
 def relative(area: Area, view: Area) -> Area:

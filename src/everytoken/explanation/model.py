@@ -23,7 +23,7 @@ Area = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Look:
+class ModelInput:
     """What a model sees of an image.
 
     Attributes:
@@ -38,7 +38,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExplainedModel:
     """A model in evaluation mode, and what one needs to know of it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Subject:
     view: EvalTransform
     remark: str = ""
 
-    def look(self, path: str | Path) -> Look:
+    def read(self, path: str | Path) -> ModelInput:
         """Read an image file as evaluation does: upright, resized, centre crop."""
         if not Path(path).is_file():
             more = " It is a folder: name the files, such as folder/*.jpg." if Path(path).is_dir() else ""
@@ -69,21 +69,21 @@ class Subject:
         mean, std = (torch.tensor(v)[:, None, None] for v in (config.mean, config.std))
         device = next(self.model.parameters()).device
         images = (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - mean) / std
-        return Look(pixels, images[None].to(device), pl.box(placement))
+        return ModelInput(pixels, images[None].to(device), pl.box(placement))
 
     def find_class(self, text: str) -> int:
-        """The class that --class names: its name, a part of it that ImageNet knows, or its number."""
-        found = self.classes.find(text)
-        if found is None and text.isdigit():
-            found = int(text)
-        if found is None or not 0 <= found < self.classes.count:
-            some = ", ".join(self.classes.names[:4]) or "not named"
+        """The class that a text names: its name, a part of it that ImageNet knows, or its number."""
+        number = self.classes.find(text)
+        if number is None and text.isdigit():
+            number = int(text)
+        if number is None or not 0 <= number < self.classes.count:
+            examples = ", ".join(self.classes.names[:4]) or "not named"
             raise EverytokenError(
                 f"{self.name} has no class {text!r}.{self.classes.near(text)} Its {self.classes.count} classes are "
-                f"{some}{', ...' if self.classes.count > 4 else ''}; a number from 0 to {self.classes.count - 1} will "
-                "do, too."
+                f"{examples}{', ...' if self.classes.count > 4 else ''}; a number from 0 to {self.classes.count - 1} "
+                "is accepted, too."
             )
-        return found
+        return number
 
 
 def name_of(classes: ClassList, number: int) -> str:
@@ -91,7 +91,7 @@ def name_of(classes: ClassList, number: int) -> str:
     return classes.names[number] if number < len(classes.names) else f"class {number}"
 
 
-def load_subject(
+def open_explained(
     source: str,
     checkpoint: str = "",
     architecture: str = "",
@@ -99,7 +99,7 @@ def load_subject(
     names: Sequence[str] = (),
     untrained: bool = False,
     device: str = "cpu",
-) -> Subject:
+) -> ExplainedModel:
     """The model that `source` names.
 
     Args:
@@ -125,7 +125,7 @@ def load_subject(
     remark = "random weights: this means nothing" if untrained else ""
     view = EvalTransform(view_of(opened.info))
     title = _short(source, opened.info.architecture)
-    return Subject(title, source, opened.model, classes, token_classes, view, remark)
+    return ExplainedModel(title, source, opened.model, classes, token_classes, view, remark)
 
 
 def _short(source: str, architecture: str) -> str:
