@@ -30,7 +30,8 @@ from everytoken.data.batch import Batch
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import Loop
 from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
-from everytoken.engine.runfolder import RunFolder
+from everytoken.engine.run_folder import RunFolder
+from everytoken.engine.task import Task
 from everytoken.functional import MapBatch
 from everytoken.keyed import StepKey
 from everytoken.models import TokenModel
@@ -131,39 +132,23 @@ class Tiny(nn.Module):
         return {"loss": (self.weight - 1).square().sum()}
 
 
-class TinyTask:
+class TinyTask(Task):
     """For the loop alone."""
 
-    def __init__(self, updates: int) -> None:
-        self.module = Tiny()
-        self.backbone = self.module
+    def __init__(self, updates: int, options: TrainOptions, folder: RunFolder) -> None:
+        super().__init__(Tiny(), options, WORLD, folder)
         self.batches_per_epoch = updates
 
-    def batches(self, epoch: int, start: int):
+    @property
+    def backbone(self) -> nn.Module:
+        """All of it."""
+        return self.module
+
+    def train_batches(self, epoch: int, start: int):
         """The same small batch again and again."""
         batch = Batch(torch.zeros(64, 1, 1, 1), keys=("k",) * 64)
         for _ in range(start, self.batches_per_epoch):
             yield batch
-
-    def size(self, batch: Batch) -> int:
-        """Images."""
-        return len(batch)
-
-    def name(self, batch: Batch) -> list[str]:
-        """Keys."""
-        return list(batch.keys)
-
-    def score(self, module: nn.Module) -> dict[str, float]:
-        """Nothing to validate."""
-        return {"score": 0.0}
-
-    def weights(self, state: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-        """Two numbers."""
-        return {"": state}
-
-    def metadata(self) -> dict[str, str]:
-        """None."""
-        return {}
 
 
 def loop_overhead(batch_size: int) -> bool:
@@ -174,9 +159,11 @@ def loop_overhead(batch_size: int) -> bool:
         optim=OptimOptions(epochs=1, lr=0.1, warmup_epochs=0), run=RunOptions(log_interval=50),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        loop = Loop(TinyTask(updates), replace(options), RunFolder(folder), WORLD)
+        run = RunFolder(folder)
+        run.open()
+        loop = Loop(TinyTask(updates, options, run), options, run, WORLD)
         started = time.process_time()
-        loop._train_epoch()
+        loop._train()
         own = (time.process_time() - started) / updates
     model = TokenModel(timm.create_model("lvvit_t"))
     step = TokenStep(model, build_objectives({}, model)).train()

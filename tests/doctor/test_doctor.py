@@ -201,10 +201,10 @@ def test_rotten_checkpoints_and_weights_of_a_run_are_found(capsys, tmp_path):
     from safetensors.torch import save_file
 
     from everytoken.engine.checkpoint import save_checkpoint
-    from everytoken.engine.runfolder import RunFolder
+    from everytoken.engine.run_folder import RunFolder
 
     folder = RunFolder(tmp_path / "run")
-    folder.write_config({"epochs": 2, "seed": 1, "data": str(tmp_path / "gone"), "labels": ""})
+    folder.write_config({"epochs": 2, "seed": 1, "data": str(tmp_path / "gone"), "maps": ""})
     folder.record({"kind": "epoch", "epoch": 1, "step": 10, "score": 50.0})
     for step in (10, 20):
         save_checkpoint(folder.checkpoints, step, {"model": {"w": torch.ones(50)}}, {"step": step}, {})

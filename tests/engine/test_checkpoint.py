@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from everytoken.engine import checkpoint as ck
-from everytoken.engine.runfolder import RunFolder
+from everytoken.engine.run_folder import RunFolder
 
 
 def save(root, step, **kwargs):

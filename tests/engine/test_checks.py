@@ -13,13 +13,13 @@ from everytoken.errors import EverytokenError
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--log-interval", "0"], "--log-interval is 0; it must be at least 1"),
-        (["--lr-base-size", "0"], "--lr-base-size is 0"),
-        (["--batch-size", "0"], "--batch-size is 0"),
-        (["--val-split", "1.5"], "--val-split is 1.5"),
+        (["--log-interval", "0"], "log_interval is 0; it must be at least 1"),
+        (["--lr-base-size", "0"], "lr_base_size is 0"),
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--val-split", "1.5"], "val_split is 1.5"),
         (["--opt", "adamww"], "Did you mean 'adamw'"),
         (["--sched", "cosin"], "Did you mean 'cosine'"),
-        (["--device", "gpu"], "--device is 'gpu'; it can be cpu, cuda"),
+        (["--device", "gpu"], "device is 'gpu'; it can be cpu, cuda"),
     ],
 )
 def test_every_task_names_the_option_and_its_value(tmp_path, capsys, task, words, what):
@@ -27,10 +27,10 @@ def test_every_task_names_the_option_and_its_value(tmp_path, capsys, task, words
     assert what in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--iters", "0"], ["--val-iters", "0"], ["--warmup-iters", "-1"]])
-def test_updates_are_checked_like_epochs(tmp_path, capsys, words):
-    assert main(["segment", "train", str(tmp_path), *words]) == 2
-    assert f"{words[0]} is {words[1]}; it must be at least" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["iters", "val_iters", "warmup_iters"])
+def test_updates_are_checked_like_epochs(tmp_path, capsys, name):
+    assert main(["segment", "train", str(tmp_path), f"--{name.replace('_', '-')}", "-1"]) == 2
+    assert f"{name} is -1; it must be at least 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("opt", ["adamw", "AdamW", "lookahead_sgd"])
@@ -51,7 +51,7 @@ def test_a_device_that_is_not_there_is_told(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     check_device("cuda")
     check_device("cuda:0")
-    with pytest.raises(EverytokenError, match="torch finds 1 such device on this machine; take --device cpu"):
+    with pytest.raises(EverytokenError, match="torch finds 1 such device on this machine; take cpu"):
         check_device("cuda:1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(EverytokenError, match="torch finds no such devices"):

@@ -4,21 +4,37 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
+import threading
+import time
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from everytoken.data.batch import Batch
 from everytoken.engine.checkpoint import save_checkpoint
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import BadLossError, Loop, Stopped
 from everytoken.engine.options import DataOptions, OptimOptions, RunOptions, TrainOptions
-from everytoken.engine.runfolder import RunFolder
+from everytoken.engine.run_folder import RunFolder, read_run
+from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
 from everytoken.keyed import torch_generator
+
+
+@dataclass(frozen=True)
+class ToyBatch:
+    x: torch.Tensor
+    y: torch.Tensor
+    key: object = None
+
+    @property
+    def keys(self):
+        return [f"image-{i}" for i in range(len(self.x))]
+
+    def __len__(self):
+        return len(self.x)
 
 
 class Step(nn.Module):
@@ -28,39 +44,31 @@ class Step(nn.Module):
         self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
 
     def forward(self, batch):
-        return {"loss": (self.net(batch.images)[:, 0] - batch.targets).square().mean()}
+        return {"loss": (self.net(batch.x)[:, 0] - batch.y).square().mean()}
 
 
-class Toy:
+class Toy(Task):
     """Regression; batches are a function of (epoch, position)."""
 
     batches_per_epoch = 6
-    score_name = "score"
 
-    def __init__(self, trouble=None):
-        self.module = Step()
-        self.backbone = self.module.net
+    def __init__(self, options, folder, trouble=None, module=None):
+        super().__init__(module or Step(), options, WORLD, folder)
         self.trouble = trouble or (lambda epoch, position, batch: batch)
 
-    def batches(self, epoch, start):
+    @property
+    def backbone(self):
+        return self.module.net
+
+    def train_batches(self, epoch, start):
         for position in range(start, self.batches_per_epoch):
             x = torch.randn(8, 6, generator=torch_generator(1, epoch, position))
-            x, y = self.trouble(epoch, position, (x, x.sum(1)))
-            yield Batch(x, targets=y)
+            yield self.trouble(epoch, position, ToyBatch(x, x.sum(1)))
 
-    def size(self, batch):
-        return len(batch)
-
-    def name(self, batch):
-        return [f"image-{i}" for i in range(len(batch))]
-
-    def score(self, module):
-        module.eval()
+    def validate(self, module):
+        assert not module.training
         x = torch.randn(64, 6, generator=torch_generator(9))
-        with torch.no_grad():
-            loss = float((module.net(x)[:, 0] - x.sum(1)).square().mean())
-        module.train()
-        return {"score": -loss}
+        return {"score": -float((module.net(x)[:, 0] - x.sum(1)).square().mean())}
 
     def weights(self, state):
         return {"": {k.removeprefix("net."): v for k, v in state.items()}}
@@ -78,12 +86,22 @@ OPTIONS = TrainOptions(
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-def make(folder, task=None, **changes):
+def make(path, task=Toy, world=WORLD, batch_size=8, **changes):
+    """A loop in a folder; `task(options, folder)` makes the task."""
     optim = replace(OPTIONS.optim, **{k: v for k, v in changes.items() if k in OptimOptions.__dataclass_fields__})
     run = replace(OPTIONS.run, **{k: v for k, v in changes.items() if k in RunOptions.__dataclass_fields__})
-    loop = Loop(task or Toy(), replace(OPTIONS, optim=optim, run=run), RunFolder(folder), WORLD)
-    loop.resume(lambda text: None)
-    return loop
+    options = replace(OPTIONS, optim=optim, run=run, dataset=DataOptions(batch_size=batch_size))
+    folder = RunFolder(path)
+    folder.open().release()
+    return Loop(task(options, folder), options, folder, world)
+
+
+def with_trouble(trouble):
+    return lambda options, folder: Toy(options, folder, trouble)
+
+
+def summary_of(path):
+    return read_run(path).summary
 
 
 def final(folder):
@@ -105,120 +123,176 @@ class CutError(Exception):
     pass
 
 
-@pytest.mark.parametrize("cut", range(18))
-def test_a_run_that_is_cut_anywhere_ends_with_the_same_bits(tmp_path, cut):
-    make(tmp_path / "whole").run()
+def cut_at(number):
+    """Raise before a batch, counted over epochs."""
 
     def trouble(epoch, position, batch):
-        if epoch * 6 + position == cut:
+        if epoch * 6 + position == number:
             raise CutError
         return batch
 
-    with pytest.raises(CutError):
-        make(tmp_path / "cut", Toy(trouble)).run()
-    make(tmp_path / "cut").run()
-    assert same(final(tmp_path / "whole"), final(tmp_path / "cut"))
-    metrics = [
-        [
-            {k: v for k, v in row.items() if k not in ("seconds", "images_per_second", "waiting")}
-            for row in folder.rows()
-        ]
-        for folder in (RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut"))
-    ]
-    assert metrics[0] == metrics[1]
+    return with_trouble(trouble)
 
 
-def test_a_damaged_newest_checkpoint_costs_only_time(tmp_path):
-    make(tmp_path / "whole").run()
-    make(tmp_path / "cut", epochs=3).run()
-    newest = sorted((tmp_path / "cut/checkpoints").iterdir())[-1]
-    (newest / "state.pt").write_bytes(b"torn")
-    told = []
-    loop = Loop(Toy(), OPTIONS, RunFolder(tmp_path / "cut"), WORLD)
-    loop.resume(told.append)
-    assert "passing over" in told[0]
-    loop.run()
-    assert same(final(tmp_path / "whole"), final(tmp_path / "cut"))
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_save_and_stop_and_the_run_goes_on_exactly(tmp_path, number, code):
-    make(tmp_path / "whole").run()
-
+def signal_at(where, number):
     def trouble(epoch, position, batch):
-        if (epoch, position) == (1, 2):
+        if (epoch, position) == where:
             os.kill(os.getpid(), number)
         return batch
 
+    return with_trouble(trouble)
+
+
+def logged(path):
+    """Rows of metrics without what depends on the clock."""
+    clock = ("seconds", "images_per_second", "waiting")
+    return [{k: v for k, v in row.items() if k not in clock} for row in RunFolder(path).rows()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run that nothing happened to."""
+    path = tmp_path_factory.mktemp("whole")
+    make(path).run()
+    return path
+
+
+@pytest.mark.parametrize("cut", range(18))
+def test_a_run_that_is_cut_anywhere_ends_with_the_same_bits(undisturbed, tmp_path, cut):
+    with pytest.raises(CutError):
+        make(tmp_path, cut_at(cut)).run()
+    make(tmp_path).run()
+    assert same(final(undisturbed), final(tmp_path))
+    assert logged(undisturbed) == logged(tmp_path)
+
+
+def test_a_damaged_newest_checkpoint_costs_only_time(undisturbed, tmp_path, caplog):
+    shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
+    (sorted((tmp_path / "checkpoints").iterdir())[-1] / "state.pt").write_bytes(b"torn")
+    with caplog.at_level("INFO"):
+        make(tmp_path).run()
+    assert "damaged checkpoint" in caplog.text
+    assert same(final(undisturbed), final(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["environment.json", "config.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize("content", [b"\xff{[", b"[1, 2]\n3\n", b""])
+def test_damaged_records_never_keep_a_run_from_continuing(undisturbed, tmp_path, name, content):
+    with pytest.raises(CutError):
+        make(tmp_path, cut_at(10)).run()
+    make_config(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    make(tmp_path).run()
+    assert same(final(undisturbed), final(tmp_path))
+    run = read_run(tmp_path)
+    assert run.state == "finished"
+    assert run.config["epochs"] == 3
+
+
+def make_config(path):
+    RunFolder(path).write_config({"epochs": 3})
+
+
+def test_metrics_that_cannot_be_read_are_counted_and_logged(tmp_path, caplog):
+    with pytest.raises(CutError):
+        make(tmp_path, cut_at(13)).run()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step"\n"text"\n{"kind": "step", "step": "x"}\n{"kind"')
+    with caplog.at_level("INFO"):
+        make(tmp_path).run()
+    assert "2 of 12 lines of metrics.jsonl" in caplog.text
+    assert [row["epoch"] for row in read_run(tmp_path).history] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_save_and_stop_and_the_run_continues_exactly(undisturbed, tmp_path, number, code):
     with pytest.raises(Stopped) as stop:
-        make(tmp_path / "cut", Toy(trouble)).run()
-    assert stop.value.code == code
-    assert final(tmp_path / "cut")["step"] == 9
-    make(tmp_path / "cut").run()
-    assert same(final(tmp_path / "whole"), final(tmp_path / "cut"))
+        make(tmp_path, signal_at((1, 2), number)).run()
+    assert stop.value.exit_code == code
+    assert final(tmp_path)["step"] == 9
+    make(tmp_path).run()
+    assert same(final(undisturbed), final(tmp_path))
 
 
 def test_a_signal_at_the_end_of_an_epoch_stops_after_its_validation(tmp_path):
-    def trouble(epoch, position, batch):
-        if (epoch, position) == (0, 5):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return batch
-
     with pytest.raises(Stopped):
-        make(tmp_path, Toy(trouble)).run()
-    rows = [row for row in RunFolder(tmp_path).rows() if row["kind"] == "epoch"]
-    assert [row["epoch"] for row in rows] == [1]
+        make(tmp_path, signal_at((0, 5), signal.SIGTERM)).run()
+    assert [row["epoch"] for row in read_run(tmp_path).history] == [1]
     make(tmp_path).run()
-    rows = [row for row in RunFolder(tmp_path).rows() if row["kind"] == "epoch"]
-    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert [row["epoch"] for row in read_run(tmp_path).history] == [1, 2, 3]
+
+
+def test_training_works_outside_of_the_main_thread(tmp_path):
+    errors = []
+
+    def work():
+        try:
+            make(tmp_path, epochs=1).run()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert summary_of(tmp_path)["updates"] == 6
 
 
 def test_a_single_bad_loss_is_left_out_and_counted(tmp_path):
     def trouble(epoch, position, batch):
-        return (batch[0] * float("nan"), batch[1]) if (epoch, position) == (1, 1) else batch
+        return replace(batch, x=batch.x * float("nan")) if (epoch, position) == (1, 1) else batch
 
-    task = Toy(trouble)
-    task.module.net[1] = nn.Identity()  # batch norm would keep the bad statistics
-    summary = make(tmp_path, task).run()
-    assert summary["updates left out"] == 1
+    module = Step()
+    module.net[1] = nn.Identity()  # batch norm would keep the bad statistics
+    make(tmp_path, lambda options, folder: Toy(options, folder, trouble, module)).run()
+    assert summary_of(tmp_path)["updates left out"] == 1
     bad = json.loads((tmp_path / "bad-updates.jsonl").read_text())
     assert bad["step"] == 7
     assert bad["images"][0] == "image-0"
-    assert all(bool(torch.isfinite(p).all()) for p in task.module.parameters())
+    assert all(bool(torch.isfinite(p).all()) for p in module.parameters())
 
 
 def test_bad_losses_in_a_row_stop_the_run_with_advice(tmp_path):
-    task = Toy(lambda epoch, position, batch: (batch[0] * float("inf"), batch[1]))
-    with pytest.raises(BadLossError, match=r"bad-updates\.jsonl.*--lr"):
+    task = with_trouble(lambda epoch, position, batch: replace(batch, x=batch.x * float("inf")))
+    with pytest.raises(BadLossError, match=r"bad-updates\.jsonl.*lower lr"):
         make(tmp_path, task, bad_loss_limit=3).run()
     assert len((tmp_path / "bad-updates.jsonl").read_text().splitlines()) == 3
 
 
-def test_accumulated_updates_equal_large_batches(tmp_path):
-    class Plain(Toy):
-        batches_per_epoch = 4
+def accumulated(parts):
+    """Four updates per epoch, each of a batch of eight in so many parts."""
 
-        def __init__(self, parts):
-            super().__init__()
-            self.module.net = nn.Sequential(nn.Linear(6, 1))
+    class Plain(Toy):
+        def __init__(self, options, folder):
+            module = Step()
+            module.net = nn.Sequential(nn.Linear(6, 1))
             torch.manual_seed(1)
-            nn.init.normal_(self.module.net[0].weight)
-            nn.init.zeros_(self.module.net[0].bias)
-            self.backbone = self.module.net
-            self.parts = parts
+            nn.init.normal_(module.net[0].weight)
+            nn.init.zeros_(module.net[0].bias)
+            super().__init__(options, folder, module=module)
             self.batches_per_epoch = 4 * parts
 
-        def batches(self, epoch, start):
+        def train_batches(self, epoch, start):
             for position in range(start, self.batches_per_epoch):
-                x = torch.randn(8, 6, generator=torch_generator(1, epoch, position // self.parts))
-                part = x.chunk(self.parts)[position % self.parts]
-                yield Batch(part, targets=part.sum(1))
+                x = torch.randn(8, 6, generator=torch_generator(1, epoch, position // parts))
+                part = x.chunk(parts)[position % parts]
+                yield ToyBatch(part, part.sum(1))
 
-    one, two = Plain(1), Plain(2)
-    make(tmp_path / "one", one, model_ema=False).run()
-    make(tmp_path / "two", two, model_ema=False, grad_accum_steps=2).run()
-    for p, q in zip(one.module.parameters(), two.module.parameters(), strict=True):
+    return Plain
+
+
+@pytest.mark.parametrize("changes", [{"opt": "adamw"}, {"opt": "sgd"}, {"opt": "sgd", "clip_grad": 0.5}])
+def test_accumulated_updates_equal_large_batches(tmp_path, changes):
+    """SGD and clipping see the size of the gradient, which AdamW divides out."""
+    changes = {"model_ema": False, "epochs": 1, **changes}
+    one = make(tmp_path / "one", accumulated(1), **changes)
+    two = make(tmp_path / "two", accumulated(2), grad_accum_steps=2, batch_size=4, **changes)
+    for loop in (one, two):
+        loop.run()
+    for p, q in zip(one.task.module.parameters(), two.task.module.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-6)
+    norms = [[row["grad_norm"] for row in loop.folder.rows() if row["kind"] == "step"] for loop in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_the_learning_rate_follows_the_real_batch(tmp_path):
@@ -226,62 +300,52 @@ def test_the_learning_rate_follows_the_real_batch(tmp_path):
     assert loop.lr == pytest.approx(1e-3 * 16 / 1024)
 
 
-def test_weights_of_a_checkpoint_and_the_best_are_plain(tmp_path):
-    task = Toy()
-    summary = make(tmp_path, task).run()
-    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+def test_weights_of_a_checkpoint_and_the_best_are_plain(undisturbed):
+    newest = sorted((undisturbed / "checkpoints").iterdir())[-1]
     weights = load_file(newest / "model.safetensors")
-    assert all(torch.equal(weights[k], v) for k, v in task.module.net.state_dict().items())
-    assert (tmp_path / "best.safetensors").is_file()
-    assert summary["best"]["score"] == max(r["ema_score"] for r in RunFolder(tmp_path).rows() if r["kind"] == "epoch")
-    assert json.loads((tmp_path / "summary.json").read_text())["updates"] == 18
-    assert (tmp_path / "metrics.csv").read_text().count("\n") == 4
+    assert all(torch.equal(weights[k], final(undisturbed)["module"][f"net.{k}"]) for k in weights)
+    assert (undisturbed / "best.safetensors").is_file()
+    run = read_run(undisturbed)
+    assert run.summary["best"]["score"] == max(row["ema_score"] for row in run.history)
+    assert run.summary["updates"] == 18
+    assert (undisturbed / "metrics.csv").read_text().count("\n") == 4
 
 
-def test_a_used_folder_is_not_overwritten(tmp_path):
-    make(tmp_path).run()
-    with pytest.raises(EverytokenError, match="another --output"):
-        make(tmp_path, resume="never")
+def test_a_used_folder_is_not_overwritten(undisturbed):
+    with pytest.raises(EverytokenError, match="another output"):
+        make(undisturbed, resume="never").run()
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_results_without_a_checkpoint_are_not_overwritten(tmp_path, resume):
-    make(tmp_path).run()
+def test_results_without_a_checkpoint_are_not_overwritten(undisturbed, tmp_path, resume):
+    shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(EverytokenError, match=r"best\.safetensors, summary\.json.*another --output, or delete"):
-        make(tmp_path, resume=resume)
+    with pytest.raises(EverytokenError, match=r"best\.safetensors, summary\.json"):
+        make(tmp_path, resume=resume).run()
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
-
-
-def test_metrics_of_whole_epochs_without_a_checkpoint_are_not_overwritten(tmp_path):
-    make(tmp_path).run()
-    shutil.rmtree(tmp_path / "checkpoints")
     for name in ("best.safetensors", "summary.json"):
         (tmp_path / name).unlink()
     with pytest.raises(EverytokenError, match="metrics of 3 epochs"):
-        make(tmp_path)
+        make(tmp_path).run()
 
 
-@pytest.mark.parametrize("moment", ["save", "_write_best"])
+@pytest.mark.parametrize("method", ["save", "_write_best"])
 @pytest.mark.parametrize("end", [1, 2])
-def test_a_kill_around_the_checkpoint_of_an_epoch_costs_only_time(tmp_path, monkeypatch, moment, end):
-    make(tmp_path / "whole", checkpoint_steps=0).run()
-
+def test_a_kill_around_the_checkpoint_of_an_epoch_costs_only_time(undisturbed, tmp_path, monkeypatch, method, end):
     def cut(loop):
         if loop.epoch == end:
             raise CutError
         return real(loop)
 
-    real = getattr(Loop, moment)
+    real = getattr(Loop, method)
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, moment, cut)
+        patch.setattr(Loop, method, cut)
         with pytest.raises(CutError):
-            make(tmp_path / "cut", checkpoint_steps=0).run()
-    make(tmp_path / "cut", checkpoint_steps=0).run()
-    assert same(final(tmp_path / "whole"), final(tmp_path / "cut"))
-    best = [(tmp_path / name / "best.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert best[0] == best[1]
+            make(tmp_path, checkpoint_steps=0).run()
+    make(tmp_path, checkpoint_steps=0).run()
+    assert same(final(undisturbed), final(tmp_path))
+    assert (undisturbed / "best.safetensors").read_bytes() == (tmp_path / "best.safetensors").read_bytes()
 
 
 def test_best_weights_are_there_after_a_kill_just_before_them(tmp_path, monkeypatch):
@@ -299,103 +363,210 @@ def test_best_weights_are_there_after_a_kill_just_before_them(tmp_path, monkeypa
 class Counted(Toy):
     """48 images in an order that depends on the epoch alone, in batches of any size; keeps what it has shown."""
 
-    def __init__(self, batch):
-        super().__init__()
-        self.batch, self.batches_per_epoch, self.seen = batch, 48 // batch, []
+    def __init__(self, options, folder):
+        super().__init__(options, folder)
+        self.batch = options.dataset.batch_size
+        self.batches_per_epoch, self.shown = 48 // self.batch, []
 
-    def batches(self, epoch, start):
+    def train_batches(self, epoch, start):
         order = torch.randperm(48, generator=torch_generator(2, epoch))
         for position in range(start, self.batches_per_epoch):
-            shown = order[position * self.batch : (position + 1) * self.batch]
-            self.seen += [(epoch, int(i)) for i in shown]
-            x = torch.randn(len(shown), 6, generator=torch_generator(3, epoch, position))
-            yield Batch(x, targets=x.sum(1))
+            images = order[position * self.batch : (position + 1) * self.batch]
+            self.shown += [(epoch, int(i)) for i in images]
+            x = torch.randn(len(images), 6, generator=torch_generator(3, epoch, position))
+            yield ToyBatch(x, x.sum(1))
 
 
-def with_batch(folder, batch, told=None, **changes):
-    optim = replace(OPTIONS.optim, **{"grad_accum_steps": 1, **changes})
-    options = replace(OPTIONS, dataset=DataOptions(batch_size=batch), optim=optim)
-    loop = Loop(Counted(batch), options, RunFolder(folder), WORLD)
-    loop.resume([].append if told is None else told.append)
-    return loop
+def counted(path, batch, **changes):
+    return make(path, Counted, batch_size=batch, **changes)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4), (6, 16)])
-def test_epochs_are_counted_on_when_the_batch_changes(tmp_path, before, after):
-    with_batch(tmp_path, before, epochs=1).run()
-    told = []
-    loop = with_batch(tmp_path, after, told, epochs=3)
-    assert loop.step == 48 // before
-    assert loop.place == 48 // after
-    summary = loop.run()
-    assert f"the global batch is {after} now and was {before}" in told[0]
-    assert summary["updates"] == 48 // before + 2 * (48 // after)
-    assert sorted(loop.task.seen) == [(epoch, i) for epoch in (1, 2) for i in range(48)]
-    rows = [row for row in RunFolder(tmp_path).rows() if row["kind"] == "epoch"]
-    assert [row["epoch"] for row in rows] == [1, 2, 3]
+def test_epochs_are_counted_on_when_the_batch_changes(tmp_path, caplog, before, after):
+    counted(tmp_path, before, epochs=1).run()
+    loop = counted(tmp_path, after, epochs=3)
+    with caplog.at_level("INFO"):
+        loop.run()
+    assert f"the global batch is {after} now and was {before}" in caplog.text
+    run = read_run(tmp_path)
+    assert run.summary["updates"] == 48 // before + 2 * (48 // after)
+    assert sorted(loop.task.shown) == [(epoch, i) for epoch in (1, 2) for i in range(48)]
+    assert [row["epoch"] for row in run.history] == [1, 2, 3]
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(OPTIONS.optim.min_lr)
-    again = []
-    with_batch(tmp_path, after, again, epochs=3)
-    assert "is finished" in again[-1]
+    with caplog.at_level("INFO"):
+        counted(tmp_path, after, epochs=3).run()
+    assert "is finished" in caplog.messages[-1]
 
 
 def test_an_epoch_under_way_shows_the_images_that_are_left_when_the_batch_changes(tmp_path):
-    loop = with_batch(tmp_path, 4, epochs=2)
+    loop = counted(tmp_path, 4, epochs=2)
+    batches = loop._batches()
     for _ in range(14):  # a whole epoch and two updates
-        batches = loop.task.batches(loop.epoch, loop.position)
         loop._update(batches)
-        if loop.position == 12:
-            loop.epoch, loop.position = loop.epoch + 1, 0
     loop.save()
-    seen = loop.task.seen[-8:]
-    loop = with_batch(tmp_path, 8, epochs=2)
-    assert (loop.epoch, loop.position) == (1, 1)
+    shown = loop.task.shown[-8:]
+    loop = counted(tmp_path, 8, epochs=2)
     loop.run()
-    assert sorted(seen + loop.task.seen) == [(1, i) for i in range(48)]
+    assert sorted(shown + loop.task.shown) == [(1, i) for i in range(48)]
 
 
-def test_the_same_global_batch_in_other_parts_goes_on_at_the_same_image(tmp_path):
-    loop = with_batch(tmp_path, 8, epochs=1)
+def test_the_same_global_batch_in_other_parts_continues_at_the_same_image(tmp_path, caplog):
+    loop = counted(tmp_path, 8, epochs=1)
+    batches = loop._batches()
     for _ in range(2):
-        loop._update(loop.task.batches(0, loop.position))
+        loop._update(batches)
     loop.save()
-    told = []
-    loop = with_batch(tmp_path, 4, told, epochs=1, grad_accum_steps=2)
+    loop = counted(tmp_path, 4, epochs=1, grad_accum_steps=2)
+    with caplog.at_level("INFO"):
+        loop.resume()
     assert (loop.step, loop.epoch, loop.position) == (2, 0, 4)
-    assert not any("global batch" in text for text in told)
+    assert "global batch" not in caplog.text
 
 
-def test_a_task_that_counts_updates_does_so_with_epochs_of_another_length(tmp_path):
-    class Updates(Toy):
-        counts_updates = True
-
-    make(tmp_path, Updates(), epochs=2).run()
-    shorter = Updates()
-    shorter.batches_per_epoch = 3  # twice as many validations
-    loop = make(tmp_path, shorter, epochs=6)
-    assert (loop.step, loop.epoch, loop.epochs) == (12, 4, 6)
+# -- updates instead of epochs
 
 
-def test_a_checkpoint_that_says_nothing_about_epochs_goes_on(tmp_path):
-    make(tmp_path / "whole").run()
+def updates(path, iters, task=Counted, batch=16, **changes):
+    changes = {"val_iters": 4, "warmup_epochs": 0, "warmup_iters": 2, **changes}
+    return make(path, task, batch_size=batch, iters=iters, **changes)
 
-    def trouble(epoch, position, batch):
-        if (epoch, position) == (1, 3):
-            raise CutError
-        return batch
 
+def test_updates_are_counted_through_whole_passes_over_the_data(tmp_path):
+    loop = updates(tmp_path, 7, grad_accum_steps=2)
+    loop.run()
+    shown = list(dict.fromkeys(loop.task.shown))  # what is left of a pass at a validation is asked for again
+    assert sorted(shown[: 4 * 48]) == [(epoch, i) for epoch in range(4) for i in range(48)]
+    run = read_run(tmp_path)
+    assert [row["step"] for row in run.history] == [4, 7]
+    assert run.summary["updates"] == 7
+    assert run.summary["epochs"] == pytest.approx(7 * 2 / 3, abs=1e-3)
+    assert run.history[-1]["epoch"] == run.summary["epochs"]
+    assert run.state == "finished"
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(OPTIONS.optim.min_lr, rel=0.2)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 13])
+def test_updates_that_are_cut_anywhere_end_with_the_same_bits(tmp_path, cut):
+    def task(options, folder):
+        def trouble(epoch, position, batch):
+            trouble.shown += 1
+            if trouble.shown == cut:
+                raise CutError
+            return batch
+
+        trouble.shown = 0
+        return Toy(options, folder, trouble)
+
+    updates(tmp_path / "whole", 15, Toy).run()
     with pytest.raises(CutError):
-        make(tmp_path / "cut", Toy(trouble)).run()
-    (newest,) = sorted((tmp_path / "cut/checkpoints").iterdir())[-1:]
-    state = torch.load(newest / "state.pt", weights_only=True)
-    for name in ("epoch", "updates_of_epoch", "updates_per_epoch", "global_batch"):
-        del state[name]
-    shutil.rmtree(tmp_path / "cut/checkpoints")
-    save_checkpoint(tmp_path / "cut/checkpoints", state["step"], {}, {**state, "position": 2}, {})
-    make(tmp_path / "cut").run()
+        updates(tmp_path / "cut", 15, task).run()
+    updates(tmp_path / "cut", 15, Toy).run()
     assert same(final(tmp_path / "whole"), final(tmp_path / "cut"))
+    assert logged(tmp_path / "whole") == logged(tmp_path / "cut")
+
+
+def test_validating_more_often_does_not_change_where_updates_continue(tmp_path):
+    updates(tmp_path, 8).run()
+    loop = updates(tmp_path, 12, val_iters=3)
+    loop.resume()
+    assert (loop.step, loop.epoch, loop.position) == (8, 2, 2)
+    loop.run()
+    assert [row["step"] for row in read_run(tmp_path).history] == [4, 8, 9, 12]
+
+
+# -- checkpoints of the first version
+
+
+def rewritten(path, change):
+    """The newest checkpoint with another state."""
+    (newest,) = sorted((path / "checkpoints").iterdir())[-1:]
+    state = torch.load(newest / "state.pt", weights_only=True)
+    change(state)
+    shutil.rmtree(path / "checkpoints")
+    save_checkpoint(path / "checkpoints", state["step"], {}, state, {})
+
+
+def test_a_checkpoint_that_says_nothing_about_epochs_continues(undisturbed, tmp_path):
+    with pytest.raises(CutError):
+        make(tmp_path, cut_at(9)).run()
+
+    def change(state):
+        for name in ("epoch", "updates_of_epoch", "updates_per_epoch", "global_batch"):
+            del state[name]
+        state["position"] = 2
+
+    rewritten(tmp_path, change)
+    make(tmp_path).run()
+    assert same(final(undisturbed), final(tmp_path))
+
+
+def test_checkpoints_whose_epochs_lie_between_validations_continue(tmp_path):
+    """The first version called the updates between two validations an epoch, where updates are counted."""
+    updates(tmp_path / "whole", 15, Toy, checkpoint_steps=5).run()
+    updates(tmp_path / "old", 15, Toy, checkpoint_steps=5).run()
+    old = tmp_path / "old"
+    shutil.rmtree(sorted((old / "checkpoints").iterdir())[-1])
+    for name in ("summary.json",):
+        (old / name).unlink()
+
+    def change(state):
+        step = state["step"]
+        state.update(epoch=step // 4, updates_of_epoch=step % 4, updates_per_epoch=4)
+
+    rewritten(old, change)
+    updates(old, 15, Toy, checkpoint_steps=5).run()
+    assert same(final(tmp_path / "whole"), final(old))
 
 
 def test_too_few_batches_are_explained(tmp_path):
-    with pytest.raises(EverytokenError, match="--grad-accum-steps 7"):
+    with pytest.raises(EverytokenError, match="grad_accum_steps 7"):
         make(tmp_path, grad_accum_steps=7)
+
+
+# -- many processes decide alike
+
+
+class TwoProcesses(World):
+    """The first of two: collectives answer as if the other process had said `other`."""
+
+    other = False
+
+    def any(self, flag):
+        return bool(flag) or self.other
+
+    def gather(self, value):
+        return [value, value]
+
+    def share_buffers(self, module):
+        pass
+
+    def barrier(self):
+        pass
+
+
+@pytest.mark.parametrize(("rank", "late", "saves"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_the_first_process_decides_when_a_timed_checkpoint_is_due(tmp_path, monkeypatch, rank, late, saves):
+    """Saving sharded weights is collective: a process that saved by its own clock would wait for ever."""
+    world = TwoProcesses(rank, 2, torch.device("cpu"))
+    monkeypatch.setattr("everytoken.engine.loop.distribute", lambda module, *_: module)
+    loop = make(tmp_path, world=world, checkpoint_steps=0, checkpoint_minutes=1)
+    saved = []
+    monkeypatch.setattr(loop, "save", lambda: saved.append(loop.step))
+    monkeypatch.setattr(loop, "saved", time.monotonic() - (100 if late else 10))
+    for step in range(1, 9):  # processes talk every eighth update
+        loop.step = step
+        loop._stop_or_save()
+    assert saved == ([8] if saves else [])
+
+
+def test_a_process_saves_when_the_first_one_says_so(tmp_path, monkeypatch):
+    world = TwoProcesses(1, 2, torch.device("cpu"))
+    monkeypatch.setattr(TwoProcesses, "other", True)
+    monkeypatch.setattr("everytoken.engine.loop.distribute", lambda module, *_: module)
+    loop = make(tmp_path, world=world, checkpoint_steps=0)
+    monkeypatch.setattr(loop, "_stop", lambda: None)
+    saved = []
+    monkeypatch.setattr(loop, "save", lambda: saved.append(loop.step))
+    loop.step = 8
+    loop._stop_or_save()
+    assert 8 in saved

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from everytoken.locks import Lock
+from everytoken.files import Lock
 
 pytestmark = pytest.mark.timeout(900)  # every test starts the whole program several times
 TINY = [
@@ -80,7 +80,7 @@ def test_sharded_weights_train_as_copied_ones_and_resume(photos, tmp_path):
     shutil.rmtree(sorted((tmp_path / "fsdp/checkpoints").glob("step-*"))[-1])  # back to the end of the first epoch
     done = run(command(photos, tmp_path / "fsdp", *words, "--fsdp"))
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "going on from" in done.stdout
+    assert "continuing from" in done.stdout
     again = weights(tmp_path / "fsdp")
     assert all(torch.equal(value, again[name]) for name, value in sharded.items())
 
@@ -116,12 +116,12 @@ def test_a_killed_rank_ends_the_job_with_a_clear_message_and_it_resumes(photos, 
             process.communicate()
     assert first.returncode == 2
     assert "rank 0 lost contact with another process of the job" in told
-    assert "start the same command again" in told
+    assert "run the same again" in told
     assert "Traceback" not in told
     step = max(int(p.name[5:]) for p in out.glob("checkpoints/step-*"))
     done = run(command(photos, out, *words, "--epochs", str(step // 3 + 1)))
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "going on from" in done.stdout
+    assert "continuing from" in done.stdout
 
 
 def test_a_folder_that_is_in_use_stops_every_process_alike(photos, tmp_path):

@@ -3,7 +3,7 @@
 import json
 import subprocess
 
-from everytoken.engine.runfolder import environment
+from everytoken.engine.run_folder import environment
 
 
 def git(folder, *words):

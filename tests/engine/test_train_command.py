@@ -79,7 +79,7 @@ def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path):
     assert kills >= 2
     done = run(*words, "--output", str(cut), "--workers", "2")
     assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stdout
+    assert "continuing from" in done.stdout
     newest = [sorted((f / "checkpoints").iterdir())[-1] for f in (whole, cut)]
     assert newest[0].name == newest[1].name
     assert (newest[0] / "model.safetensors").read_bytes() == (newest[1] / "model.safetensors").read_bytes()
@@ -102,7 +102,7 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
     os.killpg(process.pid, signal.SIGTERM)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "goes on from here" in text
+    assert "continues from here" in text
     assert list((tmp_path / "r/checkpoints").glob("step-*"))
 
 
@@ -112,7 +112,7 @@ def test_another_batch_goes_on_with_the_next_epoch(photos, tmp_path, capsys):
     assert main([*words, "--epochs", "2", "-b", "8"]) == 0
     text = capsys.readouterr().out
     assert "the global batch is 8 now and was 4\n" in text
-    assert "going on from step-00000009: epoch 2, 0 of its 4 updates done" in text
+    assert "continuing from step-00000009: epoch 2, 0 of its 4 updates done" in text
     assert "is finished" not in text
     assert [(row["epoch"], row["step"]) for row in rows(tmp_path / "r")] == [(1, 9), (2, 13)]
 
@@ -127,7 +127,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_over(photos, tmp_
     best = (out / "best.safetensors").read_bytes()
     for more in ([], ["--resume", "never"], ["--seed", "7"]):
         assert main([*words, *more]) == 2
-        assert "Choose another --output, or delete the folder" in capsys.readouterr().err
+        assert "Choose another output, or delete the folder" in capsys.readouterr().err
     assert (out / "best.safetensors").read_bytes() == best
 
 
@@ -172,22 +172,22 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, 
         (["--set", "mixing.cutmix.alpa=1"], "'alpha'"),
         (["--model", "resnet18", "--set", "mixing.mixtoken={}"], "CutMix"),
         (["--model", "vit_tinny"], "Did you mean"),
-        (["--labels", "nowhere"], "no store of score maps at --labels nowhere"),
+        (["--labels", "nowhere"], "no store of score maps at nowhere"),
         (["--recipe", "lvvit_s_tokn"], "lvvit_s_token"),
-        (["--epochs", "0"], "--epochs is 0"),
+        (["--epochs", "0"], "epochs is 0"),
         (["--batch-size", "100"], "--batch-size"),
-        (["--val-interval", "0"], "--val-interval is 0; it must be at least 1"),
-        (["--log-interval", "0"], "--log-interval is 0"),
-        (["--lr-base-size", "0"], "--lr-base-size is 0"),
-        (["--lr", "nan"], "--lr is nan"),
-        (["--workers", "-1"], "--workers is -1; it must be at least 0"),
-        (["--model-ema-decay", "1.5"], "--model-ema-decay is 1.5"),
+        (["--val-interval", "0"], "val_interval is 0; it must be at least 1"),
+        (["--log-interval", "0"], "log_interval is 0"),
+        (["--lr-base-size", "0"], "lr_base_size is 0"),
+        (["--lr", "nan"], "lr is nan"),
+        (["--workers", "-1"], "workers is -1; it must be at least 0"),
+        (["--model-ema-decay", "1.5"], "model_ema_decay is 1.5"),
         (["--opt", "adamww"], "Did you mean 'adamw'"),
-        (["--opt", "bnbadam"], "--opt bnbadam cannot be used here"),
-        (["--sched", "cosin"], "--sched is 'cosin'; it can be cosine, linear"),
+        (["--opt", "bnbadam"], "opt bnbadam cannot be used here"),
+        (["--sched", "cosin"], "sched is 'cosin'; it can be cosine, linear"),
         (["--sched", "plateau"], "try cosine"),
-        (["--device", "gpu"], "--device is 'gpu'; it can be cpu, cuda"),
-        (["--device", "cuda:99"], "--device is 'cuda:99'"),
+        (["--device", "gpu"], "device is 'gpu'; it can be cpu, cuda"),
+        (["--device", "cuda:99"], "device is 'cuda:99'"),
     ],
 )
 def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, words, what):
@@ -215,7 +215,7 @@ def test_two_processes_do_not_train_in_one_folder(photos, tmp_path, capsys):
         process.wait()
     epochs = str(len(rows(out)) + 1)
     assert main(["train", *words, "--epochs", epochs]) == 0
-    assert "going on from" in capsys.readouterr().out
+    assert "continuing from" in capsys.readouterr().out
     assert not list(out.glob(".lock*"))
 
 

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from everytoken.engine.runfolder import RunFolder
+from everytoken.engine.run_folder import RunFolder, find_runs, read_run
 from everytoken.errors import EverytokenError
 from everytoken.reports.groups import Estimate, config_differences, difference, group_runs, t_quantile
-from everytoken.reports.runs import find_runs, read_run
 
 
 def write_run(path, score: float, seed: int, epochs: int = 2, done: int = 2, **config):

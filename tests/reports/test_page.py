@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from everytoken.cli import main
+from everytoken.engine.run_folder import read_run
 from everytoken.reports.charts import Series, interval_chart, line_chart, thin, ticks
 from everytoken.reports.groups import Estimate
 from everytoken.reports.page import contrast, level_colours
 from everytoken.reports.predictions import CACHE, predict_run, validation_set
-from everytoken.reports.runs import read_run
 
 
 class Page(HTMLParser):

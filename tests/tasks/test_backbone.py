@@ -8,7 +8,7 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken.models.open import Description
 from everytoken.tasks.backbone import Features, build_features, probe_features
-from everytoken.tasks.options import BackboneOptions, IterOptim, IterRun, in_epochs
+from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.pyramid import SideLayers, SimplePyramid
 
 SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
@@ -128,11 +128,3 @@ def test_pyramids_make_the_scales_that_they_promise():
         assert [x.shape[1] for x in levels] == pyramid.dims
         assert [x.shape[2:] for x in levels] == [(4 * 16 // s, 6 * 16 // s) for s in pyramid.strides]
     assert SideLayers([32] * 4, [16] * 4).strides == [4, 8, 16, 16]
-
-
-def test_updates_become_epochs_between_validations():
-    optim, every = in_epochs(IterOptim(iters=160_000, warmup_iters=1500), IterRun(val_iters=8000))
-    assert (optim.epochs, every, optim.warmup_epochs) == (20, 8000, 0.1875)
-    assert in_epochs(IterOptim(iters=50, warmup_iters=5), IterRun())[1] == 50
-    with pytest.raises(EverytokenError, match="not a multiple of --val-iters 30"):
-        in_epochs(IterOptim(iters=100), IterRun(val_iters=30))

@@ -162,7 +162,7 @@ def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, monkeypatch):
     words = ["detect", "train", str(shapes), *TINY, "--epochs", "3", "--warmup-iters", "2", "-b", "2", "--keep", "1"]
     words += ["--checkpoint-steps", "1", "--hflip", "0.5", "--sizes", "48", "64", "--regions", "16", "--model-ema"]
     assert main([*words, "--output", str(tmp_path / "whole")]) == 0
-    plain = task_module.Detection.batches
+    plain = task_module.Detection.train_batches
     for kill in (2, 3):  # batches after which the power goes: within an epoch, and one epoch later
 
         def batches(self, epoch, start, limit=[kill]):  # noqa: B006
@@ -172,10 +172,10 @@ def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, monkeypatch):
                 limit[0] -= 1
                 yield batch
 
-        monkeypatch.setattr(task_module.Detection, "batches", batches)
+        monkeypatch.setattr(task_module.Detection, "train_batches", batches)
         with pytest.raises(Killed):
             main([*words, "--output", str(tmp_path / "cut")])
-    monkeypatch.setattr(task_module.Detection, "batches", plain)
+    monkeypatch.setattr(task_module.Detection, "train_batches", plain)
     assert main([*words, "--output", str(tmp_path / "cut")]) == 0
     a, b = (sorted((tmp_path / n / "checkpoints").iterdir())[-1] for n in ("whole", "cut"))
     assert a.name == b.name == "step-00000009"
@@ -190,7 +190,7 @@ def test_mistakes_are_named(run, shapes, tmp_path, capsys):
         assert main([*words]) == 2
         return capsys.readouterr().err
 
-    assert "say which data" in error("detect", "train", "--model", "resnet18")
+    assert "data is empty" in error("detect", "train", "--model", "resnet18")
     assert "no command 'everytoken detect evall'" in error("detect", "evall")
     assert "there is no folder or file nowhere" in error("detect", "eval", str(run), "nowhere")
     content = json.loads((shapes / "val" / "instances.json").read_text())
@@ -245,12 +245,12 @@ def test_the_learning_rate_falls_after_the_epochs_of_the_schedule():
     optim = DetectOptions().optim
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1e-4)
-    schedule, epochs = build_schedule(optimizer, optim, 100)
+    schedule, updates = build_schedule(optimizer, optim, 100)
     seen = {}
     for update in range(1, 1201):
         schedule.step_update(update)
         seen[update] = optimizer.param_groups[0]["lr"]
-    assert epochs == 12
+    assert updates == 1200
     assert seen[790] == pytest.approx(1e-4)
     assert seen[810] == seen[1090] == pytest.approx(1e-5)
     assert seen[1110] == pytest.approx(1e-6)

@@ -181,7 +181,7 @@ def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, monkeypa
     words += ["--checkpoint-steps", "1", "--model-ema", "--grad-accum-steps", "2", "--batch-size", "3"]
     words += ["--head", "fcn", "--keep", "1"]
     assert main([*words, "--output", str(tmp_path / "whole")]) == 0
-    plain = task_module.Segmentation.batches
+    plain = task_module.Segmentation.train_batches
     for kill in (3, 6, 4):  # batches after which the power goes: in the midst of an update, and at the end of a pass
 
         def batches(self, epoch, start, limit=[kill]):  # noqa: B006
@@ -191,10 +191,10 @@ def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, monkeypa
                 limit[0] -= 1
                 yield batch
 
-        monkeypatch.setattr(task_module.Segmentation, "batches", batches)
+        monkeypatch.setattr(task_module.Segmentation, "train_batches", batches)
         with pytest.raises(Killed):
             main([*words, "--output", str(tmp_path / "cut")])
-    monkeypatch.setattr(task_module.Segmentation, "batches", plain)
+    monkeypatch.setattr(task_module.Segmentation, "train_batches", plain)
     assert main([*words, "--output", str(tmp_path / "cut")]) == 0
     a, b = (sorted((tmp_path / n / "checkpoints").iterdir())[-1] for n in ("whole", "cut"))
     assert a.name == b.name == "step-00000009"
@@ -214,9 +214,8 @@ def test_mistakes_are_named(shapes, tmp_path, capsys):
         assert main([*words]) == 2
         return capsys.readouterr().err
 
-    assert "not a multiple of --val-iters 3" in error(*train, "--iters", "10", "--val-iters", "3")
-    assert "--batch-size 1 is too small" in error(*train, "--batch-size", "1")
-    assert "say which data" in error("segment", "train", "--model", "resnet18")
+    assert "batch_size 1 is too small" in error(*train, "--batch-size", "1")
+    assert "data is empty" in error("segment", "train", "--model", "resnet18")
     assert "do not fill one batch of 64" in error(*train, "--batch-size", "64")
     assert "no command 'everytoken segment trian'" in error("segment", "trian")
     broken = make(tmp_path / "broken", train=4, val=1)

@@ -12,7 +12,7 @@ import everytoken  # noqa: F401
 from everytoken.engine.recipe import apply, header, read_recipe, recipe_names
 from everytoken.errors import EverytokenError
 from everytoken.tasks.backbone import Features, build_features
-from everytoken.tasks.options import BackboneOptions, in_epochs
+from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.heads import FcnHead, UperHead
 from everytoken.tasks.segment.infer import Inference, best_class, slide, starts
 from everytoken.tasks.segment.metrics import Confusion
@@ -51,8 +51,8 @@ def test_every_recipe_builds_a_model_of_the_size_in_its_first_line(name):
         model = Segmenter(Features(backbone), options.decoder, 150)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     assert f": {millions:.0f} M parameters" in text.splitlines()[0]
-    optim, updates = in_epochs(options.optim, options.run)
-    assert optim.epochs * updates == 160_000
+    optim = options.optim
+    assert optim.iters == 160_000
     assert (optim.sched, optim.lr, optim.weight_decay) == ("linear", 6e-5, 0.01)
 
 

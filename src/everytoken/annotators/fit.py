@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everytoken._machine import default_workers
 from everytoken.annotators.annotator import Annotator, AnnotatorError, Preprocessing, weights_hash
 from everytoken.annotators.fit_model import FOLDER, build_model, load_fold, load_network, save_fold
 from everytoken.annotators.folds import make_folds
@@ -31,6 +30,7 @@ from everytoken.annotators.training import Trainer
 from everytoken.classes import ClassList
 from everytoken.data.sources import DataSet
 from everytoken.errors import EverytokenError
+from everytoken.machine import default_workers
 from everytoken.models.open import with_own_head
 
 Meter = Callable[[str], Any]

@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everytoken._machine import default_workers
 from everytoken.annotators.annotator import Annotator, AnnotatorError
 from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
 from everytoken.annotators.reuse import copy_known, open_known
 from everytoken.classes import ClassPlan, plan_classes
 from everytoken.data.sources import DataSet, hidden
 from everytoken.errors import EverytokenError
+from everytoken.machine import default_workers
 from everytoken.maps import Manifest, MapWriter, StoreMeta
 from everytoken.maps.format import MANIFEST
 from everytoken.maps.writer import check_folder, mismatch

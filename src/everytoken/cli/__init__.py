@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch("everytoken", COMMANDS, argv, "everytoken.cli") or 0
     except EverytokenError as error:
+        code: int | None = getattr(error, "exit_code", None)
+        if code is not None:  # a run that was asked to stop, and has said so
+            return code
         print(f"everytoken: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

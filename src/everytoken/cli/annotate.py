@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
+from everytoken.machine import default_workers
 
 if TYPE_CHECKING:
     from everytoken.annotators import Annotator, Outcome, Summary, Team
@@ -188,7 +188,7 @@ def _say(text: str) -> None:
 @contextmanager
 def _meter(what: str, team: Team) -> Iterator[Any]:
     """Progress of one process; in a team, rank 0 speaks for all (its share is done as fast as the others')."""
-    from everytoken._meter import Meter
+    from everytoken.progress import Progress as Meter
 
     if team.rank == 0:
         with Meter(what, "images") as meter:

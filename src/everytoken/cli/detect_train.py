@@ -30,4 +30,5 @@ def main(argv: list[str], prog: str) -> int:
     options = resolve(DetectTrain, argv, prog)
     from everytoken.tasks.detect.task import train
 
-    return train(DetectOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(DetectOptions)}))
+    train(DetectOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(DetectOptions)}))
+    return 0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
+from everytoken.machine import default_workers
 
 if TYPE_CHECKING:
     from everytoken.doctor.findings import Finding
@@ -78,7 +78,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
 @contextmanager
 def _meter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    from everytoken._meter import Meter
+    from everytoken.progress import Progress as Meter
 
     with Meter(title, unit) as meter:
         yield meter

@@ -11,9 +11,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from everytoken._json import plain_json
-from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
+from everytoken.files import plain_json
+from everytoken.machine import default_workers
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Eval:
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     options = parse(Eval, prog, argv)
-    from everytoken._meter import Meter
     from everytoken.engine.distributed import pick_device
     from everytoken.evaluation.run import evaluate
+    from everytoken.progress import Progress as Meter
 
     with Meter("eval", "images") as meter:
         result = evaluate(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from everytoken.cli.train import Train, resolve
+from everytoken.cli.train import Train, resolve, start
 from everytoken.engine.options import TrainOptions
 from everytoken.errors import EverytokenError
 
@@ -22,7 +22,7 @@ class Finetune(Train):
     other classes lr 5e-4 and weight decay 0.05.
 
     Examples:
-        everytoken finetune imagenet --from runs/lvvit_s --img-size 384 --labels maps
+        everytoken finetune imagenet --from runs/lvvit_s --img-size 384 --maps maps
         everytoken finetune photos --from runs/lvvit_s --epochs 50
         everytoken finetune photos --from released.pth.tar --model lvvit_s
     """
@@ -37,8 +37,7 @@ def main(argv: list[str], prog: str) -> int:
     if not options.source:
         raise EverytokenError("say what to start from: everytoken finetune DATA --from RUN|CHECKPOINT")
     from everytoken.engine.finetune import finetune_options
-    from everytoken.tasks.classify import train
 
     plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
     given = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    return train(finetune_options(plain, options.source, given, options.set), dry_run=options.dry_run)
+    return start(finetune_options(plain, options.source, given, options.set), options.dry_run)

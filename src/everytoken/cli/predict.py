@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
+from everytoken.machine import default_workers
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Predict:
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print or write."""
     options = parse(Predict, prog, argv)
-    from everytoken._meter import Meter
     from everytoken.classes import shown_name
     from everytoken.data.given import check_is_no_input
     from everytoken.engine.distributed import pick_device
     from everytoken.errors import EverytokenError
     from everytoken.evaluation.predict import predict_images
     from everytoken.files import write_atomically
+    from everytoken.progress import Progress as Meter
 
     if options.top < 1:
         raise EverytokenError(f"--top is {options.top}; it takes 1 or more")

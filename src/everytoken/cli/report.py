@@ -44,7 +44,7 @@ def main(argv: list[str], prog: str) -> int:
     out = options.out or Path(f"report.{options.format or 'html'}")
     if options.format and out.suffix != f".{options.format}" and not out.is_dir():
         raise EverytokenError(f"--format {options.format} writes a .{options.format} file, and --out is {out}")
-    from everytoken._meter import Meter
+    from everytoken.progress import Progress as Meter
 
     sys.stdout.flush()
     shared = {field.name: getattr(options, field.name) for field in fields(ReportOptions)}

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from everytoken._machine import default_workers
-from everytoken._meter import Meter
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
+from everytoken.machine import default_workers
+from everytoken.progress import Progress as Meter
 
 if TYPE_CHECKING:
     from everytoken.robust.models import Subject

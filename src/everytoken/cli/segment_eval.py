@@ -11,9 +11,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from everytoken._json import plain_json
-from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
+from everytoken.files import plain_json
+from everytoken.machine import default_workers
 from everytoken.tasks.segment.options import EvalOptions, MaskOptions
 
 

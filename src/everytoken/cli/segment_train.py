@@ -30,4 +30,5 @@ def main(argv: list[str], prog: str) -> int:
     options = resolve(SegmentTrain, argv, prog)
     from everytoken.tasks.segment.task import train
 
-    return train(SegmentOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(SegmentOptions)}))
+    train(SegmentOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(SegmentOptions)}))
+    return 0

@@ -26,13 +26,13 @@ T = TypeVar("T", bound=Overridable)
 
 @dataclass(frozen=True)
 class Train(TrainOptions):
-    """Train a model. Run the same command again and it goes on where it stopped.
+    """Train a model. Run the same command again and it continues where it stopped.
 
     Examples:
         everytoken train photos --recipe small_96
-        everytoken train photos --recipe small_96_token --labels maps --set objectives.token.beta=0.5
-        everytoken train imagenet --recipe lvvit_s_token --labels maps --dry-run
-        torchrun --nproc-per-node 8 -m everytoken train imagenet --recipe lvvit_s_token --labels maps
+        everytoken train photos --recipe small_96_token --maps maps --set objectives.token_labeling.beta=0.5
+        everytoken train imagenet --recipe lvvit_s_token --maps maps --dry-run
+        torchrun --nproc-per-node 8 -m everytoken train imagenet --recipe lvvit_s_token --maps maps
 
     Objectives and mixing come from the recipe; --set changes them, and null removes one.
     """
@@ -46,10 +46,27 @@ class Train(TrainOptions):
 def main(argv: list[str], prog: str) -> int:
     """Parse, train."""
     options = resolve(Train, argv, prog)
-    from everytoken.tasks.classify import train
-
     plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
-    return train(plain, dry_run=options.dry_run)
+    return start(plain, options.dry_run)
+
+
+def start(options: TrainOptions, dry_run: bool) -> int:
+    """Train, or print the plan."""
+    from everytoken.tasks import classify
+
+    if not dry_run:
+        classify.train_with(options)
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = classify.dry_run(options)
+    if facts:
+        table = Table(title="The plan (nothing was written)", show_header=False)
+        for name, value in facts.items():
+            table.add_row(name, str(value))
+        Console().print(table)
+    return 0
 
 
 def resolve(config: type[T], argv: list[str], prog: str) -> T:

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken._machine import default_workers
 from everytoken.cli._parse import parse
+from everytoken.machine import default_workers
 
 
 @dataclass(frozen=True)

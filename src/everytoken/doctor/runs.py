@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everytoken.doctor.findings import Finding, some
+from everytoken.engine.run_folder import Run, read_run
 from everytoken.errors import EverytokenError
-from everytoken.reports.runs import Run, read_run
 
 
 def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
@@ -81,7 +81,7 @@ def _weights(path: Path) -> list[Finding]:
 def _sources(run: Run) -> list[Finding]:
     """The images and maps that going on needs."""
     findings = []
-    for option in ("data", "labels"):
+    for option in ("data", "maps"):
         given = str(run.config.get(option) or "")
         if not given or given.startswith(("torchvision:", "hf:")) or any(c in given for c in "*{?"):
             continue

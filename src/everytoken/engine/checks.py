@@ -20,10 +20,10 @@ from everytoken.objectives import Objective
 
 SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
 _LEAST = {
-    **dict.fromkeys(("epochs", "batch_size", "grad_accum_steps", "lr_base_size", "iters", "val_iters"), 1),
+    **dict.fromkeys(("epochs", "batch_size", "grad_accum_steps", "lr_base_size"), 1),
     **dict.fromkeys(("keep", "log_interval", "val_interval", "bad_loss_limit", "repeat_augment"), 1),
     **dict.fromkeys(("lr", "lr_base", "min_lr", "warmup_lr", "weight_decay", "layer_decay", "decay_rate"), 0),
-    **dict.fromkeys(("warmup_epochs", "warmup_iters", "cooldown_epochs", "clip_grad"), 0),
+    **dict.fromkeys(("iters", "val_iters", "warmup_epochs", "warmup_iters", "cooldown_epochs", "clip_grad"), 0),
     **dict.fromkeys(("checkpoint_minutes", "checkpoint_steps", "threads", "workers", "val_batch_size"), 0),
 }
 
@@ -39,16 +39,16 @@ def check_loop(options: LoopOptions) -> None:
     for name, least in _LEAST.items():
         value = given.get(name, least)
         if not least <= value < math.inf:
-            raise EverytokenError(f"{_flag(name)} is {value}; it must be at least {least}")
+            raise EverytokenError(f"{name} is {value}; it must be at least {least}")
     for name, value in (("val_split", given.get("val_split", 0)), ("model_ema_decay", optim.model_ema_decay)):
         if not 0 <= value < 1:
-            raise EverytokenError(f"{_flag(name)} is {value}; it is a part, from 0 to less than 1")
+            raise EverytokenError(f"{name} is {value}; it is a part, from 0 to less than 1")
     _check_optimizer(optim.opt)
     if optim.sched == "plateau":
-        raise EverytokenError("--sched plateau follows validation and cannot be stepped every update; try cosine")
+        raise EverytokenError("sched plateau follows validation and cannot be stepped every update; try cosine")
     if optim.sched not in SCHEDULES:
         raise EverytokenError(
-            f"--sched is {optim.sched!r}; it can be {', '.join(SCHEDULES)}.{did_you_mean(optim.sched, SCHEDULES)}"
+            f"sched is {optim.sched!r}; it can be {', '.join(SCHEDULES)}.{did_you_mean(optim.sched, SCHEDULES)}"
         )
     check_device(run.device)
 
@@ -57,30 +57,26 @@ def _check_optimizer(name: str) -> None:
     known, kind = list_optimizers(), name.lower().rsplit("_", 1)[-1]  # timm: lookahead_adamw
     if kind not in known:
         raise EverytokenError(
-            f"--opt is {name!r}, and timm has no such optimizer.{did_you_mean(kind, known)} Usual ones are adamw, sgd, "
+            f"opt is {name!r}, and timm has no such optimizer.{did_you_mean(kind, known)} Usual ones are adamw, sgd, "
             "lamb and lion."
         )
     try:
         get_optimizer_class(kind)
     except (AssertionError, ImportError) as error:
-        raise EverytokenError(f"--opt {name} cannot be used here: {error}; adamw works everywhere") from error
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        raise EverytokenError(f"opt {name} cannot be used here: {error}; adamw works everywhere") from error
 
 
 def check_options(options: TrainOptions) -> list[str]:
     """Raise on what cannot work; return what can but is doubtful, as sentences."""
     if not options.data:
-        raise EverytokenError("say which images to train on: everytoken train DATA ... (see `everytoken train --help`)")
+        raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
     check_loop(options)
     _check_model(options)
     optim, notes = options.optim, []
     if optim.warmup_epochs >= optim.epochs:
         notes.append(
             f"warm-up ({optim.warmup_epochs:g} epochs) lasts for the whole training ({optim.epochs} epochs): the rate "
-            "only rises. A tenth of the training is usual (--warmup-epochs)"
+            "only rises. A tenth of the training is usual (warmup_epochs)"
         )
     for name in options.mixing:
         if name not in MIXERS:
@@ -101,10 +97,10 @@ def _check_model(options: TrainOptions) -> None:
     if "mixtoken" in options.mixing and family.embed is None:
         raise ContradictionError(
             f"MixToken mixes tokens after the patch embedding, and that of {name} cannot be reached or overlaps; use "
-            "CutMix instead: --set mixing.mixtoken=null --set mixing.cutmix={}"
+            "CutMix instead: mixing: {cutmix: {}}"
         )
-    if options.labels and not Path(options.labels).is_dir():
-        raise EverytokenError(f"there is no store of score maps at --labels {options.labels}")
+    if options.maps and not Path(options.maps).is_dir():
+        raise EverytokenError(f"there is no store of score maps at {options.maps}")
 
 
 def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> list[str]:
@@ -113,28 +109,28 @@ def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> 
     names = {o.name for o in objectives}
     needs = {o.name: o.needs for o in objectives}
     wanting = sorted(name for name, need in needs.items() if "maps" in need)
-    if wanting and not options.labels:
+    if wanting and not options.maps:
         raise ContradictionError(
-            f"objective {wanting[0]!r} needs score maps and --labels names none. Make them with\n"
+            f"objective {wanting[0]!r} needs score maps and `maps` names none. Make them with\n"
             f"  everytoken annotate {shlex.quote(options.data)} --out MAPS --annotator fit\n"
-            f"or train without: --set objectives.{wanting[0]}=null"
+            f"or train without this objective (objectives.{wanting[0]}: null)"
         )
-    if options.labels and not wanting:
-        notes.append(f"--labels {options.labels} is not used by any objective ({', '.join(sorted(names))})")
+    if options.maps and not wanting:
+        notes.append(f"the maps {options.maps} are not used by any objective ({', '.join(sorted(names))})")
     taught = sorted(name for name, need in needs.items() if "teacher" in need)
     if taught and not options.model.teacher:
-        raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one with --teacher, such as resnet50")
+        raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
     if options.model.teacher and not taught:
-        notes.append(f"--teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))})")
+        notes.append(f"the teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))})")
     follows = sorted(names & {"alignment", "transmix"})
     if len(follows) == 2:
         raise ContradictionError(
-            "transmix is alignment with the last layer alone; take one of them: --set objectives.transmix=null"
+            "transmix is alignment with the last layer alone; take one of them (objectives.transmix: null)"
         )
     if follows and not options.mixing:
         raise ContradictionError(
             f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
-            f"--set mixing.cutmix={{}} or leave it out: --set objectives.{follows[0]}=null"
+            f"mixing.cutmix: {{}}, or leave it out (objectives.{follows[0]}: null)"
         )
     if "mixup" in options.mixing and "token" in names:
         notes.append(

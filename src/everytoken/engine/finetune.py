@@ -14,7 +14,7 @@ from typing import Any
 
 from everytoken.engine.options import AugmentOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides
-from everytoken.engine.runfolder import RunFolder
+from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
 from everytoken.models.open import Description, classifier_size, describe, find_weights
 from everytoken.models.weights import read_weights
@@ -56,9 +56,9 @@ def finetune_options(
         if "img_size" not in given and not options.recipe:
             values["img_size"] = about.img_size[0]
     elif not ({"model", "recipe"} & given):
-        raise EverytokenError(f"{weights} does not say which model it belongs to; name it with --model")
+        raise EverytokenError(f"{weights} does not say which model it belongs to; name it (model)")
     if not options.recipe:
-        old = RunFolder(source, writable=False).read_config() if Path(source).is_dir() else {}
+        old = read_run(Path(source)).config if Path(source).is_dir() else {}
         for name in ("objectives", "mixing", "drop_path", "clip_grad", *(f.name for f in fields(AugmentOptions))):
             if name in old and name not in given:
                 values[name] = old[name]

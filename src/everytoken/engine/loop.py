@@ -1,175 +1,425 @@
-"""The loop that serves every task: update, average, log, validate, checkpoint, resume.
+"""The loop that trains every task: update, average, log, validate, checkpoint, resume.
 
-A task brings a module that turns a batch into loss terms, its batches, and a way to be scored; the loop does the rest.
+    run(lambda world, folder: Detection(..., options, world, folder), options, "runs/first")
+
+A task (`Task`) has a module that turns a batch into loss terms, its batches, and a way to be validated; the loop does
+the rest. It counts epochs (`optim.epochs`, validated every `run.val_interval` epochs) or updates (`optim.iters`,
+validated every `run.val_iters` updates), through as many passes over the data as that takes.
+
 Resuming is exact: batches are functions of (seed, epoch, position) and everything random in an update is seeded by
 (seed, update, rank) just before it, so a run that was killed anywhere ends with the weights of an undisturbed one.
 """
 
 from __future__ import annotations
 
-import json
 import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from everytoken._json import plain_json
-from everytoken.engine.checkpoint import load_state, newest_good, save_checkpoint, write_weights
-from everytoken.engine.distributed import World
-from everytoken.engine.optim import build_optimizer, build_schedule, learning_rate
-from everytoken.engine.options import LoopOptions
-from everytoken.engine.progress import Progress, tell_score
-from everytoken.engine.resume import place_in_epochs, refuse_to_overwrite
-from everytoken.engine.runfolder import RunFolder
-from everytoken.engine.sharding import (
+from everytoken.engine.checkpoint import checkpoints_in, load_state, newest_good, save_checkpoint, write_weights
+from everytoken.engine.checks import check_loop
+from everytoken.engine.distributed import (
+    World,
+    distribute,
+    join_world,
     load_module_state,
     load_optimizer_state,
     module_state,
     optimizer_state,
-    spread,
     whole,
 )
+from everytoken.engine.optim import build_optimizer, build_schedule, learning_rate
+from everytoken.engine.options import LoopOptions
+from everytoken.engine.progress import Progress
+from everytoken.engine.recipe import flat
+from everytoken.engine.run_folder import Run, RunFolder
+from everytoken.engine.task import Task
+from everytoken.engine.track import build_trackers
 from everytoken.errors import EverytokenError
+from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
 
-
-class Task(Protocol):
-    """What the loop needs of a task."""
-
-    module: nn.Module
-    """Called as module(batch) in training mode; returns loss terms, of which "loss" is minimised."""
-    backbone: nn.Module
-    batches_per_epoch: int
-    score_name: str
-    """How people call the score: top-1, mIoU."""
-
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Batches of an epoch for this rank, on the device, from position `start`."""
-        ...
-
-    def size(self, batch: Any) -> int:
-        """Images in a batch."""
-        ...
-
-    def name(self, batch: Any) -> list[str]:
-        """Keys of a batch's images, for the log of a bad one."""
-        ...
-
-    def score(self, module: nn.Module) -> dict[str, float]:
-        """Validation of a copy of `module`; "score" is what "best" means."""
-        ...
-
-    def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Of the module's state dict, those to give away, by suffix of their file: "" is the plain timm model's."""
-        ...
-
-    def metadata(self) -> dict[str, str]:
-        """What somebody needs to know to use the weights."""
-        ...
+_TALK_EVERY = 8  # updates after which processes agree on stopping and saving
+_SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "initial_checkpoint")
+_PATHS = ("data", "maps", "initial_checkpoint")
+_HARMLESS = {"workers", "output", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
 
 
 class BadLossError(EverytokenError):
     """The loss was not finite too often."""
 
 
-class Stopped(Exception):  # noqa: N818  (not an error)
-    """A signal asked the run to stop; the state was saved."""
+class Stopped(EverytokenError):  # noqa: N818  (not an error)
+    """A signal asked the run to stop; the state was saved, and the same call continues."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> Run:
+    """Train a task to its end in the folder `output`, from its last good checkpoint if it has one.
+
+    Args:
+        build: makes the task, for this process.
+        options: of the run, checked here.
+
+    Raises:
+        Stopped: after SIGTERM or SIGINT; the same call continues the run.
+    """
+    check_loop(options)
+    if options.run.threads:
+        torch.set_num_threads(options.run.threads)
+    with join_world(options.run.device) as world:
+        torch.manual_seed(options.run.seed)  # of fresh weights
+        folder = RunFolder(output, writable=world.is_main)
+        with closing(build(world, folder)) as task, _exclusive(folder, world):
+            Loop(task, options, folder, world).run()
+    return folder.read()
+
+
+@contextmanager
+def _exclusive(folder: RunFolder, world: World) -> Iterator[None]:
+    """Hold the run folder's lock in the first process; if another program has it, all processes stop alike."""
+    lock, error = None, None
+    if world.is_main:
+        try:
+            lock = folder.open()
+        except EverytokenError as refused:
+            error = refused
+    error = world.gather(error)[0]
+    if error is not None:
+        raise error
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 class Loop:
-    """Train a task for the configured number of epochs."""
+    """One training run: `run()` begins or continues it and trains to the end.
+
+    Attributes:
+        step: updates done.
+        epoch, position: passes over the data that are done, and batches of the next one.
+        total: updates in all, and epochs: passes over the data in all (a fraction, if updates are counted).
+    """
 
     def __init__(self, task: Task, options: LoopOptions, folder: RunFolder, world: World) -> None:
         self.task, self.options, self.folder, self.world = task, options, folder, world
         optim = options.optim
         self.accumulate = optim.grad_accum_steps
         self.updates_per_epoch = task.batches_per_epoch // self.accumulate
-        if self.updates_per_epoch == 0:
+        if self.updates_per_epoch == 0 and not optim.iters:
             raise EverytokenError(
-                f"an epoch has {task.batches_per_epoch} batches, fewer than --grad-accum-steps {self.accumulate}: "
-                "lower --batch-size or --grad-accum-steps"
+                f"an epoch has {task.batches_per_epoch} batches, fewer than grad_accum_steps {self.accumulate}: lower "
+                "batch_size or grad_accum_steps"
             )
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
         self.lr = learning_rate(optim, self.global_batch)
         self.fsdp = options.run.fsdp and world.size > 1
         if self.fsdp and optim.model_ema:
-            raise EverytokenError("--fsdp does not keep an average of the weights yet; add --no-model-ema")
-        self.trained = spread(task.module, task.backbone, world, self.fsdp)
+            raise EverytokenError("fsdp does not keep an average of the weights yet; switch model_ema off")
+        task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
         self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
-        self.schedule, self.epochs = build_schedule(self.optimizer, optim, self.updates_per_epoch)
-        self.ema = ModelEmaV3(task.module, decay=optim.model_ema_decay, use_warmup=True) if optim.model_ema else None
-        self.dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[optim.amp_dtype]
-        scaled = optim.amp and self.dtype is torch.float16
+        self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
+        # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
+        self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
+        self.epochs = (
+            round(self.total * self.accumulate / self.batches_per_epoch, 4)
+            if optim.iters
+            else self.total // self.updates_per_epoch
+        )
+        if optim.model_ema:
+            task.setup_ema(decay=optim.model_ema_decay, use_warmup=True)
+        dtype = getattr(torch, optim.amp_dtype)
+        scaled = optim.amp and dtype is torch.float16
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
-        self.step = 0  # updates done
-        self.epoch = 0  # epochs done
-        self.position = 0  # batches of this epoch that are done
+        self.step = self.epoch = self.position = 0
         self.best: dict[str, float] = {}
         self.bad_in_row = self.bad_total = 0
         self.seconds = 0.0  # of training, over all starts
-        self.stop_code = 0
+        self.saved = time.monotonic()
+        self.signal = 0  # that asked to stop
 
-    # -- resume ---------------------------------------------------------------------------------------------------
+    @property
+    def ema(self) -> nn.Module | None:
+        """The average of the module's weights, if one is kept."""
+        average = self.task.get_trainable_module(ema=True)
+        return None if average is None else average.module
 
-    def resume(self, tell: Any) -> bool:
-        """Go on from the newest whole checkpoint, if there is one."""
-        found = newest_good(self.folder.checkpoints, tell)
-        if found is None:
-            refuse_to_overwrite(self.folder)
-            self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
-            return False
-        if self.options.run.resume == "never":
+    @property
+    def place(self) -> int:
+        """Updates done of `total`: `step`, unless epochs are counted and the batch was changed on the way."""
+        if self.options.optim.iters:
+            return self.step
+        return self.epoch * self.updates_per_epoch + self.position // self.accumulate
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Begin or continue the run, and train to the end."""
+        changes = self._changes()
+        if checkpoints_in(self.folder.checkpoints):
+            self._refuse_another_run(changes)
+        try:
+            resumed = self.resume()
+        except (RuntimeError, KeyError) as error:  # a network of another shape
+            why = str(error).strip().splitlines()[0]
             raise EverytokenError(
-                f"{self.folder.path} holds a run already (checkpoint {found.name}); choose another --output, or drop "
-                "--resume never to go on with it"
-            )
-        state = load_state(found)
-        load_module_state(self.task.module, state["module"], self.fsdp)
-        if self.ema is not None:
-            self.ema.module.load_state_dict(state["ema"])
-        load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
-        self.scaler.load_state_dict(state["scaler"])
-        self.step, self.best = state["step"], state["best"]
-        self.bad_total, self.seconds = state["bad_total"], state["seconds"]
-        self._find_place(state, tell)
-        self.schedule.step_update(self.place)
-        self.folder.forget_after(self.step)
-        if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
-            self._write_best()  # the run may have been killed between this checkpoint and its best weights
-        if self.epoch >= self.epochs:
-            tell(f"{self.folder.path} is finished: {self.epochs} epochs, {self.step:,} updates; there is nothing to do")
-        else:
-            done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
-            tell(f"going on from {found.name}: epoch {self.epoch + 1}, {done}")
-        return True
+                f"{self.folder.path} holds another run{_listed(changes)} ({why}). Choose another output."
+            ) from error
+        if resumed and self.place >= self.total and self.folder.read().summary.get("updates") == self.step:
+            return  # its record stays as it is
+        if resumed:
+            for key, (before, now) in changes.items():
+                self.folder.log(f"note: continuing with another {key}: {before!r} before, {now!r} now")
+        self.folder.write_config(flat(self.options))
+        if self.world.is_main:
+            self.folder.trackers = build_trackers(self.options, self.folder.path, flat(self.options))
+        self.folder.log(
+            f"{self.task.describe()}; global batch {self.global_batch}, lr {self.lr:.3g}, {self._length()}; run folder "
+            f"{self.folder.path}"
+        )
+        try:
+            with self._signals():
+                while self.place < self.total:
+                    self._train()
+                    self._validate_and_save()
+        finally:
+            for tracker in self.folder.trackers:
+                tracker.close()
+        self._finish()
 
-    def _find_place(self, state: Mapping[str, Any], tell: Any) -> None:
-        """Epoch and position of a checkpoint, which may have been written with another batch."""
-        counts_updates = getattr(self.task, "counts_updates", False)
-        self.epoch, done = place_in_epochs(state, self.updates_per_epoch, self.global_batch, counts_updates)
-        self.position = done * self.accumulate
-        before = state.get("global_batch", self.global_batch)
-        if before != self.global_batch:
-            tell(f"note: the global batch is {self.global_batch} now and was {before}")
+    def _train(self) -> None:
+        """Updates until it is time to validate."""
+        self.task.trainable_module.train()
+        batches = self._batches()
+        with Progress(self) as progress:
+            while True:
+                started = time.perf_counter()
+                terms, images, waited = self._update(batches)
+                spent = time.perf_counter() - started
+                self.seconds += spent
+                progress.update(terms, images, waited, spent)
+                if self.validation_is_due():
+                    return  # which saves, too
+                self._stop_or_save()
+
+    def _batches(self) -> Iterator[Any]:
+        """Batches from the current place on, pass after pass over the data."""
+        while True:
+            for batch in self.task.train_batches(self.epoch, self.position):
+                self.position += 1
+                if self.position == self.batches_per_epoch:
+                    self.epoch, self.position = self.epoch + 1, 0
+                yield batch
+                if self.position == 0:
+                    break
+
+    def validation_is_due(self) -> bool:
+        """Whether an epoch, or what lies between two validations, has just ended."""
+        if self.options.optim.iters:
+            every = self.options.run.val_iters
+            return self.step == self.total or (bool(every) and self.step % every == 0)
+        return self.position == 0  # after every epoch, though not all of them are validated
+
+    def _update(self, batches: Iterator[Any]) -> tuple[Mapping[str, Tensor], int, float]:
+        """One update of the weights; returns the loss terms, the number of images and the seconds spent waiting."""
+        run, task = self.options.run, self.task
+        torch_seed = int(generator(run.seed, self.step, self.world.rank, "update").integers(2**62))
+        torch.manual_seed(torch_seed)  # drop path and dropout draw from torch's generator
+        # objectives read the part that is done; where epochs are counted, in epochs
+        epoch, epochs = (
+            (self.place / self.total, 1)
+            if self.options.optim.iters
+            else (self.place / self.updates_per_epoch, int(self.epochs))
+        )
+        terms: dict[str, Tensor] = {}
+        keys: list[str] = []
+        waited = 0.0
+        for part in range(self.accumulate):
+            started = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - started
+            batch = replace(batch, key=StepKey(run.seed, self.step, self.world.rank, part, epoch, epochs))
+            with nullcontext() if part == self.accumulate - 1 else task.no_sync():
+                with task.autocast():
+                    answer = task(batch)
+                self.scaler.scale(answer["loss"] / self.accumulate).backward()
+            for name, value in answer.items():
+                if name != "output":
+                    terms[name] = terms.get(name, 0) + value.detach() / self.accumulate
+            keys += batch.keys
+        self._apply(terms, keys)
+        return terms, len(keys), waited
+
+    def _apply(self, terms: dict[str, Tensor], keys: list[str]) -> None:
+        """Clip, check, step, schedule, average."""
+        self.scaler.unscale_(self.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
+        if bool(torch.isfinite(norm)):
+            if self.options.optim.clip_grad:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.options.optim.clip_grad, norm)
+            self.scaler.step(self.optimizer)
+            self.bad_in_row = 0
+        elif not self.scaler.is_enabled() or not bool(torch.isfinite(terms["loss"])):
+            self._bad_update(terms, keys)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        terms["grad_norm"] = norm
+        self.step += 1
+        self.schedule.step_update(self.place)
+        self.task.update_ema(step=self.step)
+
+    def _bad_update(self, terms: Mapping[str, Tensor], keys: list[str]) -> None:
+        self.bad_in_row += 1
+        self.bad_total += 1
+        values = {name: float(value) for name, value in terms.items()}
+        self.folder.log(
+            f"update {self.step}: the loss or its gradient is not finite ({values}); the update was left out"
+        )
+        self.folder.append("bad-updates.jsonl", {"step": self.step, "terms": str(values), "images": keys})
+        if self.bad_in_row >= self.options.run.bad_loss_limit:
+            raise BadLossError(
+                f"{self.bad_in_row} updates in a row had a loss that is not finite; the last good weights are in the "
+                f"checkpoint. The images are listed in {self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, "
+                "clip_grad 1, amp_dtype bfloat16 or no amp."
+            )
+
+    def _validate_and_save(self) -> None:
+        """Validate, remember the best, checkpoint."""
+        run, optim = self.options.run, self.options.optim
+        epoch = round(self.place / self.total * self.epochs, 4) if optim.iters else self.epoch
+        row: dict[str, Any] = {"kind": "epoch", "step": self.step, "epoch": epoch, "seconds": round(self.seconds, 2)}
+        if optim.iters or self.epoch % run.val_interval == 0 or self.place == self.total:
+            row.update(self._validate(self.task.module))
+            if self.ema is not None:
+                row.update({f"ema_{name}": value for name, value in self._validate(self.ema).items()})
+            score = row.get("ema_score", row["score"])
+            if not self.best or score > self.best["score"]:
+                self.best = {"score": score, "epoch": epoch, "step": self.step}
+            text = f"{self.when()}: validation {self.task.score_name} {score:.2f}"
+            if self.best["step"] != self.step:
+                text += f" (best {self.best['score']:.2f} at {self._best_at()})"
+            self.folder.log(text)
+        # before the checkpoint: a run that is killed between the two drops the row and redoes it
+        self.folder.record(row)
+        self.save()
+        if self.best.get("step") == self.step:  # after it: best weights without a checkpoint are an earlier run's
+            self._write_best()
+        if self.place < self.total and self.world.any(bool(self.signal)):
+            self._stop()
+
+    def _validate(self, module: nn.Module) -> dict[str, float]:
+        self.world.share_buffers(module)
+        was_training = module.training
+        module.eval()
+        with torch.no_grad():
+            numbers = self.task.validate(module)
+        module.train(was_training)
+        return numbers
+
+    def _finish(self) -> None:
+        """Write the summary, and what the task has to show."""
+        run = self.folder.read()
+        summary = {
+            "best": self.best,
+            "last": run.history[-1] if run.history else {},
+            "epochs": self.epochs,
+            "updates": self.step,
+            "seconds": round(self.seconds, 1),
+            "updates left out": self.bad_total,
+        }
+        self.folder.write("summary.json", plain_json(summary))
+        if not self.world.is_main:
+            return
+        module = self.task.module if self.ema is None else self.ema
+        with torch.no_grad():
+            self.task.finish(module.eval())
+        self.folder.log(
+            f"best {self.task.score_name} {self.best['score']:.2f} at {self._best_at()}; weights: "
+            f"{self.folder.path / 'best.safetensors'}"
+        )
+
+    # -- words ----------------------------------------------------------------------------------------------------
+
+    def when(self) -> str:
+        """epoch 3/10, or update 8000/160000."""
+        if self.options.optim.iters:
+            return f"update {self.step}/{self.total}"
+        return f"epoch {self.epoch + bool(self.position)}/{self.epochs}"
+
+    def _best_at(self) -> str:
+        return f"update {self.best['step']}" if self.options.optim.iters else f"epoch {self.best['epoch']:.0f}"
+
+    def _length(self) -> str:
+        if self.options.optim.iters:
+            return f"{self.total} updates ({self.epochs:.1f} epochs)"
+        return f"{self.epochs} epochs of {self.updates_per_epoch} updates"
+
+    # -- signals --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT ask to stop after the current update; only the main thread can be asked."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.signal:  # a second signal does not wait
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def _stop_or_save(self) -> None:
+        """Between updates: stop if a signal came, and write a checkpoint if it is time.
+
+        Saving sharded weights is collective, so rank 0's clock decides for all; processes talk every few updates only.
+        """
+        run = self.options.run
+        due = bool(run.checkpoint_steps) and self.step % run.checkpoint_steps == 0
+        if self.world.size == 1 or self.step % _TALK_EVERY == 0:
+            if self.world.any(bool(self.signal)):
+                self.save()
+                self._stop()
+            late = time.monotonic() - self.saved > run.checkpoint_minutes * 60
+            due |= self.world.any(self.world.is_main and late)
+        if due:
+            self.save()
+
+    def _stop(self) -> None:
+        text = f"stopped by a signal after update {self.step}; the same command continues from here"
+        self.folder.log(text)
+        raise Stopped(text, 128 + (self.signal or signal.SIGTERM))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint of this very moment."""
+        """Write a checkpoint."""
+        self.saved = time.monotonic()
         module = module_state(self.task.module, self.fsdp)  # with FSDP, gathered from all processes
         optimizer = optimizer_state(self.task.module, self.optimizer, self.fsdp)
         if not self.world.is_main:
             return
-        weights = {f"model{suffix}": w for suffix, w in self.task.weights(module).items()}
+        weights = {f"model{suffix}": tensors for suffix, tensors in self.task.weights(module).items()}
         state: dict[str, Any] = {
             "module": module,
             "optimizer": optimizer,
@@ -184,167 +434,115 @@ class Loop:
             "seconds": self.seconds,
         }
         if self.ema is not None:
-            state["ema"] = self.ema.module.state_dict()
-            weights |= {f"ema{suffix}": w for suffix, w in self.task.weights(state["ema"]).items()}
+            state["ema"] = self.ema.state_dict()
+            weights |= {f"ema{suffix}": tensors for suffix, tensors in self.task.weights(state["ema"]).items()}
         save_checkpoint(self.folder.checkpoints, self.step, weights, state, self.task.metadata(), self.options.run.keep)
 
-    @property
-    def place(self) -> int:
-        """Where the schedule is, in updates of this run's epochs: `step`, unless the batch was changed on the way."""
-        return self.epoch * self.updates_per_epoch + self.position // self.accumulate
+    def _write_best(self) -> None:
+        state = module_state(self.task.module if self.ema is None else self.ema, self.fsdp)
+        if self.world.is_main:
+            for suffix, tensors in self.task.weights(state).items():
+                write_weights(self.folder.path / f"best{suffix}.safetensors", tensors, self.task.metadata())
 
-    # -- the run --------------------------------------------------------------------------------------------------
-
-    def run(self) -> dict[str, Any]:
-        """Train to the end and return the summary."""
-        old = {s: signal.signal(s, self._ask_to_stop) for s in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            while self.epoch < self.epochs:
-                self._train_epoch()
-                self._end_epoch()
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-        return self._summary()
-
-    def _ask_to_stop(self, number: int, frame: Any) -> None:
-        if self.stop_code:  # a second signal does not wait
-            raise KeyboardInterrupt
-        self.stop_code = 128 + number
-
-    def _train_epoch(self) -> None:
-        options, epoch = self.options, self.epoch
-        self.trained.train()
-        progress = Progress(self, epoch)
-        saved = time.monotonic()
-        batches = self.task.batches(epoch, self.position)
-        with progress:
-            while self.position < self.updates_per_epoch * self.accumulate:
-                started = time.perf_counter()
-                terms, images, waited = self._update(batches)
-                spent = time.perf_counter() - started
-                self.seconds += spent
-                progress.update(terms, images, waited, spent)
-                if self.place % self.updates_per_epoch == 0:
-                    break  # the end of an epoch validates and saves
-                # ranks talk every eighth update only, so that all stop at the same one
-                if (self.world.size == 1 or self.step % 8 == 0) and self.world.any(bool(self.stop_code)):
-                    self.save()
-                    raise Stopped(self.stop_code or 143)
-                due = time.monotonic() - saved > options.run.checkpoint_minutes * 60
-                due |= bool(options.run.checkpoint_steps) and self.step % options.run.checkpoint_steps == 0
-                if due:
-                    self.save()
-                    saved = time.monotonic()
-        self.epoch, self.position = epoch + 1, 0
-
-    def _update(self, batches: Iterator[Any]) -> tuple[Mapping[str, Tensor], int, float]:
-        """One update of the weights; returns the loss terms, the number of images and the seconds spent waiting."""
-        options = self.options.optim
-        seed = int(generator(self.options.run.seed, self.step, self.world.rank, "update").integers(2**62))
-        torch.manual_seed(seed)  # drop path and dropout draw from torch's generator
-        terms: dict[str, Tensor] = {}
-        names: list[str] = []
-        images, waited = 0, 0.0
-        for part in range(self.accumulate):
-            started = time.perf_counter()
-            batch = next(batches)
-            epoch = self.place / self.updates_per_epoch
-            key = StepKey(self.options.run.seed, self.step, self.world.rank, part, epoch, self.epochs)
-            waited += time.perf_counter() - started
-            last = part == self.accumulate - 1
-            no_sync = self.trained.no_sync if isinstance(self.trained, DistributedDataParallel) else nullcontext
-            with nullcontext() if last else no_sync():
-                with torch.autocast(self.world.device.type, self.dtype, enabled=options.amp):
-                    out = self.trained(replace(batch, key=key))
-                self.scaler.scale(out["loss"] / self.accumulate).backward()
-            out.pop("output", None)
-            for key, value in out.items():
-                terms[key] = terms.get(key, 0) + value.detach() / self.accumulate
-            images += self.task.size(batch)
-            names += self.task.name(batch)
-        self.position += self.accumulate
-        self._apply(terms, names)
-        return terms, images, waited
-
-    def _apply(self, terms: dict[str, Tensor], names: list[str]) -> None:
-        """Clip, check, step, schedule, average."""
-        options = self.options.optim
-        self.scaler.unscale_(self.optimizer)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
-        if bool(torch.isfinite(norm)):
-            if options.clip_grad:
-                torch.nn.utils.clip_grads_with_norm_(parameters, options.clip_grad, norm)
-            self.scaler.step(self.optimizer)
-            self.bad_in_row = 0
-        elif not self.scaler.is_enabled() or not bool(torch.isfinite(terms["loss"])):
-            self._bad_update(terms, names)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        terms["grad_norm"] = norm
-        self.step += 1
-        self.schedule.step_update(self.place)
+    def resume(self) -> bool:
+        """Continue from the newest whole checkpoint, if there is one."""
+        newest = newest_good(self.folder.checkpoints, self.folder.log)
+        if newest is None:
+            self._refuse_to_overwrite()
+            self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
+            return False
+        if self.options.run.resume == "never":
+            raise EverytokenError(
+                f"{self.folder.path} holds a run already (checkpoint {newest.name}); choose another output, or let "
+                "resume be auto to continue it"
+            )
+        state = load_state(newest)
+        load_module_state(self.task.module, state["module"], self.fsdp)
         if self.ema is not None:
-            self.ema.update(self.task.module, step=self.step)
+            self.ema.load_state_dict(state["ema"])
+        load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+        self.scaler.load_state_dict(state["scaler"])
+        self.step, self.best = state["step"], state["best"]
+        self.bad_total, self.seconds = state["bad_total"], state["seconds"]
+        self._restore_place(state)
+        self.schedule.step_update(self.place)
+        self.folder.forget_after(self.step)
+        if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
+            self._write_best()  # the run may have been killed between this checkpoint and its best weights
+        if self.place >= self.total:
+            self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
+        elif self.options.optim.iters:
+            self.folder.log(f"continuing from {newest.name}: {self.step:,} of {self.total:,} updates done")
+        else:
+            done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
+            self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
+        return True
 
-    def _bad_update(self, terms: Mapping[str, Tensor], names: list[str]) -> None:
-        self.bad_in_row += 1
-        self.bad_total += 1
-        values = {key: float(value) for key, value in terms.items()}
-        text = f"update {self.step}: the loss or its gradient is not finite ({values}); the update was left out"
-        self.folder.say(text)
-        if self.folder.writable:
-            with (self.folder.path / "bad-updates.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self.step, "terms": str(values), "images": names}) + "\n")
-        if self.bad_in_row >= self.options.run.bad_loss_limit:
-            raise BadLossError(
-                f"{self.bad_in_row} updates in a row had a loss that is not finite; the last good weights are in the "
-                f"checkpoint. The images are listed in {self.folder.path / 'bad-updates.jsonl'}. Try a lower --lr, "
-                "--clip-grad 1, --amp-dtype bfloat16 or no --amp."
+    def _restore_place(self, state: Mapping[str, Any]) -> None:
+        """Epoch and position of a checkpoint, which may have been written with another batch.
+
+        With another batch an epoch has another number of updates. Epochs that are done stay done, and of the current
+        one the images that were shown count: the order of the images does not depend on the batch. Where updates are
+        counted, and in the oldest checkpoints, the number of updates decides.
+        """
+        before = state.get("global_batch", self.global_batch)
+        if before != self.global_batch:
+            self.folder.log(f"note: the global batch is {self.global_batch} now and was {before}")
+        if self.options.optim.iters or "epoch" not in state:
+            self.epoch, self.position = divmod(self.step * self.accumulate, self.batches_per_epoch)
+            return
+        done: int = state["updates_of_epoch"]
+        if state["updates_per_epoch"] != self.updates_per_epoch:
+            done = min(done * before // self.global_batch, self.updates_per_epoch)
+        self.epoch, self.position = state["epoch"], done * self.accumulate
+        if self.position == self.batches_per_epoch:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _refuse_to_overwrite(self) -> None:
+        """Raise if the folder has results of an earlier run, which a new one would replace.
+
+        A start that was killed before its first checkpoint leaves none: the best weights are written after the
+        checkpoint of their epoch, and only the row of the first epoch may be there before it.
+        """
+        results = sorted(p.name for p in self.folder.path.glob("best*.safetensors"))
+        results += [p.name for p in [self.folder.path / "summary.json"] if p.exists()]
+        epochs = sum(row.get("kind") == "epoch" for row in self.folder.rows())
+        results += [f"metrics of {epochs} epochs"] if epochs > 1 else []
+        if results:
+            raise EverytokenError(
+                f"{self.folder.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint to "
+                "continue from; training would overwrite them. Choose another output, or delete the folder."
             )
 
-    def _score(self, module: nn.Module) -> dict[str, float]:
-        self.world.share_buffers(module)
-        return self.task.score(module)
-
-    def _end_epoch(self) -> None:
-        """Validate, remember the best, checkpoint."""
-        run, epoch = self.options.run, self.epoch
-        row: dict[str, Any] = {"kind": "epoch", "step": self.step, "epoch": epoch, "seconds": round(self.seconds, 2)}
-        if epoch % run.val_interval == 0 or epoch == self.epochs:
-            row.update(self._score(self.task.module))
-            if self.ema is not None:
-                row.update({f"ema_{k}": v for k, v in self._score(self.ema.module).items()})
-            score = row.get("ema_score", row["score"])
-            if not self.best or score > self.best["score"]:
-                self.best = {"score": score, "epoch": epoch, "step": self.step}
-            tell_score(self, score)
-        # before the checkpoint: a run that is killed between the two drops the row and redoes it
-        self.folder.record(row)
-        self.save()
-        if self.best.get("step") == self.step:  # after it: best weights without a checkpoint are an earlier run's
-            self._write_best()
-        if self.world.any(bool(self.stop_code)) and epoch < self.epochs:
-            raise Stopped(self.stop_code or 143)
-
-    def _write_best(self) -> None:
-        state = module_state(self.task.module if self.ema is None else self.ema.module, self.fsdp)
-        if not self.world.is_main:
-            return
-        for suffix, tensors in self.task.weights(state).items():
-            write_weights(self.folder.path / f"best{suffix}.safetensors", tensors, self.task.metadata())
-
-    def _summary(self) -> dict[str, Any]:
-        last: dict[str, Any] = next((row for row in reversed(self.folder.rows()) if row.get("kind") == "epoch"), {})
-        summary = {
-            "best": self.best,
-            "last": {k: v for k, v in last.items() if k != "kind"},
-            "epochs": self.epochs,
-            "updates": self.step,
-            "seconds": round(self.seconds, 1),
-            "updates left out": self.bad_total,
+    def _changes(self) -> dict[str, tuple[Any, Any]]:
+        """What the run in the folder had, and what it would get now; harmless changes are left out."""
+        before, now = self.folder.read().config, flat(self.options)
+        return {
+            name: (before[name], now[name])
+            for name in now
+            if name in before and before[name] != now[name] and name not in _HARMLESS
         }
-        self.folder.write("summary.json", plain_json(summary))
-        return summary
+
+    def _refuse_another_run(self, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        """Continuing with other settings may be wanted; with another network or other data it is a mistake."""
+        different = {
+            name: values
+            for name, values in changes.items()
+            if name in _SAME_RUN and not (name in _PATHS and _moved(*values))
+        }
+        if different:
+            raise EverytokenError(
+                f"{self.folder.path} holds another run{_listed(different)}. Choose another output, or repeat the "
+                "settings of that one to continue it."
+            )
+
+
+def _moved(before: Any, now: Any) -> bool:
+    """Whether two paths may mean the same thing: equal, or the old one is gone."""
+    if not before or not now:
+        return False
+    return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
+
+
+def _listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    return "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in list(changes.items())[:3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.optim import Optimizer
@@ -21,53 +21,54 @@ def learning_rate(options: OptimOptions, global_batch: int) -> float:
 
 
 def build_optimizer(module: nn.Module, backbone: nn.Module, options: OptimOptions, lr: float) -> Optimizer:
-    """timm's optimizer over the step module: no decay for biases, norms and what the backbone names.
+    """timm's optimizer over the trained module: no decay for biases, norms and what the backbone exempts.
 
     With layer decay, the backbone's own layer groups are used and what objectives add keeps the full rate.
     """
+    exempt: set[str] = set(getattr(backbone, "no_weight_decay", set)())
     if options.layer_decay:
-        from timm.optim import param_groups_layer_decay
-
-        groups = param_groups_layer_decay(backbone, options.weight_decay, layer_decay=options.layer_decay)
-        ours = {id(p) for p in backbone.parameters()}
-        extra = [p for p in module.parameters() if id(p) not in ours and p.requires_grad]
-        if extra:
-            groups.append({"params": extra, "lr_scale": 1.0, "weight_decay": options.weight_decay})
+        groups = param_groups_layer_decay(
+            backbone, options.weight_decay, no_weight_decay_list=exempt, layer_decay=options.layer_decay
+        )
+        of_backbone = {id(p) for p in backbone.parameters()}
+        others = [p for p in module.parameters() if id(p) not in of_backbone and p.requires_grad]
+        decayed = {"params": [p for p in others if p.ndim > 1], "weight_decay": options.weight_decay, "lr_scale": 1.0}
+        plain = {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0, "lr_scale": 1.0}
+        groups += [group for group in (plain, decayed) if group["params"]]
         return create_optimizer_v2(groups, opt=options.opt, lr=lr, weight_decay=0.0)
-    exempt: set[str] = getattr(backbone, "no_weight_decay", set)()
-    names = {n for n, _ in module.named_parameters() if n.rsplit(".", 1)[-1] in exempt or _ends_with_any(n, exempt)}
-    decay = [p for n, p in module.named_parameters() if p.requires_grad and p.ndim > 1 and n not in names]
-    plain = [p for n, p in module.named_parameters() if p.requires_grad and (p.ndim <= 1 or n in names)]
-    groups = [{"params": plain, "weight_decay": 0.0}, {"params": decay, "weight_decay": options.weight_decay}]
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    plain_names = {n for n, p in trained if p.ndim <= 1 or any(n == e or n.endswith(f".{e}") for e in exempt)}
+    groups = [
+        {"params": [p for n, p in trained if n in plain_names], "weight_decay": 0.0},
+        {"params": [p for n, p in trained if n not in plain_names], "weight_decay": options.weight_decay},
+    ]
     return create_optimizer_v2([g for g in groups if g["params"]], opt=options.opt, lr=lr, weight_decay=0.0)
 
 
-def _ends_with_any(name: str, exempt: set[str]) -> bool:
-    return any(name == e or name.endswith(f".{e}") for e in exempt)
-
-
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:
-    """timm's schedule, stepped every update; also the number of epochs with cool-down.
+    """timm's schedule, stepped every update; also the number of updates in all, cool-down included.
 
     "linear" is timm's "poly" with a power of 1 (its own default, 0.1, is nearly constant). Warm-up and end are never
-    above the learning rate itself, which a small batch may have made smaller than them.
+    above the learning rate itself, which a small batch may have made smaller than them. Where updates are counted
+    (`iters`), an epoch of timm's schedule is one update.
     """
     highest = max(group["lr"] for group in optimizer.param_groups)
     linear = options.sched == "linear"
     more: dict[str, Any] = {"decay_rate": 1.0} if linear else {}
     if options.sched == "multistep":
         more = {"decay_rate": options.decay_rate, "decay_milestones": list(options.decay_milestones)}
+    unit = 1 if options.iters else updates_per_epoch
     schedule, epochs = create_scheduler_v2(
         optimizer,
         sched="poly" if linear else options.sched,
         **more,
-        num_epochs=options.epochs,
-        cooldown_epochs=options.cooldown_epochs,
+        num_epochs=options.iters or options.epochs,
+        cooldown_epochs=0 if options.iters else options.cooldown_epochs,
         min_lr=min(options.min_lr, highest),
         warmup_lr=min(options.warmup_lr, highest),
-        warmup_epochs=options.warmup_epochs,
+        warmup_epochs=options.warmup_iters / unit if options.warmup_iters else options.warmup_epochs,
         warmup_prefix=False,
         step_on_epochs=False,
-        updates_per_epoch=updates_per_epoch,
+        updates_per_epoch=unit,
     )
-    return schedule, epochs
+    return schedule, epochs * unit

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import tyro
 
-from everytoken._machine import default_workers
+from everytoken.machine import default_workers
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ModelOptions:
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
     teacher: str = ""
-    """timm model that answers while training, for the objectives `distill` and `online-token`; or fit:MAPS, the network
-    that `everytoken annotate --annotator fit` has trained and kept beside its maps."""
+    """timm model that answers while training, for the objectives `distillation` and `online_token`; or fit:MAPS, the
+    network that `everytoken annotate --annotator fit` has trained and kept beside its maps."""
     teacher_checkpoint: str = ""
     """Its weights; empty: timm's pretrained ones."""
     grad_checkpointing: bool = False
@@ -102,26 +102,30 @@ class OptimOptions:
 
     epochs: int = 300
     """Passes over the data, warm-up included."""
+    iters: int = 0
+    """Count updates instead of epochs: train for so many, through as many passes as it takes; 0: count epochs."""
     opt: str = "adamw"
     """timm optimizer name."""
     lr: float = 0.0
-    """Learning rate for the whole batch; 0: from --lr-base and the real global batch."""
+    """Learning rate for the whole batch; 0: from lr_base and the real global batch."""
     lr_base: float = 1e-3
-    """Learning rate at a global batch of --lr-base-size; scales linearly with the global batch."""
+    """Learning rate at a global batch of lr_base_size; scales linearly with the global batch."""
     lr_base_size: int = 1024
-    """See --lr-base. Token labeling uses 640, everything else in the papers 1024."""
+    """See lr_base. Token labeling uses 640, everything else in the papers 1024."""
     weight_decay: float = 0.05
     """Weight decay; biases, norms, positions and the class token are excluded."""
     layer_decay: float = 0.0
     """Multiply the learning rate by this per layer from the top; 0: off."""
     sched: str = "cosine"
-    """timm schedule name, stepped every update; also linear, straight down to --min-lr."""
+    """timm schedule name, stepped every update; also linear, straight down to min_lr."""
     decay_milestones: tuple[int, ...] = ()
-    """Epochs after which sched=multistep multiplies the learning rate by --decay-rate."""
+    """Epochs (or updates, if iters counts) after which sched=multistep multiplies the learning rate by decay_rate."""
     decay_rate: float = 0.1
-    """See --decay-milestones."""
+    """See decay_milestones."""
     warmup_epochs: float = 5
     """Epochs of linear warm-up."""
+    warmup_iters: int = 0
+    """The same in updates; 0: warmup_epochs."""
     warmup_lr: float = 1e-6
     """Where warm-up starts."""
     min_lr: float = 1e-5
@@ -150,7 +154,7 @@ class RunOptions:
     """The run's folder. Default: runs/<recipe or command>-<model>-<data>-seed<seed>, with the size when it
     starts from weights."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on where the folder's last good checkpoint stopped. never: refuse a folder that has one."""
+    """auto: continue from the folder's last good checkpoint. never: refuse a folder that has one."""
     seed: int = 42
     """All randomness is derived from it."""
     device: str = ""
@@ -167,6 +171,8 @@ class RunOptions:
     """Updates between lines in the metrics files."""
     val_interval: int = 1
     """Epochs between validations; the last epoch is always validated."""
+    val_iters: int = 0
+    """Updates between validations, if iters counts; each also writes a checkpoint. 0: only at the end."""
     bad_loss_limit: int = 5
     """Stop after so many non-finite losses in a row; single ones are skipped and counted."""
     tensorboard: bool = False
@@ -183,7 +189,7 @@ class TrainOptions:
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
-    labels: str = ""
+    maps: Annotated[str, tyro.conf.arg(aliases=["--labels"])] = ""
     """Store of score maps (`everytoken annotate`), for objectives that need maps."""
     recipe: str = ""
     """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
@@ -196,23 +202,23 @@ class TrainOptions:
     mixing: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
-class BatchSize(Protocol):
-    """Options of data, as far as the loop wants them."""
+class LoaderOptions(Protocol):
+    """Options of data, as far as the loop and its loaders want them."""
 
     @property
-    def batch_size(self) -> int:
-        """Images per step and process."""
-        ...
+    def batch_size(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def on_bad_image(self) -> str: ...
 
 
 class LoopOptions(Protocol):
-    """What the training loop asks of a task's options."""
+    """What the training loop asks of a task's options, a dataclass of option groups."""
 
     @property
-    def dataset(self) -> BatchSize: ...
-
+    def dataset(self) -> LoaderOptions: ...
     @property
     def optim(self) -> OptimOptions: ...
-
     @property
     def run(self) -> RunOptions: ...

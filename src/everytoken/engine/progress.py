@@ -1,18 +1,17 @@
-"""What a person sees while training: a bar on a terminal, steady plain lines elsewhere, rows in the metrics file."""
+"""What a person sees while training: a bar on a terminal, steady log lines elsewhere, rows in the metrics file."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from everytoken._meter import Meter, clock
-from everytoken.engine.distributed import World
-from everytoken.engine.sharding import mean_over
+from everytoken.engine.distributed import World, mean_over
+from everytoken.progress import Progress as Meter
+from everytoken.progress import clock
 
 if TYPE_CHECKING:
     from everytoken.engine.loop import Loop
@@ -34,29 +33,23 @@ def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
             meter(min(done, total), total)
 
 
-def tell_score(loop: Loop, score: float) -> None:
-    """A line about the validation of the epoch that has just ended."""
-    text = f"epoch {loop.epoch}/{loop.epochs}: validation {loop.task.score_name} {score:.2f}"
-    if loop.best["epoch"] != loop.epoch:
-        text += f" (best {loop.best['score']:.2f} at epoch {loop.best['epoch']:.0f})"
-    if loop.world.is_main:
-        print(text, flush=True)
-    loop.folder.say(text)
-
-
 class Progress:
-    """Progress of one epoch. Loss terms stay on the device until they are shown, so showing costs no wait per step."""
+    """Progress until the next validation.
 
-    def __init__(self, loop: Loop, epoch: int) -> None:
-        self.loop, self.epoch = loop, epoch
-        self.images = 0
+    Loss terms stay on the device until they are shown, so showing costs no wait per update.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.images = self.updates = 0
         self.waited = self.spent = 0.0
         self.shown = time.monotonic()
         self.bar: Any = None
-        self.task_id: Any = None
+        self.bar_task: Any = None
 
     def __enter__(self) -> Progress:
-        if self.loop.world.is_main and sys.stdout.isatty():
+        loop = self.loop
+        if loop.world.is_main and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
@@ -64,14 +57,10 @@ class Progress:
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
             )
             self.bar.start()
-            total, done = self.loop.updates_per_epoch, self.loop.place % self.loop.updates_per_epoch
-            title = f"epoch {self.epoch + 1}/{self.loop.epochs}"
-            self.task_id = self.bar.add_task(title, total=total, completed=done, facts="")
+            self.bar_task = self.bar.add_task("updates", total=loop.total, completed=loop.place, facts="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -79,9 +68,10 @@ class Progress:
         """Count one update; show and record it when it is time."""
         loop = self.loop
         self.images += images
+        self.updates += 1
         self.waited += waited
         self.spent += spent
-        last = loop.place % loop.updates_per_epoch == 0
+        last = loop.validation_is_due()
         record = last or loop.step % loop.options.run.log_interval == 0
         pause = 0.5 if self.bar is not None else 30.0
         show = loop.world.is_main and (last or time.monotonic() - self.shown > pause)
@@ -92,23 +82,17 @@ class Progress:
         values = {key: float(value) for key, value in terms.items()}
         rate = self.images * loop.world.size / max(self.spent, 1e-9)
         lr = max(group["lr"] for group in loop.optimizer.param_groups)
-        share = self.waited / max(self.spent, 1e-9)
+        waiting = self.waited / max(self.spent, 1e-9)
         if record:
-            row = {"kind": "step", "step": loop.step, "epoch": round(loop.place / loop.updates_per_epoch, 4), "lr": lr}
-            loop.folder.record({**row, **values, "images_per_second": round(rate, 2), "waiting": round(share, 4)})
+            epoch = round(loop.place / loop.total * loop.epochs, 4)
+            row = {"kind": "step", "step": loop.step, "epoch": epoch, "lr": lr}
+            loop.folder.record({**row, **values, "images_per_second": round(rate, 2), "waiting": round(waiting, 4)})
         if show:
             self.shown = time.monotonic()
-            left = (loop.epochs * loop.updates_per_epoch - loop.place) * self._seconds_per_update()
+            left = (loop.total - loop.place) * self.spent / self.updates
             facts = " ".join(f"{key} {value:.3f}" for key, value in values.items() if key != "grad_norm")
-            facts += f" | {rate:.1f} images/s, waiting {share:.0%}, lr {lr:.2g}, {clock(left)} left"
+            facts += f" | {rate:.1f} images/s, waiting {waiting:.0%}, lr {lr:.2g}, {clock(left)} left"
             if self.bar is not None:
-                done = loop.place % loop.updates_per_epoch or loop.updates_per_epoch
-                self.bar.update(self.task_id, completed=done, facts=facts)
+                self.bar.update(self.bar_task, completed=loop.place, facts=facts)
             else:
-                line = f"epoch {self.epoch + 1}/{loop.epochs} update {loop.step}: {facts}"
-                print(line, flush=True)
-                loop.folder.say(line)
-
-    def _seconds_per_update(self) -> float:
-        done = max(1, round(self.images / max(1, self.loop.global_batch / self.loop.world.size)))
-        return self.spent / done
+                loop.folder.log(f"{loop.when()}: {facts}")

@@ -88,6 +88,8 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     for group, content in groups.items():
         if dataclasses.is_dataclass(content):
             owner.update({f.name: group for f in dataclasses.fields(content)})
+    if "labels" in values and "labels" not in owner:
+        values = {"maps" if key == "labels" else key: value for key, value in values.items()}
     changes: dict[str | None, dict[str, Any]] = {}  # None: fields of `options` itself
     for key, value in values.items():
         if key not in owner:

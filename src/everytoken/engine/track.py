@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, by flag. The run folder's own files are always written; these are copies."""
+"""TensorBoard and Weights & Biases, by option. The run folder's own files are always written; these are copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorBoard:
     """Scalars under step/ and epoch/, in <run>/tensorboard."""
 
     def __init__(self, folder: Path) -> None:
-        need("tensorboard", "track", "--tensorboard")
+        need("tensorboard", "track", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder / "tensorboard"))
@@ -42,10 +42,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of a Weights & Biases project; a resumed run goes on under the same id."""
+    """A run of a Weights & Biases project; a resumed run keeps its id."""
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
-        wandb = need("wandb", "track", "--wandb")
+        wandb = need("wandb", "track", "wandb")
         self.run = wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=config)
 
     def record(self, row: dict[str, Any]) -> None:

@@ -8,76 +8,15 @@ told.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from everytoken.data.places import DEFAULT_VAL_SPLIT, named
+from everytoken.data.places import named
+from everytoken.engine.run_folder import Run, run_of
 from everytoken.errors import EverytokenError
 
-NAMED = ("torchvision:", "hf:")
 _PUBLISHED = ("timm:", "registry:")  # weights that were not trained on a folder of the user's
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The run that weights come from: its folder, and its options as config.yaml has them."""
-
-    run: Path
-    options: dict[str, Any]
-
-    def places(self, name: str = "data") -> Iterator[Path]:
-        """Where the path of an option may lead: from the folder it was typed in, those above the run, and this one."""
-        text = str(self.options.get(name) or "")
-        if text:
-            for base in (*self._typed_in(), *self.run.parents, Path.cwd()):
-                yield (base / Path(text).expanduser()).resolve()
-
-    def _typed_in(self) -> list[Path]:
-        try:
-            starts = json.loads((self.run / "environment.json").read_text())
-            return [Path(starts[-1]["folder"])]
-        except (OSError, ValueError, LookupError, TypeError):
-            return []  # a run of an older version
-
-    def there(self, name: str = "data") -> Path | None:
-        """The path of an option, where it is now; None if it is nowhere."""
-        return next((path for path in self.places(name) if path.exists()), None)
-
-    def names(self, given: str, name: str = "data", place: Callable[[Path], Path] = Path) -> bool | None:
-        """Whether an option of the run means what is `given` here; None if that cannot be known.
-
-        Args:
-            place: the folder or file that counts of what a path names, for comparison.
-        """
-        own = str(self.options.get(name) or "")
-        if own.startswith(NAMED) or given.startswith(NAMED):
-            return own == given
-        path, there = Path(given).expanduser().resolve(), self.there(name)
-        if there is not None:
-            return place(there) == place(path)
-        return True if path in self.places(name) else None
-
-    @property
-    def val_split(self) -> float:
-        """The part that is held out of data without a validation part."""
-        return float(self.options.get("val_split") or DEFAULT_VAL_SPLIT)
-
-
-def origin_of(source: str) -> Origin | None:
-    """The run that a run folder, a checkpoint or a weights file belongs to; None if there is none."""
-    path = Path(source).expanduser().resolve()
-    folder = path if path.is_dir() else path.parent
-    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    try:
-        options = yaml.safe_load((run / "config.yaml").read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    return Origin(run, options) if isinstance(options, dict) and options.get("data") else None
 
 
 @dataclass(frozen=True)
@@ -111,8 +50,8 @@ class HeldOut:
 def held_out(
     sources: Sequence[str],
     data: str,
-    same: Callable[[Origin], bool | None] | None = None,
-    share: Callable[[Origin], float] = lambda run: run.val_split,
+    same: Callable[[Run], bool | None] | None = None,
+    share: Callable[[Run], float] = lambda run: run.val_split,
 ) -> HeldOut:
     """What the runs of `sources` held out of `data`.
 
@@ -125,7 +64,7 @@ def held_out(
     for source in sources:
         if source.startswith(_PUBLISHED):
             continue
-        run = origin_of(source)
+        run = run_of(source)
         trained = None if run is None else same(run) if same else run.names(data)
         if run is not None and trained:
             shares[source] = share(run)

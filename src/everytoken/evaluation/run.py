@@ -20,9 +20,10 @@ from everytoken.data.find import open_dataset
 from everytoken.data.loader import BadImages, Loader
 from everytoken.data.places import part
 from everytoken.data.sources import DataError, DataSet
+from everytoken.engine.run_folder import DATASET_NAMES, Run
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.accuracy import Predictions, predict, read_real, real_accuracy
-from everytoken.evaluation.held_out import NAMED, Origin, held_out
+from everytoken.evaluation.held_out import held_out
 from everytoken.models import TokenModel
 from everytoken.models.open import Description, OpenModel, open_model
 
@@ -169,11 +170,11 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
     """
     if split != "val":
         return _own_part(data, split), ""
-    if data.startswith(NAMED):
+    if data.startswith(DATASET_NAMES):
         return _named_part(sources, data)
     if part(data, "val"):
         return open_dataset(data, "val"), ""
-    known = held_out(sources, data, lambda run: run.names(data, place=_train_folder), _share)
+    known = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _share)
     if known.share:
         found = open_dataset(data, "val", val_split=known.share)
         return found, known.note(data, len(found))
@@ -189,7 +190,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
 
 def _own_part(data: str, split: str) -> DataSet:
     """A part that the data has a place for, or all of it."""
-    if split == "test" and not data.startswith(NAMED) and part(data, split) is None:
+    if split == "test" and not data.startswith(DATASET_NAMES) and part(data, split) is None:
         raise EverytokenError(
             f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another --split"
         )
@@ -208,9 +209,9 @@ def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
     return found, known.note(data, len(found))
 
 
-def _share(run: Origin) -> float:
+def _share(run: Run) -> float:
     """The part that a run held out; 0 if its data has a part for validation."""
-    there = run.there()
+    there = run.place()
     return 0.0 if there is not None and part(str(there), "val") else run.val_split
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import tyro
 
 from everytoken.classes import shown_name
+from everytoken.engine.run_folder import Run, find_runs
 from everytoken.errors import EverytokenError
 from everytoken.reports.groups import Difference, Group, config_differences, difference, group_runs
-from everytoken.reports.runs import Run, find_runs
 
 if TYPE_CHECKING:
     from everytoken.reports.predictions import PredictedRun
@@ -223,20 +223,18 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
 
 
 def _add_agreements(report: Report, data: str) -> None:
-    from everytoken.evaluation.held_out import origin_of
     from everytoken.maps import Maps
     from everytoken.reports.predictions import splits
     from everytoken.reports.samples import annotator_agreement
 
     done: set[str] = set()
     for run in report.runs:
-        where = str(run.config.get("labels") or "")
+        where = str(run.config.get("maps") or "")
         if not where or where in done:
             continue
         done.add(where)
-        origin = origin_of(str(run.path))
         try:
-            store = Maps(str((origin and origin.there("labels")) or where), partial=True)
+            store = Maps(str(run.place("maps") or where), partial=True)
         except (EverytokenError, OSError) as error:
             report.notes.append(f"{run.name}: nothing about its score maps, because {_first_line(error)}")
             continue

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everytoken.reports.runs import Run
+from everytoken.engine.run_folder import Run
 
 # 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom; beyond, by the expansion in 1 / degrees.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,

@@ -15,10 +15,10 @@ from PIL import Image
 
 from everytoken import draw
 from everytoken._version import version
+from everytoken.engine.run_folder import Run
 from everytoken.reports import tables, text
 from everytoken.reports.charts import Chart, Series, interval_chart, line_chart
 from everytoken.reports.collect import Classes, Report
-from everytoken.reports.runs import Run
 
 if TYPE_CHECKING:
     from everytoken.reports.samples import TokenMap

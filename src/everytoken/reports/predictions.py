@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from everytoken.data.sources import DataSet
+from everytoken.engine.run_folder import Run
 from everytoken.evaluation.accuracy import Predictions
-from everytoken.evaluation.held_out import origin_of
 from everytoken.evaluation.kept import keep, kept
-from everytoken.reports.runs import Run
 
 if TYPE_CHECKING:
     from everytoken.models.open import OpenModel
@@ -81,8 +80,7 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
     from everytoken.engine.recipe import apply
     from everytoken.tasks.build import open_splits
 
-    origin = origin_of(str(run.path))
-    there = origin.there() if origin is not None and not data else None  # from whatever folder the run was started in
+    there = None if data else run.place()  # from whatever folder the run was started in
     data = data or (str(there) if there is not None else "")
     known = {k: v for k, v in run.config.items() if k in ("data", "val_split")}
     options = apply(TrainOptions(), known, f"{run.path}/config.yaml")

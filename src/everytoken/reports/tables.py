@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everytoken._meter import clock
+from everytoken.engine.run_folder import Run
 from everytoken.reports.collect import Report
-from everytoken.reports.runs import Run
 from everytoken.reports.text import interval_words, progress
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from everytoken.engine.run_folder import Run
 from everytoken.reports.charts import describe
 from everytoken.reports.collect import Report
 from everytoken.reports.groups import Difference, Estimate, Group
-from everytoken.reports.runs import Run
 
 if TYPE_CHECKING:
     from everytoken.reports.samples import Agreement

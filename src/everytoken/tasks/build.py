@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from everytoken.models.weights import load_weights
 from everytoken.objectives import OBJECTIVES
 from everytoken.tasks.step import ALIASES, FrozenTeacher, TokenStep, build_mixer, build_objectives
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -51,8 +54,7 @@ class Parts:
 def build(options: TrainOptions, world: World) -> Parts:
     """Everything but the loop. Contradictions are found before any image is read."""
     notes = check_options(options)
-    torch.manual_seed(options.run.seed)  # of fresh weights
-    store = Maps(options.labels) if options.labels else None
+    store = Maps(options.maps) if options.maps else None
     train_set, val_set, more = open_splits(options)
     notes += more
     num_classes = options.dataset.num_classes or train_set.num_classes
@@ -64,7 +66,7 @@ def build(options: TrainOptions, world: World) -> Parts:
         )
     if num_classes < train_set.num_classes:
         raise EverytokenError(
-            f"--num-classes {num_classes} is fewer than the {train_set.num_classes} classes of {options.data}"
+            f"num_classes {num_classes} is fewer than the {train_set.num_classes} classes of {options.data}"
         )
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
@@ -94,7 +96,7 @@ def build(options: TrainOptions, world: World) -> Parts:
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
     if isinstance(patch, tuple) and any(size % side for side in patch):
         notes.append(
-            f"--img-size {size} is no multiple of the patch size {patch[0]}, so tokens and their labels are a little "
+            f"img_size {size} is no multiple of the patch size {patch[0]}, so tokens and their labels are a little "
             "apart at the right and at the bottom"
         )
     description = Description(
@@ -120,8 +122,8 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     named = options.data.startswith(("torchvision:", "hf:"))
     if not share and not named and part(options.data, "val") is None:
         share = DEFAULT_VAL_SPLIT
-        notes.append(f"{options.data} has no validation images: 10 % of each class are held out (--val-split)")
-    # held out by the images' names alone: the same ones for every --seed, and for `everytoken annotate`
+        notes.append(f"{options.data} has no validation images: 10 % of each class are held out (val_split)")
+    # held out by the images' names alone: the same ones for every seed, and for `everytoken annotate`
     found = [open_dataset(options.data, s, val_split=share) for s in ("train", "val")]
     return found[0], found[1], notes
 
@@ -204,7 +206,7 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
                 raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
     if chosen.initial_checkpoint:
         report = load_weights(backbone, find_weights(chosen.initial_checkpoint))
-        print(f"weights from {chosen.initial_checkpoint}: {report}")
+        logger.info(f"weights from {chosen.initial_checkpoint}: {report}")
     if chosen.grad_checkpointing:
         backbone.set_grad_checkpointing(True)  # type: ignore[operator]
     if chosen.channels_last:
@@ -258,7 +260,7 @@ def build_teacher(
     if known != num_classes:
         raise EverytokenError(
             f"the teacher {name} knows {known} classes and the student {num_classes}; give one that was trained on "
-            "these classes with --teacher-checkpoint"
+            "these classes (teacher_checkpoint)"
         )
     about = loaded.info
     if about.class_names and about.class_names != class_names:

@@ -1,124 +1,116 @@
-"""`train`: the classification task, and the run around it."""
+"""`train`: the classification task, and the functions that train it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from everytoken._json import plain_json
 from everytoken.data.augment import TrainTransform
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.evaluation import EvalTransform
-from everytoken.data.loader import BadImages, Loader
-from everytoken.engine.checks import check_loop
 from everytoken.engine.distributed import World, join_world
-from everytoken.engine.drive import drive, say
-from everytoken.engine.loop import Loop
+from everytoken.engine.loop import run
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.progress import watched
-from everytoken.engine.runfolder import RunFolder
+from everytoken.engine.recipe import apply, read_recipe
+from everytoken.engine.run_folder import Run, RunFolder
+from everytoken.engine.task import Task
 from everytoken.evaluation.accuracy import Predictions
+from everytoken.files import plain_json
 from everytoken.tasks.build import Parts, build
 
 
-class Classification:
-    """What the loop needs to train a classifier; see `loop.Task`."""
+class Classification(Task):
+    """Train a classifier with any objectives."""
+
+    score_name = "top-1"
+    options: TrainOptions
 
     def __init__(self, parts: Parts, options: TrainOptions, world: World, folder: RunFolder) -> None:
-        self.parts, self.options, self.world = parts, options, world
-        self.module: nn.Module = parts.step
-        self.backbone: nn.Module = parts.step.model.backbone
+        super().__init__(parts.step, options, world, folder)
+        self.parts = parts
         data = options.dataset
-        bad = BadImages(data.on_bad_image, log=folder.path / "skipped-images.jsonl" if folder.writable else None)
-        common: dict[str, Any] = {
-            "seed": options.run.seed,
-            "workers": data.workers,
-            "rank": world.rank,
-            "world": world.size,
-            "bad_images": bad,
-            "pin_memory": world.device.type == "cuda",
-        }
-        self.loader = Loader(
+        self.train_loader = self.loader(
             parts.train_set,
             TrainTransform(parts.augment),
             data.batch_size,
             train=True,
             store=parts.store,
             repeats=data.repeat_augment,
-            **common,
         )
         size = data.val_batch_size or data.batch_size
-        self.val_loader = Loader(parts.val_set, EvalTransform(parts.augment), size, train=False, **common)
-        self.batches_per_epoch = len(self.loader)
-        self.score_name = "top-1"
+        self.val_loader = self.loader(parts.val_set, EvalTransform(parts.augment), size, train=False)
+        self.batches_per_epoch = len(self.train_loader)
         self.latest: Predictions | None = None  # of the last validation
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Training batches on the device. Where maps are sampled is planned while placements are still on the host."""
-        yield from self._on_device(batch.plan(self.parts.grid) for batch in self.loader.epoch(epoch, start))
+    @property
+    def backbone(self) -> nn.Module:
+        """The timm model."""
+        return self.parts.step.model.backbone
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Batches on the device. Where maps are sampled is planned while placements are still on the host."""
+        yield from self._on_device(batch.plan(self.parts.grid) for batch in self.train_loader.epoch(epoch, start))
 
     def _on_device(self, batches: Iterator[Batch]) -> Prefetcher:
         augment, last = self.parts.augment, self.options.model.channels_last
         return Prefetcher(batches, self.world.device, augment.mean, augment.std, channels_last=last)
 
-    def size(self, batch: Batch) -> int:
-        """Images in a batch."""
-        return len(batch)
+    def validate(self, module: nn.Module) -> dict[str, float]:
+        """Every validation image exactly once, over all processes; "score" is top-1."""
+        self.latest = self._predictions(module)
+        summary = self.latest.summary()
+        return {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
 
-    def name(self, batch: Batch) -> list[str]:
-        """Keys of a batch."""
-        return list(batch.keys)
-
-    @torch.no_grad()
-    def predictions(self, module: nn.Module) -> Predictions:
-        """Every validation image exactly once, over all processes."""
-        was = module.training
-        module.eval()
-        parts = []
+    def _predictions(self, module: nn.Module) -> Predictions:
+        predictions = []
         for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.parts.val_set), self.world):
             logits = module(Batch(batch.images))["output"]
             assert batch.indices is not None
             assert batch.labels is not None
-            parts.append(Predictions.of_batch(batch.indices, batch.labels, logits))
+            predictions.append(Predictions.of_batch(batch.indices, batch.labels, logits))
         if self.options.run.fsdp and self.world.size > 1:
-            self._keep_in_step(module, len(parts))
-        module.train(was)
-        return Predictions.join([p for own in self.world.gather(parts) for p in own])
-
-    def _keep_in_step(self, module: nn.Module, done: int) -> None:
-        """Sharded weights are gathered in every pass, so a process with a batch less runs an empty one."""
-        size = self.options.model.img_size
-        for _ in range(done, max(self.world.gather(done))):
-            module(Batch(torch.zeros(1, 3, size, size, device=self.world.device)))
-
-    def score(self, module: nn.Module) -> dict[str, float]:
-        """Validation numbers; "score" is top-1."""
-        self.latest = self.predictions(module)
-        summary = self.latest.summary()
-        return {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
+            # sharded weights are gathered in every pass, so a process with fewer batches runs empty ones
+            size, device = self.options.model.img_size, self.world.device
+            for _ in range(len(predictions), max(self.world.gather(len(predictions)))):
+                module(Batch(torch.zeros(1, 3, size, size, device=device)))
+        return Predictions.join([p for of_rank in self.world.gather(predictions) for p in of_rank])
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The plain timm model and, if it is separate, the token head."""
-        out: dict[str, dict[str, Tensor]] = {}
+        files: dict[str, dict[str, Tensor]] = {}
         for suffix, prefix in (("", "model.backbone."), (".token_head", "model.token_head.")):
-            part = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            if part:
-                out[suffix] = part
-        return out
+            tensors = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            if tensors:
+                files[suffix] = tensors
+        return files
 
     def metadata(self) -> dict[str, str]:
         """The description that `open_model` reads."""
         return self.parts.description.to_metadata()
 
-    def close(self) -> None:
-        """End the loader's workers."""
-        self.loader.close()
-        self.val_loader.close()
+    def describe(self) -> str:
+        """Data, model, objectives."""
+        parts = self.parts
+        return (
+            f"{len(parts.train_set):,} training and {len(parts.val_set):,} validation images, "
+            f"{parts.train_set.num_classes} classes; {self.options.model.model}, token grid "
+            f"{parts.grid[0]}x{parts.grid[1]}; {', '.join(o.name for o in parts.step.objectives)}"
+        )
+
+    def finish(self, module: nn.Module) -> None:
+        """Accuracy of each class, of the last epoch, with averaged weights if there are any."""
+        if self.latest is None and self.world.size == 1:  # a run that was killed after its last checkpoint
+            self.latest = self._predictions(module)
+        if self.latest is not None:
+            self.folder.write("classes.json", plain_json(self.latest.per_class(self.parts.train_set.class_names)))
+            low, high = self.latest.interval()
+            self.folder.log(f"top-1 {self.latest.summary()['top1']:.2f} % (95 % interval {low:.2f} to {high:.2f})")
 
 
 def default_output(options: TrainOptions) -> str:
@@ -130,52 +122,70 @@ def default_output(options: TrainOptions) -> str:
     return str(Path("runs") / f"{recipe}-{options.model.model}{size}-{data}-seed{options.run.seed}")
 
 
-def train(options: TrainOptions, dry_run: bool = False) -> int:
-    """Train, or print the plan. Returns the exit code: 0, or 130 and 143 after a signal."""
+def train_with(options: TrainOptions) -> Run:
+    """Train a classifier as the options say, or continue the run that their output folder holds."""
+
+    def task(world: World, folder: RunFolder) -> Task:
+        parts = build(options, world)
+        for note in parts.notes:
+            folder.log(f"note: {note}")
+        return Classification(parts, options, world, folder)
+
+    return run(task, options, options.run.output or default_output(options))
+
+
+def train(
+    data: str | Path,
+    *,
+    maps: str | Path = "",
+    recipe: str = "",
+    objectives: Mapping[str, Mapping[str, Any]] | None = None,
+    mixing: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Run:
+    """Train a classifier on every token; the same as `everytoken train`, with the same defaults.
+
+        run = et.train("photos", maps="maps", recipe="small_96_token", epochs=30)
+        run.summary["best"], run.history
+        run.report("report.html")
+
+    Calling it again with the same arguments continues a run that was interrupted.
+
+    Args:
+        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME.
+        maps: store of score maps, for objectives that need them.
+        recipe: name of a shipped recipe, or a YAML file.
+        objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
+        mixing: likewise.
+        options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, output, device.
+    """
+    settings = TrainOptions()
+    if recipe:
+        settings = dataclasses.replace(apply(settings, read_recipe(recipe), recipe), recipe=recipe)
+    given = {"data": str(data), "maps": str(maps), **options}
+    for name, changes in (("objectives", objectives), ("mixing", mixing)):
+        if changes is not None:
+            merged = {**getattr(settings, name), **changes}
+            given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
+    return train_with(apply(settings, given, "train()"))
+
+
+def dry_run(options: TrainOptions) -> dict[str, Any]:
+    """What would be trained, and how long it would take from a few timed steps; nothing is written.
+
+    Empty on all processes but the first.
+    """
+    from everytoken.engine.checks import check_loop
+    from everytoken.engine.dryrun import plan_facts
+
     check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
     with join_world(options.run.device) as world:
-        tell: Callable[[str], None] = say if world.is_main else lambda text: None
+        torch.manual_seed(options.run.seed)
         parts = build(options, world)
-        for note in parts.notes:
-            tell(f"note: {note}")
-        if dry_run:
-            from everytoken.engine.dryrun import print_plan
-
-            print_plan(parts, options, world)
-            return 0
-        folder = RunFolder(options.run.output or default_output(options), writable=world.is_main)
-        world.barrier()
-        task = Classification(parts, options, world, folder)
-        with contextlib.closing(task):
-            return drive(
-                task, options, folder, world, lambda loop: _introduce(task, loop),
-                lambda loop, summary, log: _finish(task, loop, folder, summary, log),
-            )  # fmt: skip
-
-
-def _introduce(task: Classification, loop: Loop) -> str:
-    parts = task.parts
-    return (
-        f"{len(parts.train_set):,} training and {len(parts.val_set):,} validation images, "
-        f"{parts.train_set.num_classes} classes; {task.options.model.model}, token grid "
-        f"{parts.grid[0]}x{parts.grid[1]}; "
-        f"{', '.join(o.name for o in parts.step.objectives)}; global batch {loop.global_batch}, lr {loop.lr:.3g}, "
-        f"{loop.epochs} epochs of {loop.updates_per_epoch} updates; run folder {loop.folder.path}"
-    )
-
-
-def _finish(
-    task: Classification, loop: Loop, folder: RunFolder, summary: dict[str, Any], log: Callable[[str], None]
-) -> None:
-    predictions = task.latest  # of the last epoch, with averaged weights if there are any
-    if predictions is None and task.world.size == 1:  # a run that was killed after its last checkpoint
-        predictions = task.predictions(loop.ema.module if loop.ema is not None else task.module)
-    if predictions is not None:
-        names = task.parts.train_set.class_names
-        folder.write("classes.json", plain_json(predictions.per_class(names)))
-        low, high = predictions.interval()
-        log(f"top-1 {predictions.summary()['top1']:.2f} % (95 % interval {low:.2f} to {high:.2f})")
-    log(f"best top-1 {summary['best']['score']:.2f} % at epoch {summary['best']['epoch']}; weights: "
-        f"{folder.path / 'best.safetensors'}")  # fmt: skip
+        # no workers are started: what is timed is the step, and beside it the loader in one process
+        quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
+        folder = RunFolder(options.run.output or default_output(options), writable=False)
+        facts = plan_facts(Classification(parts, quick, world, folder), options)
+        return facts if world.is_main else {}

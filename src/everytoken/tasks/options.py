@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import tyro
 
 from everytoken.engine.options import OptimOptions, RunOptions
-from everytoken.errors import EverytokenError
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,9 @@ class IterOptim(OptimOptions):
     """Optimizer and schedule, counted in updates."""
 
     iters: int = 160_000
-    """Updates of the weights, warm-up included."""
+    """Updates of the weights, warm-up included, through as many passes over the data as it takes; 0: count epochs."""
     warmup_iters: int = 1500
     """Updates of linear warm-up."""
-    decay_milestones: tuple[int, ...] = ()
-    """Validations (see --val-iters) after which sched=multistep multiplies the learning rate by --decay-rate."""
-    epochs: tyro.conf.Suppress[int] = 1
-    warmup_epochs: tyro.conf.Suppress[float] = 0.0
-    cooldown_epochs: tyro.conf.Suppress[int] = 0
 
 
 @dataclass(frozen=True)
@@ -54,21 +48,6 @@ class IterRun(RunOptions):
 
     val_iters: int = 8000
     """Updates between validations; each also writes a checkpoint."""
-    val_interval: tyro.conf.Suppress[int] = 1
-
-
-def in_epochs(optim: IterOptim, run: IterRun) -> tuple[IterOptim, int]:
-    """Options as the loop wants them, and the updates of one of its epochs.
-
-    The loop counts epochs, after each of which it validates: for a task that counts updates, an epoch is what lies
-    between two validations. The number of updates has to be a whole number of these.
-    """
-    every = min(run.val_iters, optim.iters)
-    if every < 1 or optim.iters % every:
-        raise EverytokenError(
-            f"--iters {optim.iters} is not a multiple of --val-iters {run.val_iters}; choose one that divides it"
-        )
-    return replace(optim, epochs=optim.iters // every, warmup_epochs=optim.warmup_iters / every), every
 
 
 class _Named(Protocol):

@@ -116,9 +116,9 @@ def _open(source: str, data: str, split: str, coco: CocoOptions) -> tuple[DataSe
         return open_instances(data, split, coco), []
     known = held_out(
         [source], data,
-        lambda run: run.names(coco.annotations or data, "annotations" if run.options.get("annotations") else "data",
+        lambda run: run.names(coco.annotations or data, "annotations" if run.config.get("annotations") else "data",
                               whole_file),
-        lambda run: 0.0 if run.options.get("val_annotations") else run.val_split,
+        lambda run: 0.0 if run.config.get("val_annotations") else run.val_split,
     )  # fmt: skip
     found = open_instances(data, "val" if known.share else "all", replace(coco, val_split=known.share))
     note = known.note(data, len(found))

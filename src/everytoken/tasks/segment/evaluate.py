@@ -137,7 +137,7 @@ def _open(source: str, data: str, split: str, masks: MaskOptions) -> tuple[DataS
     if split != "val" or masks.val_split or divided(data, masks):
         return open_masks(data, split, masks), []
     known = held_out(
-        [source], data, lambda run: run.names(data) if (run.options.get("images") or "") == masks.images else None
+        [source], data, lambda run: run.names(data) if (run.config.get("images") or "") == masks.images else None
     )
     found = open_masks(data, "val" if known.share else "all", replace(masks, val_split=known.share))
     note = known.note(data, len(found))

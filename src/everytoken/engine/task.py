@@ -1,0 +1,123 @@
+"""What a task is: timm's `TrainingTask` with its data, its validation and what it gives away.
+
+classify, segment, detect and the annotator's `fit` are subclasses; `loop.run` trains any of them:
+
+    class Detection(Task):
+        def __init__(self, ..., options, world, folder):
+            super().__init__(DetectStep(detector), options, world, folder)
+            self.train_loader = self.loader(train_set, None, options.dataset.batch_size, train=True)
+            self.batches_per_epoch = len(self.train_loader)
+        def train_batches(self, epoch, start): ...
+        def validate(self, module): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from timm.task import TrainingTask
+from torch import Tensor, nn
+
+from everytoken.data.loader import BadImages, Loader
+from everytoken.data.sources import DataSet
+from everytoken.engine.distributed import World
+from everytoken.engine.options import LoopOptions
+from everytoken.engine.run_folder import RunFolder
+
+
+class Task(TrainingTask):
+    """Base class of everything that the loop trains.
+
+    Args:
+        module: what is trained; `module(batch)` in training mode gives {"loss": scalar, further terms}.
+        options: of the run.
+        world: this process among its peers; the module is moved to its device.
+        folder: of the run.
+
+    Attributes:
+        batches_per_epoch: of this process.
+        score_name: what the score is called, such as top-1.
+    """
+
+    score_name = "score"
+    batches_per_epoch: int
+
+    def __init__(self, module: nn.Module, options: LoopOptions, world: World, folder: RunFolder) -> None:
+        super().__init__(device=world.device, verbose=False)
+        self.trainable_module: nn.Module = module.to(world.device)
+        self.module_in_training = (module,)  # as it is without DistributedDataParallel; a tuple hides it from torch
+        self.options, self.world, self.folder = options, world, folder
+        self.loaders: list[Loader] = []
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained, without a wrapper for many processes."""
+        return self.module_in_training[0]
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The timm model, whose layer groups and exemptions from weight decay the optimizer follows."""
+        raise NotImplementedError
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Batches of an epoch for this process, on the device, from position `start` on.
+
+        A batch is a dataclass with a length, `keys` (names of its images) and `key`, which the loop sets; it is a
+        function of (seed, epoch, position).
+        """
+        raise NotImplementedError
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """Loss terms of a batch; "loss" is minimised, "output" is not logged."""
+        terms: dict[str, Tensor] = self.trainable_module(batch)
+        return terms
+
+    def validate(self, module: nn.Module) -> dict[str, float]:
+        """Numbers of `module` (or an average of it), which is in evaluation mode; "score" is what "best" means."""
+        raise NotImplementedError
+
+    def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Of the module's state dict, what to write, by suffix of the file's name: "" is the main file."""
+        return {"": state}
+
+    def metadata(self) -> dict[str, str]:
+        """What somebody needs to know to use the weights; kept in the files."""
+        return {}
+
+    def describe(self) -> str:
+        """Data and model in a few words, for the log."""
+        return type(self).__name__
+
+    def finish(self, module: nn.Module) -> None:
+        """Write tables and pictures of a finished run, on rank 0; `module` is in evaluation mode."""
+
+    def autocast(self) -> torch.autocast:
+        """Mixed precision as the options have it."""
+        optim = self.options.optim
+        return torch.autocast(self.world.device.type, getattr(torch, optim.amp_dtype), enabled=optim.amp)
+
+    def loader(self, data: DataSet, transform: Any, batch_size: int, train: bool, **more: Any) -> Loader:
+        """A loader of this process's share of `data`; bad images are handled as the options say."""
+        log = self.folder.path / "skipped-images.jsonl" if self.folder.writable else None
+        loader = Loader(
+            data,
+            transform,
+            batch_size,
+            train=train,
+            seed=self.options.run.seed,
+            workers=self.options.dataset.workers,
+            rank=self.world.rank,
+            world=self.world.size,
+            bad_images=BadImages(self.options.dataset.on_bad_image, log=log),
+            pin_memory=self.world.device.type == "cuda",
+            **more,
+        )
+        self.loaders.append(loader)
+        return loader
+
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for loader in self.loaders:
+            loader.close()
