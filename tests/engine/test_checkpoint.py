@@ -1,8 +1,10 @@
 """Checkpoints: whole or not at all, torn ones passed over."""
 
-import errno
 import os
 import random
+import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 
 from everytoken.engine import checkpoint as ck
 from everytoken.engine.run_folder import RunFolder
+from everytoken.errors import EverytokenError
 
 
 def save(root, step, **kwargs):
@@ -51,16 +54,68 @@ def test_without_any_whole_checkpoint_there_is_none(tmp_path):
     assert ck.newest_good(tmp_path) is None
 
 
-def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch):
+@pytest.fixture
+def full_disk():
+    """No file may grow beyond some bytes: to the program, a disk that is full."""
+    limits = []
+
+    def limit(size):
+        limits.append(resource.getrlimit(resource.RLIMIT_FSIZE))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[0][1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits[0])
+
+
+@pytest.mark.parametrize("size", [50, 500, 3000])  # fails in the weights, in the state, at the end of the state
+def test_a_full_disk_keeps_the_last_good_one(tmp_path, full_disk, size):
     save(tmp_path, 1)
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ck, "save_file", full)
-    with pytest.raises(ck.CheckpointError, match=r"full.*last good one is kept"):
-        save(tmp_path, 2)
+    weights, state = {"model": {"w": torch.ones(20)}}, {"x": torch.arange(400)}
+    full_disk(size)
+    with pytest.raises(ck.CheckpointError, match=r"no space left(.|\n)*last good checkpoint is kept"):
+        ck.save_checkpoint(tmp_path, 2, weights, state, {})
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_best_weights_on_a_full_disk_leave_the_older_ones(tmp_path, full_disk):
+    path = tmp_path / "best.safetensors"
+    ck.write_weights(path, {"w": torch.ones(2)}, {})
+    full_disk(100)
+    with pytest.raises(ck.CheckpointError, match="no space left"):
+        ck.write_weights(path, {"w": torch.ones(2000)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["best.safetensors"]
+    assert load_file(path)["w"].shape == (2,)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ck.CheckpointError, match="file"):
+        save(tmp_path / "file" / "checkpoints", 1)
+    with pytest.raises(EverytokenError, match="cannot be written"):
+        RunFolder(tmp_path / "file" / "run").open()
+
+
+def test_weights_are_readable_as_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        ck.write_weights(tmp_path / "best.safetensors", {"w": torch.ones(2)}, {})
+        written = save(tmp_path / "checkpoints", 1)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "best.safetensors", *written.iterdir()):
+        assert path.stat().st_mode & 0o777 == 0o640, path
+
+
+def test_a_killed_writer_of_best_weights_leaves_nothing_for_ever(tmp_path):
+    code = (
+        "import os, pathlib, torch; from everytoken.engine import checkpoint as ck\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        f"ck.write_weights(pathlib.Path({str(tmp_path)!r}) / 'best.safetensors', {{'w': torch.ones(3)}}, {{}})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert len(list(tmp_path.iterdir())) == 1
+    ck.write_weights(tmp_path / "best.safetensors", {"w": torch.ones(3)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["best.safetensors"]
 
 
 def test_folders_with_other_names_are_left_alone(tmp_path):

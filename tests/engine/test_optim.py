@@ -1,10 +1,58 @@
-"""Schedules."""
+"""Optimizers and schedules."""
 
 import pytest
+import timm
 import torch
+from torch import nn
 
-from everytoken.engine.optim import build_schedule
+import everytoken  # noqa: F401
+from everytoken.engine.dryrun import memory_unit
+from everytoken.engine.optim import build_optimizer, build_schedule
 from everytoken.engine.options import OptimOptions
+from everytoken.models import TokenModel
+
+
+class Trained(nn.Module):
+    """A backbone, and what an objective trains besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = TokenModel(timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=12, num_heads=3))
+        self.extra = nn.Linear(12, 2)
+
+
+def groups_of(**options):
+    """name of each parameter -> its group."""
+    module = Trained()
+    chosen = OptimOptions(weight_decay=0.1, **options)
+    optimizer = build_optimizer(module, module.model.backbone, chosen, lr=1.0)
+    names = {id(p): name.removeprefix("model.backbone.") for name, p in module.named_parameters()}
+    return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("layer_decay", [0.0, 0.5])
+def test_biases_norms_and_tokens_are_not_decayed(layer_decay):
+    groups = groups_of(layer_decay=layer_decay)
+    decayed = {name for name, group in groups.items() if group["weight_decay"]}
+    assert all(groups[name]["weight_decay"] == 0.1 for name in decayed)
+    weights = [
+        f"blocks.{i}.{part}.weight" for i in range(3) for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    ]
+    assert decayed == {"patch_embed.proj.weight", *weights, "head.weight", "extra.weight"}
+    assert {"cls_token", "pos_embed", "blocks.0.norm1.weight", "norm.bias", "extra.bias"} <= set(groups) - decayed
+
+
+def test_layer_decay_lowers_the_rate_from_the_top_down():
+    groups = groups_of(layer_decay=0.5)
+    scale = {name: group["lr_scale"] for name, group in groups.items()}
+    assert scale["extra.weight"] == scale["head.weight"] == 1.0
+    assert [scale[f"blocks.{i}.mlp.fc1.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
+    assert scale["cls_token"] == scale["patch_embed.proj.weight"] == 0.0625
+
+
+def test_memory_is_counted_in_the_units_of_the_system():
+    assert memory_unit("linux") == 2**20
+    assert memory_unit("darwin") == 2**30
 
 
 def test_linear_goes_straight_from_the_warm_up_line_to_the_end():

@@ -9,22 +9,22 @@ whole checkpoint or none. On resume the newest one whose hashes agree is taken; 
 
 from __future__ import annotations
 
-import errno
-import filecmp
+import io
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.files import sha256_of, sync_folder
+from everytoken.files import FileError, disk_errors, remove_temporary, sha256_of, sync_folder, write_atomically
 
 STATE = "state.pt"
 MANIFEST = "manifest.json"
@@ -46,14 +46,11 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Replace a safetensors file in one step, on the disk; one that has the same content is left alone."""
-    work = path.with_name(f".{path.name}.new")
-    _save_weights(work, tensors, metadata)
-    if path.exists() and filecmp.cmp(work, path, shallow=False):
-        work.unlink()
-        return
-    _sync(work)
-    os.replace(work, path)
-    sync_folder(path.parent)
+    content = _weights(tensors, metadata)
+    with _disk_errors(path.parent, f"writing {path.name}"):
+        remove_temporary(path.parent)  # of a writer that was killed
+        if not (path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content):
+            write_atomically(path, content)
 
 
 def save_checkpoint(
@@ -70,36 +67,73 @@ def save_checkpoint(
         weights: file stem -> state dict, written as safetensors with `metadata`.
         state: anything `torch.load(weights_only=True)` can read back: tensors, numbers, strings, lists, dicts.
     """
-    root.mkdir(parents=True, exist_ok=True)
     final = root / f"step-{step:08d}"
     work = root / f".writing-{step:08d}-{os.getpid()}"
-    for left in root.glob(".writing-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        work.mkdir()
-        for stem, tensors in weights.items():
-            _save_weights(work / f"{stem}.safetensors", tensors, metadata)
-        torch.save(dict(state), work / STATE)
-        content = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(work.iterdir())}
-        (work / MANIFEST).write_text(json.dumps({"step": step, "files": content}, indent=1))
-        for path in work.iterdir():
-            _sync(path)
-        sync_folder(work)
-        if final.exists():
-            shutil.rmtree(final)
-        work.rename(final)
-        sync_folder(root)
-    except OSError as error:
-        shutil.rmtree(work, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"the disk of {root} is full; the checkpoint of step {step} was not written and the last good one is "
-                "kept. Free some space and run the same command again."
-            ) from error
-        raise CheckpointError(f"the checkpoint of step {step} could not be written to {root}: {error}") from error
+    with _disk_errors(root, f"writing the checkpoint of step {step}"):
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(".writing-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            work.mkdir()
+            for stem, tensors in weights.items():
+                _write(work / f"{stem}.safetensors", _weights(tensors, metadata))
+            _save_state(work / STATE, state)
+            content = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(work.iterdir())}
+            _write(work / MANIFEST, json.dumps({"step": step, "files": content}, indent=1).encode())
+            sync_folder(work)
+            if final.exists():
+                shutil.rmtree(final)
+            work.rename(final)
+            sync_folder(root)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
     for old in checkpoints_in(root)[: -max(1, keep)]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+class _StateFile(io.FileIO):
+    """A file for `torch.save`, which hides why writing failed; this remembers."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        total = len(view)
+        try:
+            while len(view):
+                view = view[super().write(view) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return total
+
+
+def _save_state(path: Path, state: Mapping[str, Any]) -> None:
+    with _StateFile(path, "wb") as file:
+        try:
+            torch.save(dict(state), file)
+        except RuntimeError as error:
+            raise file.error or error from error
+        os.fsync(file.fileno())
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _disk_errors(path: Path, doing: str) -> Iterator[None]:
+    """A full disk, missing permission or broken disk as a `CheckpointError` that names them."""
+    try:
+        with disk_errors(path, doing, "The last good checkpoint is kept, and the same command continues from it."):
+            yield
+    except FileError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def problems(folder: Path) -> list[str]:
@@ -110,16 +144,16 @@ def problems(folder: Path) -> list[str]:
         return [f"{folder / MANIFEST} is missing"]
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
         return [f"{folder / MANIFEST} cannot be read ({error})"]
-    found = []
+    wrong = []
     for name, facts in files.items():
         path = folder / name
         if not path.is_file():
-            found.append(f"{path} is missing")
+            wrong.append(f"{path} is missing")
         elif path.stat().st_size != facts["bytes"]:
-            found.append(f"{path} has {path.stat().st_size} bytes instead of {facts['bytes']}")
+            wrong.append(f"{path} has {path.stat().st_size} bytes instead of {facts['bytes']}")
         elif sha256_of(path) != facts["sha256"]:
-            found.append(f"{path} was changed after it was written")
-    return found
+            wrong.append(f"{path} was changed after it was written")
+    return wrong
 
 
 def newest_good(root: Path, tell: Callable[[str], None] = lambda text: None) -> Path | None:
@@ -138,14 +172,6 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-    save_file(plain, path, metadata=dict(metadata))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _weights(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file. Made in memory: safetensors' own writer makes files that only their owner may read."""
+    return save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata=dict(metadata))

@@ -318,6 +318,7 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Replace a small file in one step, on the disk."""
         if self.writable:
+            self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path / name, text.encode())
 
     def write_config(self, options: Mapping[str, Any]) -> None:
@@ -339,6 +340,7 @@ class RunFolder:
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """A line at the end of a file of JSON lines."""
         if self.writable:
+            self.path.mkdir(parents=True, exist_ok=True)
             with (self.path / name).open("a") as file:
                 file.write(plain_json(dict(row), None) + "\n")
 
