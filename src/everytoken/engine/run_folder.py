@@ -40,7 +40,7 @@ from everytoken.files import BusyError, Lock, plain_json, write_atomically
 
 if TYPE_CHECKING:
     from everytoken.engine.track import Tracker
-    from everytoken.models.load import LoadedModel
+    from everytoken.models.open import OpenModel
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +96,11 @@ class Run:
         report(self.path, path)
         return Path(path)
 
-    def load(self) -> LoadedModel:
+    def load(self) -> OpenModel:
         """The model with the best weights, ready to use."""
-        from everytoken.models.load import load_model
+        from everytoken.models.open import open_model
 
-        return load_model(self.path)
+        return open_model(str(self.path))
 
     @property
     def seed(self) -> int | None:
