@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from everytoken.cli import COMMANDS, main
+from everytoken.cli import COMMANDS, REMOVED, _parse, main
 
 
 def test_help_lists_every_command_without_importing_torch():
@@ -40,6 +40,24 @@ def test_a_wrong_command_gets_a_suggestion(capsys):
     assert "'models'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", sorted(REMOVED))
+def test_a_command_that_is_gone_names_the_new_way(command, capsys):
+    assert main([command]) == 2
+    assert REMOVED[command] in capsys.readouterr().err
+
+
+def test_a_flag_that_is_gone_names_the_new_way(capsys, monkeypatch):
+    monkeypatch.setitem(_parse.REMOVED, "model --old", "Use --img-size")
+    with pytest.raises(SystemExit):
+        main(["model", "lvvit_t", "--old"])
+    assert "there is no option --old. Use --img-size." in capsys.readouterr().err
+
+
+def test_old_names_of_flags_work(photos, capsys):
+    assert main(["train", str(photos), "--labels", "nowhere"]) == 2
+    assert "no store of score maps at nowhere" in capsys.readouterr().err
+
+
 def test_a_wrong_flag_gets_a_suggestion(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["model", "lvvit_t", "--img-sise", "64"])
@@ -57,7 +75,7 @@ def test_the_likeliest_flag_is_suggested_first(flag, first, capsys):
     assert f"there is no option {flag.replace('_', '-')}. Did you mean {first}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"labels", "segment", "detect"}))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"maps", "segment", "detect"}))
 def test_every_command_names_an_option_that_it_does_not_have(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--nonsensical"])

@@ -4,8 +4,19 @@ import pytest
 import timm
 
 import everytoken  # noqa: F401
+from everytoken.engine.checks import check_options
 from everytoken.engine.options import TrainOptions
-from everytoken.engine.recipe import RecipeError, apply, flat, header, overrides, parse_yaml, read_recipe, recipe_names
+from everytoken.engine.recipe import (
+    RecipeError,
+    apply,
+    flat,
+    header,
+    overrides,
+    parse_recipe,
+    read_recipe,
+    recipe_names,
+)
+from everytoken.schema import SchemaError
 
 CLASSIFIERS = [n for n in recipe_names() if not n.startswith(("segment_", "detect_"))]  # others: tests/transfer
 
@@ -42,30 +53,52 @@ def test_an_unknown_key_is_an_error_with_a_suggestion():
         ({"epochs": "many"}, "epochs is 'many'"),
         ({"epochs": 2.5}, "epochs is 2.5"),
         ({"amp": 1}, "amp is 1"),
-        ({"scale": [0.1]}, "scale is .0.1."),
+        ({"scale": [0.1]}, "scale"),
         ({"amp_dtype": "float8"}, "float8"),
         ({"objectives": ["token"]}, "objectives"),
+        ({"objectives": {"hard": 3}}, "objectives.hard is 3"),
         ({"batch_size": True}, "batch_size is True"),
+        ({"model": None}, "model is None"),
     ],
 )
 def test_values_of_the_wrong_kind_are_named(values, what):
-    with pytest.raises(RecipeError, match=what):
+    with pytest.raises(SchemaError, match=what):
         apply(TrainOptions(), values, "mine.yaml")
 
 
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"mixing": {"cutmix": {"alpha": "much"}}}, "cutmix: alpha is 'much'"),
+        ({"mixing": {"cutmix": {"alpha": True}}}, "alpha is True"),
+        ({"objectives": {"drloc": {"pairs": 2.5}}}, "drloc: pairs is 2.5"),
+        ({"objectives": {"hard": {"smoothing": "0.1"}}}, "hard: smoothing is '0.1'"),
+    ],
+)
+def test_values_inside_objectives_and_mixing_are_checked_before_anything_is_read(values, what):
+    options = apply(TrainOptions(), {"data": "photos", **values}, "mine.yaml")
+    with pytest.raises(SchemaError, match=what):
+        check_options(options)
+
+
+def test_labels_is_still_the_name_of_maps():
+    assert apply(TrainOptions(), {"labels": "store"}, "old.yaml").maps == "store"
+
+
 def test_yaml_numbers_without_a_dot_are_still_numbers():
-    values = parse_yaml("lr: 1e-3\nweight_decay: 0\nobjectives: {hard: }", "x")
+    values = parse_recipe("lr: 1e-3\nweight_decay: 0\nobjectives: {hard: }\nmixing:", "x")
     options = apply(TrainOptions(), values, "x")
     assert options.optim.lr == 1e-3
     assert options.optim.weight_decay == 0.0
     assert options.objectives == {"hard": {}}
+    assert options.mixing == {}
 
 
 def test_broken_yaml_is_named():
-    with pytest.raises(RecipeError, match=r"mine\.yaml is not valid YAML"):
-        parse_yaml("a: [1", "mine.yaml")
-    with pytest.raises(RecipeError, match="list"):
-        parse_yaml("- 1", "mine.yaml")
+    with pytest.raises(SchemaError, match=r"mine\.yaml"):
+        parse_recipe("a: [1", "mine.yaml")
+    with pytest.raises(SchemaError, match=r"mine\.yaml.*object"):
+        parse_recipe("- 1", "mine.yaml")
 
 
 def test_overrides_reach_inner_values_and_remove_entries():
@@ -76,5 +109,7 @@ def test_overrides_reach_inner_values_and_remove_entries():
     assert base["objectives"]["drloc"] == {"weight": 0.5}
     with pytest.raises(RecipeError, match="NAME=VALUE"):
         overrides(["objectives.drloc"], base)
+    with pytest.raises(RecipeError, match=r"weight is 0\.5"):
+        overrides(["objectives.drloc.weight.x=1"], base)
     with pytest.raises(RecipeError, match="'objectives'"):
         overrides(["objective.drloc.weight=1"], base)

@@ -17,24 +17,26 @@ from everytoken.errors import EverytokenError, did_you_mean
 COMMANDS: dict[str, str] = {
     "demo": "see it work on real images in a few minutes",
     "train": "train a classifier on every token",
-    "finetune": "go on from trained weights, at another resolution or on other classes",
+    "finetune": "continue from trained weights, at another resolution or on other classes",
     "eval": "accuracy of a trained model, with a table of classes",
     "predict": "the classes of images that nobody has labelled",
     "robust": "one table of shifted data, corruptions and attacks; two models compared",
-    "transfer": "fine-tune on several data sets (CIFAR, Flowers, Cars, your own) and tabulate",
+    "transfer": "fine-tune on several datasets (CIFAR, Flowers, Cars, your own) and tabulate",
     "report": "one page about runs: result, comparison, curves, classes, sample predictions",
     "doctor": "find trouble in images, score maps, runs and this machine before training does",
     "explain": "pictures of what a model sees: its tokens, the places that speak for a class, mixed images",
     "segment": "train, evaluate and use segmenters: a class for every pixel",
     "detect": "train, evaluate and use detectors: boxes and masks of objects",
     "recipes": "list and print recipes",
-    "plan": "storage, bandwidth, cores and time for a training of a given size",
     "models": "list the backbones that are supported",
     "model": "one model: parameters, multiply-adds, token grid, throughput here",
-    "annotate": "give every image of a data set a score map: labels for every cell",
+    "annotate": "give every image of a dataset a score map: labels for every cell",
     "maps": "look at, check, import and export stores of score maps",
 }
 ALIASES = {"labels": "maps"}  # old names, which work and are not shown
+REMOVED = {  # commands that are gone -> the way now
+    "plan": "docs/scale.md has the figures and the arithmetic; `everytoken train ... --dry-run` times your own machine",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +86,8 @@ def dispatch(prog: str, commands: Mapping[str, str], argv: list[str], package: s
         print(f"everytoken {version()}")
         return 0
     name = ALIASES.get(argv[0], argv[0])
+    if name in REMOVED and prog == "everytoken":
+        raise EverytokenError(f"`everytoken {name}` is gone: {REMOVED[name]}.")
     if name not in commands:
         raise EverytokenError(
             f"there is no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`."

@@ -7,14 +7,14 @@ import difflib
 import inspect
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
 
 T = TypeVar("T")
 
-_ALSO = {  # what others call our flags
+ELSEWHERE = {  # what other programs call our flags
     "arch": "model",
     "batch": "batch-size",
     "gpu": "device",
@@ -31,45 +31,43 @@ _ALSO = {  # what others call our flags
     "resolution": "img-size",
     "scheduler": "sched",
 }
+REMOVED: dict[str, str] = {}
+"""Flags that are gone, as "command --flag" or "--flag" -> the way now."""
 
 
 def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = None) -> T:
-    """Fill the dataclass ``config`` from ``argv``; its field docstrings are the help.
+    """Fill the dataclass `config` from `argv`; its field docstrings are the help.
 
-    ``default`` (say, from a recipe) gives the values that flags override. Wrong flags exit with code 2
-    and a suggestion.
+    Args:
+        default: the values that flags override, say from a recipe.
+
+    Wrong flags exit with code 2 and a suggestion.
     """
     # tyro leaves out sections such as "Examples:" when it reads a docstring itself
-    given: dict[str, Any] = {"prog": prog, "args": list(argv), "description": inspect.getdoc(config) or ""}
+    settings: dict[str, Any] = {"prog": prog, "args": list(argv), "description": inspect.getdoc(config) or ""}
     if default is not None:
-        given["default"] = default
+        settings["default"] = default
     try:
-        return tyro.cli(config, **given, console_outputs=False)
+        return tyro.cli(config, **settings, console_outputs=False)
     except SystemExit as stop:
         if stop.code:
             _explain_unknown(prog, argv, set(flags(config)))
-    return tyro.cli(config, **given)  # prints the help, or what is wrong
+    return tyro.cli(config, **settings)  # prints the help, or what is wrong
 
 
 def flags(config: type) -> Iterator[str]:
-    """Names of a dataclass's long flags, without their dashes; groups of options are looked into."""
-    hints = typing.get_type_hints(config)
+    """Names of a dataclass's long flags, without their dashes; groups of options and aliases are looked into."""
+    plain, annotated = typing.get_type_hints(config), typing.get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
-        kind = hints[field.name]
+        kind = plain[field.name]
         if dataclasses.is_dataclass(kind):
             yield from flags(typing.cast(type, kind))
-        else:
-            name = field.name.replace("_", "-")
-            yield from (name, f"no-{name}") if kind is bool else (name,)
-
-
-def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The flags that were perhaps meant, the likeliest first; also by the names that they have elsewhere."""
-    names = {name: name for name in known}
-    names = {other: name for other, name in _ALSO.items() if name in names} | names
-    found = difflib.get_close_matches(word, names, n=2 * count, cutoff=0.6)
-    longer = sorted((name for name in names if name.startswith(f"{word}-")), key=len)
-    return list(dict.fromkeys(names[name] for name in [*found, *longer]))[:count]
+            continue
+        name = field.name.replace("_", "-")
+        for extra in getattr(annotated[field.name], "__metadata__", ()):
+            name = getattr(extra, "name", None) or name
+            yield from (alias[2:] for alias in getattr(extra, "aliases", None) or () if alias.startswith("--"))
+        yield from (name, f"no-{name}") if kind is bool else (name,)
 
 
 def _explain_unknown(prog: str, argv: Sequence[str], known: set[str]) -> None:
@@ -79,8 +77,17 @@ def _explain_unknown(prog: str, argv: Sequence[str], known: set[str]) -> None:
     if not unknown:
         return
     for word in unknown:
-        near = " or ".join(f"--{name}" for name in nearest(word, known))
-        hint = f" Did you mean {near}?" if near else ""
+        gone = REMOVED.get(f"{prog.removeprefix('everytoken ')} --{word}") or REMOVED.get(f"--{word}")
+        names = " or ".join(f"--{name}" for name in _nearest(word, known))
+        hint = f" {gone}." if gone else f" Did you mean {names}?" if names else ""
         print(f"{prog}: there is no option --{word}.{hint}", file=sys.stderr)
     print(f"`{prog} --help` lists all options.", file=sys.stderr)
     raise SystemExit(2)
+
+
+def _nearest(word: str, known: set[str]) -> list[str]:
+    """The flags that were perhaps meant, the likeliest first; also by the names that they have elsewhere."""
+    names = {other: name for other, name in ELSEWHERE.items() if name in known} | {name: name for name in known}
+    close = difflib.get_close_matches(word, names, n=6, cutoff=0.6)
+    longer = sorted((name for name in names if name.startswith(f"{word}-")), key=len)
+    return list(dict.fromkeys(names[name] for name in [*close, *longer]))[:3]

@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from importlib import resources
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -34,18 +32,15 @@ class Recipes:
 def main(argv: list[str], prog: str) -> None:
     """Parse, print."""
     options = parse(Recipes, prog, argv)
-    from everytoken.engine.recipe import read_recipe, recipe_names
+    from everytoken.engine.recipe import recipe_names, recipe_text
 
     name, names = options.name, recipe_names()
     pattern = name if set("*?[") & set(name) else f"*{name}*"
-    matching = [one for one in names if fnmatch(one, pattern)]
+    matching = [recipe for recipe in names if fnmatch(recipe, pattern)]
     if name not in names and matching:
         _list(matching)
-        return
-    read_recipe(name)  # raises, in words, for what is no recipe
-    own = name.endswith((".yaml", ".yml"))
-    file = Path(name) if own else resources.files("everytoken.recipes") / f"{name}.yaml"
-    print(file.read_text(encoding="utf-8"), end="")
+    else:
+        print(recipe_text(name), end="")
 
 
 def _list(names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from timm.optim import get_optimizer_class, list_optimizers
 
 from everytoken.engine.distributed import check_device
 from everytoken.engine.options import LoopOptions, TrainOptions
-from everytoken.engine.recipe import flat
+from everytoken.engine.recipe import check_settings, flat
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import MIXERS
 from everytoken.models import family_of_name
@@ -78,9 +78,10 @@ def check_options(options: TrainOptions) -> list[str]:
             f"warm-up ({optim.warmup_epochs:g} epochs) lasts for the whole training ({optim.epochs} epochs): the rate "
             "only rises. A tenth of the training is usual (warmup_epochs)"
         )
-    for name in options.mixing:
+    for name, settings in options.mixing.items():
         if name not in MIXERS:
             raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
+        check_settings(MIXERS[name], settings, f"mixing {name}")
     return notes
 
 

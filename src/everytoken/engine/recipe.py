@@ -11,26 +11,29 @@ mixing:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import types
+import itertools
 import typing
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken import schema
+from everytoken.errors import did_you_mean
+from everytoken.schema import SchemaError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
 _DICTS = ("objectives", "mixing", "model_kwargs")
+ALIASES = {"labels": "maps"}
+"""Names of options in recipes and run folders of the first version."""
 
 
-class RecipeError(EverytokenError):
+class RecipeError(SchemaError):
     """A recipe or an override is wrong; the message names the key."""
 
 
@@ -42,151 +45,117 @@ def recipe_names() -> list[str]:
 
 def read_recipe(name: str) -> dict[str, Any]:
     """The content of a shipped recipe, or of a YAML file of your own (a path that ends in .yaml)."""
+    return parse_recipe(recipe_text(name), name)
+
+
+def recipe_text(name: str) -> str:
+    """The text of a shipped recipe or of a file."""
     if name.endswith((".yaml", ".yml")):
-        path = Path(name)
-        if not path.is_file():
-            raise RecipeError(f"there is no recipe file {name}")
-        text = path.read_text()
-    else:
-        if name not in recipe_names():
-            raise RecipeError(
-                f"there is no recipe {name!r}.{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; "
-                "your own is a path that ends in .yaml"
-            )
-        text = (resources.files("everytoken.recipes") / f"{name}.yaml").read_text()
-    return parse_yaml(text, name)
+        try:
+            return Path(name).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise RecipeError(f"there is no recipe file {name}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"the recipe file {name} cannot be read: {error}") from error
+    if name not in recipe_names():
+        raise RecipeError(
+            f"there is no recipe {name!r}.{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; your "
+            "own is a path that ends in .yaml"
+        )
+    return (resources.files("everytoken.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """YAML text -> dict, with the name of the file in every error."""
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{where} is not valid YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise RecipeError(f"{where} must be a list of `name: value` lines, not a {type(content).__name__}")
-    return content
+def parse_recipe(text: str, where: str) -> dict[str, Any]:
+    """YAML text -> names and values."""
+    content = schema.read_yaml(text, where)
+    return schema.parse(dict[str, Any], {} if content is None else content, where)
 
 
 def header(name: str) -> str:
     """The comment block on top of a shipped recipe: cost, result, source, and whether it was run."""
-    text = (resources.files("everytoken.recipes") / f"{name}.yaml").read_text()
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# "))
-    return "\n".join(lines)
+    lines = itertools.takewhile(lambda line: line.startswith("#"), recipe_text(name).splitlines())
+    return "\n".join(line.lstrip("# ") for line in lines)
 
 
 def apply(options: T, values: Mapping[str, Any], where: str) -> T:
-    """A copy of `options` with flat `values` put into the group that owns each name."""
-    groups = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    owner: dict[str, str | None] = {name: None for name in groups if not dataclasses.is_dataclass(groups[name])}
-    for group, content in groups.items():
-        if dataclasses.is_dataclass(content):
-            owner.update({f.name: group for f in dataclasses.fields(content)})
-    if "labels" in values and "labels" not in owner:
-        values = {"maps" if key == "labels" else key: value for key, value in values.items()}
-    changes: dict[str | None, dict[str, Any]] = {}  # None: fields of `options` itself
-    for key, value in values.items():
-        if key not in owner:
-            raise RecipeError(f"{where}: there is no option {key!r}.{did_you_mean(key, owner)}")
-        changes.setdefault(owner[key], {})[key] = value
-    top: dict[str, Any] = {}
-    for name, content in changes.items():
-        target = options if name is None else groups[name]
-        hints = typing.get_type_hints(type(target))
-        checked = {key: _fit(value, hints[key], f"{where}: {key}") for key, value in content.items()}
-        top.update(checked if name is None else {name: dataclasses.replace(target, **checked)})
+    """A copy of `options` with flat `values` put into the group that owns each name; types are checked."""
+    groups: dict[str, Any] = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    groups = {name: group for name, group in groups.items() if dataclasses.is_dataclass(group)}
+    owner = {name: hint for name, hint in typing.get_type_hints(type(options)).items() if name not in groups}
+    home = dict.fromkeys(owner, "")
+    for name, group in groups.items():
+        owner.update(typing.get_type_hints(type(group), include_extras=False))
+        home.update({f.name: name for f in dataclasses.fields(group)})
+    values = {ALIASES.get(key, key) if key not in home else key: value for key, value in values.items()}
+    for key in values:
+        if key not in home:
+            raise RecipeError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
+    for key in _DICTS:  # `hard:` without settings is `hard: {}`
+        if isinstance(values.get(key), Mapping) and typing.get_origin(owner[key]) is dict and key != "model_kwargs":
+            values[key] = {name: {} if fields is None else fields for name, fields in values[key].items()}
+        elif key in values and values[key] is None:
+            values[key] = {}
+    kind = dataclasses.make_dataclass("Settings", [(key, owner[key]) for key in values])
+    checked = schema.parse(kind, values, where)
+    changes = {key: getattr(checked, key) for key in values}
+    top: dict[str, Any] = {key: value for key, value in changes.items() if not home[key]}
+    for name, group in groups.items():
+        inside = {key: value for key, value in changes.items() if home[key] == name}
+        top |= {name: dataclasses.replace(group, **inside)} if inside else {}
     return dataclasses.replace(options, **top)
+
+
+def check_settings(kind: type, settings: Mapping[str, Any], where: str) -> None:
+    """Raise if a value does not fit the type that the constructor of `kind` says for it; unknown names pass."""
+    hints: dict[str, Any] = {}
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+    else:  # settings may pass through `**settings` to a base class
+        for base in reversed(kind.__mro__[:-1]):
+            hints |= typing.get_type_hints(vars(base).get("__init__", object))
+    typed = {name: value for name, value in settings.items() if name in hints}
+    schema.parse(dataclasses.make_dataclass("Settings", [(name, hints[name]) for name in typed]), typed, where)
 
 
 def flat(options: Any) -> dict[str, Any]:
     """The reverse of `apply`: all options as one flat dict of plain values."""
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for f in dataclasses.fields(options):
         value = getattr(options, f.name)
         if dataclasses.is_dataclass(value):
-            out.update(flat(value))
+            values.update(flat(value))
         else:
-            out[f.name] = list(value) if isinstance(value, tuple) else value
-    return out
+            values[f.name] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, Any]:
-    """`--set objectives.drloc.weight=0.1` -> nested values, merged into what `base` holds for that name.
+    """`objectives.drloc.weight=0.1` -> nested values, merged into what `base` holds for that name.
 
     A value is YAML: numbers, true, [1, 2], {a: b}; `null` removes the entry.
     """
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in assignments:
         path, sign, raw = text.partition("=")
         if not sign:
-            raise RecipeError(f"--set takes NAME=VALUE, for example objectives.drloc.weight=0.1, not {text!r}")
-        try:
-            value = yaml.safe_load(raw)
-        except yaml.YAMLError as error:
-            raise RecipeError(
-                f"--set {text}: the value is not valid YAML ({getattr(error, 'problem', None) or error})"
-            ) from error
+            raise RecipeError(f"{text!r} should be NAME=VALUE, for example objectives.drloc.weight=0.1")
+        value = schema.read_yaml(raw, text)
         first, *rest = path.split(".")
         if not rest:
-            out[first] = value
+            values[first] = value
             continue
         if first not in _DICTS:
-            raise RecipeError(f"--set {text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
-        node = out.setdefault(first, _copy(base.get(first, {})))
+            raise RecipeError(f"{text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
+        node = values.setdefault(first, copy.deepcopy(dict(base.get(first) or {})))
         for name in rest[:-1]:
-            node = node.setdefault(name, {})
+            inner = node.get(name)
+            if inner is not None and not isinstance(inner, dict):
+                raise RecipeError(f"{text}: {name} is {inner!r} and has no inner names")
+            if inner is None:
+                node[name] = {}
+            node = node[name]
         if value is None:
             node.pop(rest[-1], None)
         else:
             node[rest[-1]] = value
-    return out
-
-
-def _copy(value: Any) -> Any:
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-def _fit(value: Any, hint: Any, where: str) -> Any:
-    """Check a plain value against a type hint; ints pass for floats, lists for tuples, {} and null for dicts."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is typing.Annotated:
-        return _fit(value, args[0], where)
-    if hint is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        for option in args:
-            try:
-                return _fit(value, option, where)
-            except RecipeError:
-                continue
-        raise RecipeError(f"{where} is {value!r}, which is none of {args}")
-    if origin is Literal:
-        if value not in args:
-            raise RecipeError(f"{where} is {value!r}; it can be {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple) or (args[-1] is not Ellipsis and len(value) != len(args)):
-            raise RecipeError(f"{where} is {value!r}; it takes {len(args)} values")
-        return tuple(_fit(v, args[0], where) for v in value)
-    if origin is dict:
-        if not isinstance(value, Mapping | None):
-            raise RecipeError(f"{where} is {value!r}; it takes names and values")
-        inner = args[1]
-        return {str(k): _fit({} if v is None and get_origin(inner) is dict else v, inner, f"{where}.{k}")
-                for k, v in (value or {}).items()}  # fmt: skip
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML reads 1e-3 as text
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if isinstance(hint, type) and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):
-        raise RecipeError(f"{where} is {value!r}; it takes a value of type {hint.__name__}")
-    return value
+    return values
