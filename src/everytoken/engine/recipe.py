@@ -96,7 +96,7 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
         elif key in values and values[key] is None:
             values[key] = {}
     kind = dataclasses.make_dataclass("Settings", [(key, owner[key]) for key in values])
-    checked = schema.parse(kind, values, where)
+    checked: Any = schema.parse(kind, values, where)
     changes = {key: getattr(checked, key) for key in values}
     top: dict[str, Any] = {key: value for key, value in changes.items() if not home[key]}
     for name, group in groups.items():
