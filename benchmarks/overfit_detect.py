@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from everytoken.cli import main as everytoken
-from everytoken.tasks.detect.coco import open_instances
-from everytoken.tasks.detect.data import InstanceSet
+from everytoken.tasks.detect.data import InstanceSet, open_instances
 
 _OBJECTS = 6
 
@@ -32,8 +31,8 @@ def choose(data: InstanceSet, images: int) -> list[int]:
     scored = []
     for i in range(len(data)):
         objects = list(data.objects(i))
-        if 2 <= len(objects) <= _OBJECTS and not data.found.crowd[objects].any():
-            scored.append((float(data.found.area[objects].min() / data.sizes[i].prod()), i))
+        if 2 <= len(objects) <= _OBJECTS and not data.annotations.crowd[objects].any():
+            scored.append((float(data.annotations.area[objects].min() / data.sizes[i].prod()), i))
     return [i for _, i in sorted(scored, reverse=True)[:images]]
 
 

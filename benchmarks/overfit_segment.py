@@ -22,8 +22,7 @@ import numpy as np
 from PIL import Image
 
 from everytoken.cli import main as everytoken
-from everytoken.tasks.segment.data import MaskSet
-from everytoken.tasks.segment.layouts import open_masks
+from everytoken.tasks.segment.data import MaskSet, open_masks
 
 
 def choose(data: MaskSet, images: int) -> list[int]:

@@ -10,6 +10,7 @@ true is not 1; a whole number passes for a float and a list for a tuple.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import re
@@ -50,16 +51,23 @@ def parse(kind: type[T], value: Any, where: str) -> T:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """A JSON file as `kind`."""
+    """A JSON file as `kind`. A large file is read once: no Python objects are made of what `kind` leaves out."""
+    import pydantic
+
     try:
-        value = json.loads(path.read_bytes())
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError as error:
         raise SchemaError(f"{path}: the file is not there.") from error
     except OSError as error:
         raise SchemaError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise SchemaError(f"{path}: not valid JSON ({error}).") from error
-    return parse(kind, value, str(path))
+    try:
+        checked: T = _adapter(kind).validate_json(text, strict=True)
+        return checked
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            raise SchemaError(f"{path}: not valid JSON ({first['ctx']['error']}).") from error
+        raise SchemaError(f"{path}: {_explain(kind, None, first)}") from error
 
 
 def read_yaml(text: str | bytes, where: str) -> Any:

@@ -8,8 +8,9 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken.models.open import Description
 from everytoken.tasks.backbone import Features, build_features, probe_features
+from everytoken.tasks.detect.model import SimplePyramid
 from everytoken.tasks.options import BackboneOptions
-from everytoken.tasks.pyramid import SideLayers, SimplePyramid
+from everytoken.tasks.segment.model import SideLayers
 
 SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
 
@@ -79,15 +80,16 @@ def test_padding_is_with_zeros_right_and_below():
         torch.testing.assert_close(a, b)
 
 
-def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, capsys):
+def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, caplog):
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5, **SMALL)
     about = Description("vit_tiny_patch16_224", {"num_classes": 5, "img_size": 32, **SMALL}, mean=(0.5, 0.5, 0.5))
     save_file(plain.state_dict(), tmp_path / "best.safetensors", metadata=about.to_metadata())
-    features, known = build_features(BackboneOptions(initial_checkpoint=str(tmp_path)), 64)
-    assert "resized to fit: pos_embed" in capsys.readouterr().out
+    with caplog.at_level("INFO", "everytoken"):
+        features, known = build_features(BackboneOptions(initial_checkpoint=str(tmp_path)), 64)
+    assert "resized to fit: pos_embed" in caplog.text
     assert known.architecture == "vit_tiny_patch16_224"
     assert known.mean == (0.5, 0.5, 0.5)
     assert features.backbone.pos_embed.shape[1] == 65
@@ -107,7 +109,7 @@ def test_stochastic_depth_is_what_was_asked_for():
 
 
 def test_wrong_backbones_are_named():
-    with pytest.raises(EverytokenError, match="say which backbone"):
+    with pytest.raises(EverytokenError, match="which backbone"):
         build_features(BackboneOptions(), 64)
     with pytest.raises(EverytokenError, match="'resnet18'"):
         build_features(BackboneOptions(model="resnet81"), 64)

@@ -1,7 +1,6 @@
 """COCO json, masks, views and batches: decoded as pycocotools decodes, placed where the pixels are, errors by name."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +10,17 @@ from PIL import Image
 
 from everytoken.data.sampler import Request
 from everytoken.data.sources import DataError
-from everytoken.tasks.detect.augment import DetectTransform, resized
-from everytoken.tasks.detect.coco import divided, open_instances, read_coco
-from everytoken.tasks.detect.data import Samples
+from everytoken.errors import EverytokenError
+from everytoken.tasks.detect.data import DetectTransform, ObjectViews, divided, open_instances, read_coco, resized
 from everytoken.tasks.detect.masks import AnnotationError, check, decode, encode, run_lengths, through
 from everytoken.tasks.detect.options import CocoOptions
-
-sys.path.insert(0, str(Path(__file__).parent))
-import objects
-from objects import make
 
 coco = pytest.importorskip("pycocotools.mask")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make(tmp_path_factory.mktemp("objects"), {"train": 4, "val": 2})
+def data(tmp_path_factory, make_objects) -> Path:
+    return make_objects(tmp_path_factory.mktemp("objects"), {"train": 4, "val": 2})
 
 
 def change(data: Path, tmp_path: Path, edit) -> Path:
@@ -58,10 +52,10 @@ def inside_polygon(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return out
 
 
-def test_run_lengths_decode_down_the_columns():
+def test_run_lengths_decode_down_the_columns(plain_runs):
     rng = np.random.default_rng(1)
     mask = rng.integers(0, 2, (7, 5))
-    plain = {"size": [7, 5], "counts": objects.run_lengths(mask)}
+    plain = {"size": [7, 5], "counts": plain_runs(mask)}
     assert (decode(plain, (5, 7), "here") == mask).all()
     (packed,) = run_lengths(mask[None])
     assert (decode(packed, (5, 7), "here") == mask).all()
@@ -80,11 +74,11 @@ def test_polygons_are_filled_like_pycocotools_and_nearly_like_the_rule_of_crossi
     assert encode(square, (30, 20), "here")["size"] == [20, 30]
 
 
-def test_masks_follow_a_mirrored_and_resized_view_like_the_pixels():
+def test_masks_follow_a_mirrored_and_resized_view_like_the_pixels(plain_runs):
     points = np.array([[10.0, 8.0], [50.0, 10.0], [40.0, 40.0], [12.0, 30.0]])
     polygon = [points.reshape(-1).tolist()]
     whole = decode(polygon, (64, 48), "here")
-    as_runs = {"size": [48, 64], "counts": objects.run_lengths(whole)}
+    as_runs = {"size": [48, 64], "counts": plain_runs(whole)}
     matrix = np.array([[-0.5, 0.0, 64.0], [0.0, 0.5, 0.0]])  # twice as large, mirrored
     expected = np.kron(whole, np.ones((2, 2), np.uint8))[:, ::-1]
     assert (through(as_runs, (64, 48), matrix, (96, 128), "here") == expected).all()
@@ -113,10 +107,10 @@ def test_a_coco_file_is_read_with_its_categories_and_empty_images(data):
     assert found.class_names == ["disc", "square"]
     assert len(found) == 2
     assert [len(found.objects(i)) for i in range(2)] == [2, 0]
-    assert found.found.labels.tolist() == [0, 1]
+    assert found.annotations.labels.tolist() == [0, 1]
     content = json.loads((data / "val" / "instances.json").read_text())
     x, y, w, h = content["annotations"][0]["bbox"]
-    assert found.found.boxes[0].tolist() == [x, y, x + w, y + h]
+    assert found.annotations.boxes[0].tolist() == [x, y, x + w, y + h]
     assert found.segmentation(1)["size"] == [64, 96]
 
 
@@ -138,7 +132,7 @@ def test_layouts_are_found(data, tmp_path):
     parts = [open_instances(file, split, CocoOptions(val_split=0.5)) for split in ("train", "val")]
     assert sorted(k for p in parts for k in p.keys()) == ["0.png", "1.png", "2.png", "3.png"]  # noqa: SIM118
     for split, said in (("all", "has no COCO json: "), ("test", "has no COCO json for 'test': ")):
-        with pytest.raises(DataError, match=f"{said}.*--annotations"):
+        with pytest.raises(DataError, match=f"{said}.*annotations"):
             open_instances(str(data / "val" / "images"), split)
 
 
@@ -151,12 +145,84 @@ def test_layouts_are_found(data, tmp_path):
         (lambda c: c["annotations"][1]["segmentation"].update(size=[5, 5]), r"annotation 2: its mask is 5 x 5 pixels"),
         (lambda c: c["annotations"][0].update(bbox=[1, 2]), r"annotation 1: bbox is \[x, y, width, height\]"),
         (lambda c: c["images"][1].update(id=100), "two images have the id 100"),
-        (lambda c: c.pop("categories"), "is no COCO file"),
+        (lambda c: c["categories"].append(c["categories"][0]), "two categories have the id 3"),
+        (lambda c: c.pop("categories"), "'categories' is missing"),
+        (lambda c: c["images"][0].update(file_name="../0.png"), r"image 100 names the file '\.\./0\.png'"),
+        (lambda c: c["images"][0].update(file_name="/etc/passwd"), "names the file '/etc/passwd'"),
+        (lambda c: c["images"][0].update(file_name="C:\\a.png"), "names the file"),
+        (lambda c: c["images"][0].update(width=0), "image 100 is 0 x 64 pixels"),
+        (lambda c: c["images"][0].pop("height"), r"images\.0\.height' is missing"),
+        (lambda c: c["annotations"][0].update(bbox="all"), r"annotations\.0\.bbox is 'all'"),
+        (lambda c: c["annotations"][1]["segmentation"].update(counts=""), r"annotation 2: its run lengths are damaged"),
+        (lambda c: c["annotations"][1]["segmentation"].update(counts=[]), r"annotation 2: its run lengths add up to 0"),
+        (lambda c: c["annotations"][1]["segmentation"].update(counts=[-1, 6145]), "annotation 2: its run lengths"),
+        (lambda c: c["annotations"][0].update(segmentation=[[1, 1, 5e9, 1, 5, 5]]), "annotation 1: a polygon is"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(data, tmp_path, edit, message):
-    with pytest.raises((DataError, AnnotationError), match=message):
+    with pytest.raises(EverytokenError, match=message):
         open_changed(data, tmp_path, edit)
+
+
+def replacements(content: object, path: tuple = ()) -> list[tuple]:
+    """Where something can be dropped or replaced in plain data."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [path, *(place for key, value in items for place in replacements(value, (*path, key)))]
+
+
+def test_no_damage_of_a_file_gives_anything_but_a_message_of_ours(data, tmp_path):
+    original = (data / "val" / "instances.json").read_text()
+    rng = np.random.default_rng(0)
+    values = [
+        None,
+        -1,
+        0,
+        1.5,
+        10**30,
+        float("nan"),
+        True,
+        "",
+        "x",
+        "../x",
+        [],
+        [[]],
+        {},
+        {"counts": "", "size": [64, 96]},
+    ]
+    places = replacements(json.loads(original))[1:]
+    opened = 0
+    for _ in range(200):
+        content = json.loads(original)
+        *path, last = places[int(rng.integers(len(places)))]
+        inner = content
+        for key in path:
+            inner = inner[key]
+        if rng.random() < 0.3:
+            del inner[last]
+        else:
+            inner[last] = values[int(rng.integers(len(values)))]
+        (tmp_path / "damaged.json").write_text(json.dumps(content))
+        try:
+            found = read_coco(tmp_path / "damaged.json", data / "val" / "images")
+            found.as_coco(range(len(found)), masks=True)
+        except EverytokenError:
+            continue
+        opened += 1
+    assert 10 < opened < 190
+    for text in (b"", b"{", b"\xff\xfe{}", b"[1]", b'{"images": 3}', original.encode()[:-40]):
+        (tmp_path / "damaged.json").write_bytes(text)
+        with pytest.raises(EverytokenError, match=r"damaged\.json"):
+            read_coco(tmp_path / "damaged.json", data / "val" / "images")
+
+
+def test_compressed_run_lengths_are_measured_as_pycocotools_reads_them():
+    rng = np.random.default_rng(3)
+    for chance in (0.0, 0.1, 0.5, 1.0):
+        mask = (rng.random((33, 47)) < chance).astype(np.uint8)
+        (packed,) = run_lengths(mask[None])
+        assert check(packed, (47, 33), "here") == packed
+        with pytest.raises(AnnotationError, match="run lengths"):
+            check({**packed, "counts": packed["counts"] + "1"}, (47, 33), "here")
 
 
 def test_degenerate_objects_are_counted_and_left_out(data, tmp_path):
@@ -169,7 +235,7 @@ def test_degenerate_objects_are_counted_and_left_out(data, tmp_path):
         ]
 
     found = open_changed(data, tmp_path, edit)
-    assert found.found.ids.tolist() == [1, 2]
+    assert found.annotations.ids.tolist() == [1, 2]
     assert "3 annotations" in found.notes[0]
     assert "(50, 51, 52)" in found.notes[0]
 
@@ -194,7 +260,7 @@ def test_the_short_side_is_drawn_and_the_long_side_bounded():
 
 def views(data, epoch: int, order, **options):
     found = open_instances(str(data), "train")
-    samples = Samples(found, DetectTransform((48, 64, 80), 110, 0.5), seed=3, **options)
+    samples = ObjectViews(found, DetectTransform((48, 64, 80), 110, 0.5), seed=3, **options)
     return samples.__getitems__([Request(epoch, i, 0) for i in order])
 
 
@@ -247,8 +313,8 @@ def test_an_image_of_another_size_than_its_annotations_is_named_or_skipped(data,
     found = read_coco(data / "val" / "instances.json", tmp_path / "images")
     view = DetectTransform((48,), 100)
     with pytest.raises(AnnotationError, match=r"0.png is 64 x 96 pixels, and .*instances.json says 96 x 64"):
-        Samples(found, view, None).__getitems__([Request(0, 0, 0)])
-    batch = Samples(found, view, None, skip=True).__getitems__([Request(0, 0, 0), Request(0, 1, 0)])
+        ObjectViews(found, view, None).__getitems__([Request(0, 0, 0)])
+    batch = ObjectViews(found, view, None, skip=True).__getitems__([Request(0, 0, 0), Request(0, 1, 0)])
     assert len(batch) == 1
     assert batch.skipped[0][0] == "0.png"
 
@@ -256,6 +322,6 @@ def test_an_image_of_another_size_than_its_annotations_is_named_or_skipped(data,
 def test_an_annotation_without_mask_says_how_to_train_without(data, tmp_path):
     found = open_changed(data, tmp_path, lambda c: c["annotations"][0].pop("segmentation"))
     view = DetectTransform((48,), 100)
-    with pytest.raises(AnnotationError, match=r"annotation 1 has no segmentation. --no-masks"):
-        Samples(found, view, None).__getitems__([Request(0, 0, 0)])
-    assert Samples(found, view, None, masks=False).__getitems__([Request(0, 0, 0)]).targets.counts == (2,)
+    with pytest.raises(AnnotationError, match=r"annotation 1 has no segmentation"):
+        ObjectViews(found, view, None).__getitems__([Request(0, 0, 0)])
+    assert ObjectViews(found, view, None, masks=False).__getitems__([Request(0, 0, 0)]).targets.counts == (2,)

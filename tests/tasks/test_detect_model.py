@@ -9,8 +9,7 @@ from torchvision.models.detection.image_list import ImageList
 
 from everytoken.errors import EverytokenError
 from everytoken.tasks.detect.data import Objects
-from everytoken.tasks.detect.heads import CascadeHeads, Stage
-from everytoken.tasks.detect.model import Anchors, Detector, build_detector
+from everytoken.tasks.detect.model import Anchors, CascadeHeads, Detector, Stage, build_detector
 from everytoken.tasks.detect.options import DetectorOptions, FindOptions
 from everytoken.tasks.options import BackboneOptions
 
@@ -197,7 +196,7 @@ def test_at_test_time_scores_are_averaged_and_boxes_are_those_of_the_last_stage(
     for agnostic in (True, False):
         made = heads(agnostic).eval()
         sizes = [(64, 96), (60, 70)]
-        found = made.detect(levels(), proposals(), sizes, CANVAS, 0.2, 0.5, 7)
+        found = made.detect(levels(), proposals(), sizes, CANVAS, FindOptions(None, None, 0.2, 0.5, 7))
         boxes, total = [p.tolist() for p in proposals()], 0
         for k, stage in enumerate(made.stages):
             logits, codes = stage(made.box_pool(levels(), [torch.tensor(b) for b in boxes], [CANVAS]))

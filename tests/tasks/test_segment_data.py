@@ -1,7 +1,7 @@
 """Images with masks: layouts, named errors, and views in which pixels and mask agree."""
 
 import json
-import sys
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,19 @@ from everytoken.data.decode import Picture
 from everytoken.data.loader import Loader
 from everytoken.data.masks import sample_mask
 from everytoken.data.sources import DataError
+from everytoken.errors import EverytokenError
 from everytoken.keyed import generator
 from everytoken.tasks.segment.augment import SegmentTransform, distort, resized
-from everytoken.tasks.segment.data import EvalSamples, MaskError, TrainSamples
-from everytoken.tasks.segment.layouts import class_lookup, divided, open_masks, read_classes
+from everytoken.tasks.segment.data import (
+    MaskError,
+    TrainViews,
+    WholeViews,
+    class_lookup,
+    divided,
+    open_masks,
+    read_classes,
+)
 from everytoken.tasks.segment.options import MaskOptions, SegmentAugment
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shapes import NAMES, make
 
 
 def save(path: Path, values) -> None:
@@ -36,10 +41,10 @@ def picture(path: Path, size=(6, 4), value=9) -> None:
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_of_folders_with_a_class_file(tmp_path):
-    make(tmp_path, train=3, val=2)
+def test_a_pair_of_folders_with_a_class_file(tmp_path, make_shapes):
+    make_shapes(tmp_path, train=3, val=2)
     train, val = open_masks(str(tmp_path), "train"), open_masks(str(tmp_path), "val")
-    assert (len(train), len(val), train.class_names) == (3, 2, NAMES)
+    assert (len(train), len(val), train.class_names) == (3, 2, ["ground", "disc", "square"])
     assert train.key(0) == "images/train/0.png"
     mask = train.mask(0, train.picture(0).size)
     assert mask.dtype == np.int16
@@ -148,8 +153,6 @@ def test_coco_panoptic_segments_become_classes(tmp_path):
     data = open_masks(str(coco(tmp_path)), "val")
     assert data.class_names == ["person", "dog", "rug"]
     assert data.mask(0)[0].tolist() == [1, 1, 2, 2, -1, -1]
-    import shutil
-
     shutil.rmtree(tmp_path / "panoptic")  # then the semantic masks are read
     assert open_masks(str(tmp_path), "val").mask(0)[0].tolist() == [1, 1, 2, 2, -1, -1]
 
@@ -165,8 +168,8 @@ def test_an_annotation_for_a_missing_image_and_an_unknown_category_are_named(tmp
 # -- named errors -----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path):
-    make(tmp_path, train=2, val=1)
+def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path, make_shapes):
+    make_shapes(tmp_path, train=2, val=1)
     (tmp_path / "masks/train/1.png").unlink()
     with pytest.raises(DataError, match=r"1 of 2 images .* have no mask, such as 1\.png: .*masks/train/1\.png"):
         open_masks(str(tmp_path), "train")
@@ -198,15 +201,64 @@ def test_wrong_folders_and_class_files_are_named(tmp_path):
     with pytest.raises(DataError, match="no 'test' part"):
         open_masks(str(tmp_path), "test")
     assert read_classes(tmp_path / "classes.txt", 1) == {1: "a", 2: "b"}
+    with pytest.raises(DataError, match="70000 cannot be the value"):
+        open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
     with pytest.raises(DataError, match="not trained on: wall"):
         class_lookup(["wall"], ["walls"], "data")
 
 
-def test_bad_masks_are_skipped_when_asked(tmp_path):
-    make(tmp_path, train=4, val=1)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("classes.txt", b""),
+        ("classes.txt", b"caf\xe9\n"),
+        ("classes.json", b"{"),
+        ("classes.json", b"[]"),
+        ("classes.json", b'{"sky": "0"}'),
+        ("classes.json", b'{"0": 1}'),
+        ("classes.json", b'{"70000": "sky"}'),
+        ("classes.json", b'{"-1": "sky"}'),
+        ("classes.json", b'"sky"'),
+        ("objectInfo150.txt", b"Idx\tRatio\n1\t.1\n"),
+        ("objectInfo150.txt", b"Idx\tName\none\twall\n"),
+    ],
+)
+def test_damaged_class_files_are_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(EverytokenError, match=name):
+        read_classes(tmp_path / name)
+
+
+def test_class_files_may_begin_with_a_byte_order_mark(tmp_path):
+    for name, content in (("c.txt", "sky\nsea"), ("c.json", '["sky", "sea"]')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert read_classes(tmp_path / name) == {0: "sky", 1: "sea"}
+
+
+def test_panoptic_files_are_checked(tmp_path):
+    root = coco(tmp_path)
+    original = json.loads((root / "panoptic_val2017.json").read_text())
+    for edit in (
+        lambda c: c["annotations"][0].update(file_name="../p.png"),
+        lambda c: c["images"][0].update(file_name="/p.jpg"),
+        lambda c: c["annotations"][0].pop("segments_info"),
+        lambda c: c["annotations"][0]["segments_info"][0].update(id="1"),
+        lambda c: c["categories"][0].update(id=70000),
+        lambda c: c.pop("images"),
+        lambda c: c.update(categories={}),
+    ):
+        content = json.loads(json.dumps(original))
+        edit(content)
+        (root / "panoptic_val2017.json").write_text(json.dumps(content))
+        with pytest.raises(EverytokenError):
+            open_masks(str(root), "val")
+
+
+def test_bad_masks_are_skipped_when_asked(tmp_path, make_shapes):
+    make_shapes(tmp_path, train=4, val=1)
     save(tmp_path / "masks/train/2.png", np.full((48, 56), 9))
     data = open_masks(str(tmp_path), "train")
-    samples = TrainSamples(data, SegmentTransform(SegmentAugment(crop_size=16)), 0, skip=True)
+    samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=16)), 0, skip=True)
     from everytoken.data.loader import BadImages
 
     loader = Loader(data, None, 4, train=True, samples=samples, bad_images=BadImages("skip", quota=0.5))
@@ -299,9 +351,9 @@ def test_photometric_distortion_changes_colours_within_its_limits():
     assert not any(g > r or b > r for r, g, b in hues)  # less than 60 degrees
 
 
-def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path):
-    data = open_masks(str(make(tmp_path, train=6, val=1)), "train")
-    samples = TrainSamples(data, SegmentTransform(SegmentAugment(crop_size=24)), seed=5)
+def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path, make_shapes):
+    data = open_masks(str(make_shapes(tmp_path, train=6, val=1)), "train")
+    samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=24)), seed=5)
     runs = []
     for workers in (0, 2):
         loader = Loader(data, None, 2, train=True, seed=5, samples=samples, workers=workers)
@@ -318,8 +370,8 @@ def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path):
     )
 
 
-def test_evaluation_sees_whole_images_at_their_own_size(tmp_path):
-    data = open_masks(str(make(tmp_path, train=1, val=2, size=(40, 60))), "val")
-    batches = list(Loader(data, None, 1, train=False, samples=EvalSamples(data)))
+def test_evaluation_sees_whole_images_at_their_own_size(tmp_path, make_shapes):
+    data = open_masks(str(make_shapes(tmp_path, train=1, val=2, size=(40, 60))), "val")
+    batches = list(Loader(data, None, 1, train=False, samples=WholeViews(data)))
     assert [tuple(b.images.shape) for b in batches] == [(1, 3, 60, 40)] * 2
     assert batches[1].targets.shape == (1, 60, 40)

@@ -13,10 +13,9 @@ from everytoken.engine.recipe import apply, header, read_recipe, recipe_names
 from everytoken.errors import EverytokenError
 from everytoken.tasks.backbone import Features, build_features
 from everytoken.tasks.options import BackboneOptions
-from everytoken.tasks.segment.heads import FcnHead, UperHead
 from everytoken.tasks.segment.infer import Inference, best_class, slide, starts
 from everytoken.tasks.segment.metrics import Confusion
-from everytoken.tasks.segment.model import Segmenter, load_segmenter
+from everytoken.tasks.segment.model import FcnHead, Segmenter, UperHead, load_segmenter
 from everytoken.tasks.segment.options import DecoderOptions, EvalOptions, SegmentOptions
 from everytoken.tasks.segment.task import pixel_loss
 
@@ -256,5 +255,5 @@ def test_a_file_that_is_no_segmenter_is_named(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(EverytokenError, match=r"x\.safetensors is not a segmenter.*--head token"):
+    with pytest.raises(EverytokenError, match=r"x\.safetensors is not a segmenter.*token"):
         load_segmenter(tmp_path / "x.safetensors")

@@ -3,32 +3,19 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from everytoken.cli import main
 
-sys.path.insert(0, str(Path(__file__).parent))
-from shapes import make
-
 
 @pytest.mark.timeout(600)
-def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(tmp_path, capsys):
-    shapes, out = make(tmp_path / "shapes", train=8, val=3, size=(80, 64)), tmp_path / "run"
+def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(tmp_path, capsys, make_shapes):
+    shapes, out = make_shapes(tmp_path / "shapes", train=8, val=3, size=(80, 64)), tmp_path / "run"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "everytoken"),
-        *(
-            "segment",
-            "train",
-            str(shapes),
-            "--model",
-            "mobilenetv3_small_050",
-            "--channels",
-            "8",
-            "--aux-channels",
-            "8",
-        ),
+        *("segment", "train", str(shapes), "--model", "mobilenetv3_small_050", "--channels", "8"),
+        *("--aux-channels", "8"),
         *("--crop-size", "32", "--iters", "3", "--val-iters", "3", "--warmup-iters", "1", "--batch-size", "2"),
         *("--workers", "0", "--threads", "1", "--device", "cpu", "--output", str(out)),
     ]

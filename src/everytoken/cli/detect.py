@@ -1,22 +1,94 @@
-"""`everytoken detect ...`: objects, their boxes and masks."""
+"""`everytoken detect train | eval | predict`: objects, their boxes and masks."""
 
 from __future__ import annotations
 
-import importlib
+from dataclasses import dataclass
 
-from everytoken.cli import dispatch
+from everytoken.cli._dense import (
+    JsonFlag,
+    PrintFlags,
+    TrainFlags,
+    call,
+    cell,
+    print_rows,
+    report,
+    spelled_out,
+    train_options,
+)
+from everytoken.cli._parse import parse
+from everytoken.tasks.detect.options import DetectEval, DetectOptions, DetectPredict
 
-COMMANDS: dict[str, str] = {
-    "train": "train Mask R-CNN or Cascade Mask R-CNN on a backbone",
-    "eval": "COCO's average precision of boxes and masks",
-    "predict": "write pictures of the objects in images, and their boxes and masks",
-}
+
+@dataclass(frozen=True)
+class Train(TrainFlags, DetectOptions):
+    """Train a detector on COCO annotations. Run the same command again to resume it.
+
+    Examples:
+        everytoken detect train coco --recipe detect_swin_tiny_cascade_1x --initial-checkpoint runs/swin_tiny
+        everytoken detect train photos --model resnet50 --pretrained --norm-eval --detector mask -b 2
+        torchrun --nproc-per-node 8 -m everytoken detect train coco --recipe detect_swin_tiny_mask_1x -b 2
+    """
+
+
+@dataclass(frozen=True)
+class Eval(PrintFlags, DetectEval):
+    """Evaluate a detector: AP, AP50 and AP75 of boxes and masks, by COCO's evaluator, and a table of classes.
+
+    It is used as its run was validated, unless --size, --max-size, --score-thresh, --nms-thresh or --max-detections
+    say otherwise.
+
+    Examples:
+        everytoken detect eval runs/detect coco
+        everytoken detect eval runs/detect photos --split all --pictures photos.jpg
+        everytoken detect eval runs/detect coco --size 640 --results results.json
+    """
+
+
+@dataclass(frozen=True)
+class Predict(JsonFlag, DetectPredict):
+    """Write, for every image, NAME.objects.jpg; and predictions.json with all boxes and masks (COCO run lengths).
+
+    Images whose names differ in the ending alone keep it (photo.jpg.objects.jpg), and no image is ever overwritten.
+
+    Examples:
+        everytoken detect predict runs/detect photo.jpg --output objects
+        everytoken detect predict runs/detect photos --output objects --sure 0.7 --size 640
+    """
 
 
 def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
-    if not argv or argv[0] not in COMMANDS:
-        return dispatch(prog, COMMANDS, argv, "")  # the list of commands, or an error with a suggestion
-    module = importlib.import_module(f"everytoken.cli.detect_{argv[0]}")
-    code: int | None = module.main(argv[1:], f"{prog} {argv[0]}")
-    return code
+    commands = {
+        "train": ("train Mask R-CNN or Cascade Mask R-CNN on a backbone", _train),
+        "eval": ("COCO's average precision of boxes and masks", _eval),
+        "predict": ("write pictures of the objects in images, and their boxes and masks", _predict),
+    }
+    return call(commands, spelled_out(argv, ("class-agnostic",)), prog)
+
+
+def _train(argv: list[str], prog: str) -> int:
+    options = train_options(Train, DetectOptions, argv, prog)
+    from everytoken.tasks.detect.task import train
+
+    train(options)
+    return 0
+
+
+def _eval(argv: list[str], prog: str) -> None:
+    options = parse(Eval, prog, argv)
+    from everytoken.tasks.detect.infer import evaluate
+
+    result = evaluate(options)
+    kinds = [kind for kind in ("box", "mask") if f"{kind} AP" in result.numbers]
+    names = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+    rows = [("", *names), *((kind, *(cell(result.numbers[f"{kind} {name}"]) for name in names)) for kind in kinds)]
+    columns = ("class", "objects", *(f"{kind} {name}" for kind in kinds for name in ("AP", "AP50")))
+    report(result, options, rows, f"{kinds[-1]} AP", {name: name for name in columns})
+
+
+def _predict(argv: list[str], prog: str) -> None:
+    options = parse(Predict, prog, argv)
+    from everytoken.tasks.detect.infer import predict
+
+    rows, notes = predict(options)
+    print_rows(rows, notes, options.json, "", f"{len(rows)} pictures and predictions.json in {options.output}")

@@ -1,22 +1,97 @@
-"""`everytoken segment ...`: a class for every pixel."""
+"""`everytoken segment train | eval | predict`: a class for every pixel."""
 
 from __future__ import annotations
 
-import importlib
+from dataclasses import dataclass
 
-from everytoken.cli import dispatch
+from everytoken.cli._dense import (
+    JsonFlag,
+    PrintFlags,
+    TrainFlags,
+    call,
+    print_rows,
+    report,
+    spelled_out,
+    train_options,
+)
+from everytoken.cli._parse import parse
+from everytoken.tasks.segment.options import SegmentEval, SegmentOptions, SegmentPredict
 
-COMMANDS: dict[str, str] = {
-    "train": "train a segmenter on a backbone",
-    "eval": "mIoU, mAcc and pixel accuracy of a segmenter, or of a classifier's token head",
-    "predict": "write masks and pictures of images",
-}
+_FLAGS = ("flip", "reduce-zero-label")  # that may be left open
+
+
+@dataclass(frozen=True)
+class Train(TrainFlags, SegmentOptions):
+    """Train a segmenter. Run the same command again to resume it.
+
+    Examples:
+        everytoken segment train ade20k --recipe segment_lvvit_s_upernet --initial-checkpoint runs/lvvit_s
+        everytoken segment train photos --model swin_tiny_patch4_window7_224 --pretrained --iters 20000 -b 8
+        torchrun --nproc-per-node 8 -m everytoken segment train ade20k --recipe segment_swin_tiny_upernet -b 2
+    """
+
+
+@dataclass(frozen=True)
+class Eval(PrintFlags, SegmentEval):
+    """Evaluate a segmenter: mIoU, mAcc and pixel accuracy from one confusion matrix over the whole set.
+
+    It is used as its run was validated, unless --mode, --stride, --scales, --flip or --resize say otherwise. With
+    --head token, the source is a classifier that was trained with token labels, and its token head is read as a
+    segmenter without any training.
+
+    Examples:
+        everytoken segment eval runs/segment ade20k
+        everytoken segment eval runs/segment ade20k --mode slide --scales 0.75 1.0 1.25 1.5 1.75 --flip
+        everytoken segment eval runs/lvvit_s voc --head token --class-map voc.json --pictures voc.jpg
+    """
+
+
+@dataclass(frozen=True)
+class Predict(JsonFlag, SegmentPredict):
+    """Write, for every image, NAME.png (a palette picture whose values are classes) and NAME.overlay.jpg.
+
+    classes.json in the same folder names the classes. Images whose names differ in the ending alone keep it
+    (photo.jpg.png), and no image is ever overwritten.
+
+    Examples:
+        everytoken segment predict runs/segment photo.jpg --output masks
+        everytoken segment predict runs/segment photos --output masks --mode slide --flip
+        everytoken segment predict runs/lvvit_s photos --output masks --head token --class-map animals.json
+    """
 
 
 def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
-    if not argv or argv[0] not in COMMANDS:
-        return dispatch(prog, COMMANDS, argv, "")  # the list of commands, or an error with a suggestion
-    module = importlib.import_module(f"everytoken.cli.segment_{argv[0]}")
-    code: int | None = module.main(argv[1:], f"{prog} {argv[0]}")
-    return code
+    commands = {
+        "train": ("train a segmenter on a backbone", _train),
+        "eval": ("mIoU, mAcc and pixel accuracy of a segmenter, or of a classifier's token head", _eval),
+        "predict": ("write masks and pictures of images", _predict),
+    }
+    return call(commands, spelled_out(argv, _FLAGS), prog)
+
+
+def _train(argv: list[str], prog: str) -> int:
+    options = train_options(Train, SegmentOptions, argv, prog)
+    from everytoken.tasks.segment.task import train
+
+    train(options)
+    return 0
+
+
+def _eval(argv: list[str], prog: str) -> None:
+    options = parse(Eval, prog, argv)
+    from everytoken.tasks.segment.infer import evaluate
+
+    result = evaluate(options)
+    titles = {"mIoU": "mIoU", "mAcc": "mean class accuracy", "aAcc": "pixels right"}
+    rows = [("", "%"), *((title, f"{result.numbers[name]:.2f}") for name, title in titles.items())]
+    columns = {"class": "class", "IoU": "IoU", "accuracy": "accuracy", "pixels %": "pixels", "taken for": "taken for"}
+    report(result, options, rows, "IoU", columns)
+
+
+def _predict(argv: list[str], prog: str) -> None:
+    options = parse(Predict, prog, argv)
+    from everytoken.tasks.segment.infer import predict
+
+    rows, notes = predict(options)
+    print_rows(rows, notes, options.json, " %", f"{len(rows)} masks and pictures in {options.output}")

@@ -1,9 +1,9 @@
 """Any timm backbone as a source of feature maps for dense tasks: several scales, any input size, weights from anywhere.
 
-`build_features(...)` makes a `Features`, which turns images [B, 3, H, W] into feature maps [B, D_i, H / s_i, W / s_i],
+`build_features` makes a `Features`, which turns images [B, 3, H, W] into feature maps [B, D_i, H / s_i, W / s_i],
 finest first. Networks with stages (Swin, ConvNeXt, ResNet) give the last map of each scale; transformers get a layer
-norm behind each of them, as in Swin's own dense tasks. Plain transformers (ViT, DeiT, LV-ViT) are tapped after four of
-their blocks, all at one scale; `pyramid` makes scales of them. Taps: the last block and every third before it, which
+norm behind each of them, as in Swin's dense tasks. Plain transformers (ViT, DeiT, LV-ViT) are tapped after four of
+their blocks, all at one scale; the heads make scales of them. Taps: the last block and every third before it, which
 are the blocks that the released LV-ViT set-ups take (S 6, 9, 12, 15; M 10, 13, 16, 19; L 14, 17, 20, 23, from 0).
 
 Sizes: images are padded with zeros (the mean colour) to whole patches, right and below; position embeddings are resized
@@ -16,28 +16,32 @@ gradient, as many processes want it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from timm.data import resolve_data_config
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError
 from everytoken.models.families import UnsupportedModelError
-from everytoken.models.open import Description, describe, find_weights
+from everytoken.models.open import Description, check_architecture, describe, find_weights, read_metadata
 from everytoken.models.weights import load_weights, read_weights
 from everytoken.tasks.options import BackboneOptions
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "features.backbone."  # of a backbone's weights in the file of a dense task's run
+DENSE_KEYS = ("everytoken-segment", "everytoken-detect")  # in the metadata of such a file
 _DYNAMIC: tuple[dict[str, Any], ...] = ({"strict_img_size": False}, {"dynamic_img_size": True}, {})  # ask for any size
+_SIZE_ARGUMENTS = ("num_classes", "img_size", "token_classes", "strict_img_size", "dynamic_img_size")
 
 _LATE_CLASS_TOKEN = ("Cait", "Xcit", "VOLO")
 
@@ -86,7 +90,7 @@ class Features(nn.Module):
         if self.fixed_size is not None and size != self.fixed_size:
             raise EverytokenError(
                 f"{type(self.backbone).__name__} takes images of {_text(self.fixed_size)} pixels only, not "
-                f"{_text(size)}: use windows of that size (--mode slide), or a backbone that takes any size"
+                f"{_text(size)}: use windows of that size (mode slide), or a backbone that takes any size"
             )
         below, right = -size[0] % self.multiple, -size[1] % self.multiple
         if below or right:
@@ -102,7 +106,7 @@ def _text(size: tuple[int, int]) -> str:
 def _taps(depth: int, wanted: Sequence[int], name: str) -> list[int]:
     if wanted:
         if any(not 0 <= i < depth for i in wanted) or sorted(set(wanted)) != list(wanted):
-            raise EverytokenError(f"--taps {list(wanted)}: {name} has blocks 0 to {depth - 1}; name some in order")
+            raise EverytokenError(f"taps is {list(wanted)}: {name} has blocks 0 to {depth - 1}; name some in order")
         return list(wanted)
     if depth < 4:
         raise UnsupportedModelError(f"{name} has {depth} blocks, and features are taken from four")
@@ -112,10 +116,11 @@ def _taps(depth: int, wanted: Sequence[int], name: str) -> list[int]:
 
 def _stages(infos: Sequence[Mapping[str, Any]], wanted: Sequence[int], name: str) -> list[int]:
     """The last map of each scale, from stride 4 on."""
-    if wanted:
-        raise EverytokenError(f"--taps is for plain transformers; {name} has stages, which are all taken")
     last = {int(info["reduction"]): i for i, info in enumerate(infos)}
-    return [i for stride, i in sorted(last.items()) if stride >= 4]
+    indices = [i for stride, i in sorted(last.items()) if stride >= 4]
+    if wanted and list(wanted) != indices:
+        raise EverytokenError(f"taps is for plain transformers; {name} has stages, which are all taken")
+    return indices
 
 
 def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) -> tuple[Features, Description]:
@@ -126,66 +131,60 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
     """
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
     source = find_weights(options.initial_checkpoint) if options.initial_checkpoint else None
-    known = None if source is None else (describe(source) or _dense_description(source))
+    info = None if source is None else (describe(source) or _dense_description(source))
     name, arguments = options.model, dict(options.model_kwargs)
-    if known is not None and name in ("", known.architecture):
-        name = known.architecture
-        skip = ("num_classes", "img_size", "token_classes", *(k for way in _DYNAMIC for k in way))
-        arguments = {**{k: v for k, v in known.arguments.items() if k not in skip}, **arguments}
+    if info is not None and name in ("", info.architecture):
+        name = info.architecture
+        arguments = {k: v for k, v in info.arguments.items() if k not in _SIZE_ARGUMENTS} | arguments
     if not name:
-        raise EverytokenError("say which backbone: --model NAME, or --initial-checkpoint of a run, which knows its own")
-    if not timm.is_model(name.split(".")[0]):
-        raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
-    extra: dict[str, Any] = {"pretrained": options.pretrained, "drop_path_rate": options.drop_path}
-    backbone, arguments, asked = _create(name, arguments, extra, size)
+        raise EverytokenError("which backbone? Name a model, or an initial_checkpoint of a run, which knows its own")
+    check_architecture(name)
+    backbone, arguments, any_size = _create(name, arguments, options.pretrained, options.drop_path, size)
     config = resolve_data_config({}, model=backbone)
     features = Features(backbone, options.taps)
-    if not asked and not _takes_any_size(features, size):
+    if not any_size and not _takes_any_size(features, size):
         features.fixed_size = size
     if source is not None:
         state = read_weights(source)
         ours = {k.removeprefix(PREFIX): v for k, v in state.items() if k.startswith(PREFIX)}
-        print(f"weights from {source}: {load_weights(backbone, ours or state)}")
+        logger.info("weights from %s: %s", source, load_weights(backbone, ours or state))
     if options.grad_checkpointing:
         features.backbone.set_grad_checkpointing(True)
-    mean, std = (config["mean"], config["std"]) if known is None else (known.mean, known.std)
+    mean, std = (config["mean"], config["std"]) if info is None else (info.mean, info.std)
     return features, Description(name, arguments, img_size=size, mean=tuple(mean), std=tuple(std))
 
 
-def rebuild_features(about: Description, taps: Sequence[int] = ()) -> Features:
-    """The backbone of a dense task's weights file, as it was made; its weights are those of chance."""
-    skip = ("num_classes", "img_size", *(k for way in _DYNAMIC for k in way))
-    arguments = {k: v for k, v in about.arguments.items() if k not in skip}
-    options = BackboneOptions(model=about.architecture, drop_path=0.0, model_kwargs=arguments)
-    size = (about.img_size[0], about.img_size[1])
-    features, _ = build_features(options, size)
-    if features.plain and taps and list(taps) != features.indices:
-        features, _ = build_features(replace(options, taps=tuple(taps)), size)
-    return features
+def rebuild_features(info: Description, taps: Sequence[int] = ()) -> Features:
+    """The backbone of a dense task's weights file, as it was made; its weights are random."""
+    arguments = {name: value for name, value in info.arguments.items() if name not in _SIZE_ARGUMENTS}
+    options = BackboneOptions(model=info.architecture, drop_path=0.0, model_kwargs=arguments, taps=tuple(taps))
+    return build_features(options, info.img_size)[0]
 
 
 def _create(
-    name: str, arguments: dict[str, Any], extra: dict[str, Any], size: tuple[int, int]
+    name: str, arguments: dict[str, Any], pretrained: bool, drop_path: float, size: tuple[int, int]
 ) -> tuple[nn.Module, dict[str, Any], bool]:
-    """The timm model, the arguments it was made with, and whether it takes any size because it was asked to."""
-    tried: list[dict[str, Any]] = [{"img_size": size, **way} for way in _DYNAMIC] + [{}]
-    for more in tried:
-        made = {**arguments, "num_classes": 0, **more}
+    """The timm model, the arguments it was made with, and whether it takes any size because it was asked to.
+
+    Families know different arguments: the ways to ask for a size are tried one after the other, and stochastic depth is
+    left out where there is none.
+    """
+    ways: list[dict[str, Any]] = [{"img_size": size, **way} for way in _DYNAMIC] + [{}]
+    problem = ""
+    for way, depth in itertools.product(ways, ({"drop_path_rate": drop_path}, {})):
+        used = {**arguments, "num_classes": 0, **way}
         try:
-            backbone = timm.create_model(name, **made, **extra)
+            backbone = timm.create_model(name, pretrained=pretrained, **used, **depth)
         except TypeError as error:
-            if any(key in str(error) for key in more):
-                continue
-            if "drop_path_rate" in str(error) and "drop_path_rate" in extra:
-                if extra["drop_path_rate"]:
-                    print(f"note: {name} has no stochastic depth; --drop-path is left out")
-                return _create(name, arguments, {k: v for k, v in extra.items() if k != "drop_path_rate"}, size)
-            raise EverytokenError(f"{name} does not take these arguments: {error}") from error
+            problem = str(error)
+            continue
         except (RuntimeError, OSError) as error:
-            what = "the weights of" if extra["pretrained"] else f"at {_text(size)} pixels,"
-            raise EverytokenError(f"{what} {name} could not be had: {str(error)[:200]}") from error
-        return backbone, made, len(more) == 2
-    raise AssertionError  # the last way asks for nothing
+            what = "the weights of" if pretrained else f"at {_text(size)} pixels,"
+            raise EverytokenError(f"{what} {name} cannot be used: {str(error)[:200]}") from error
+        if drop_path and not depth:
+            logger.info("note: %s has no stochastic depth; drop_path is left out", name)
+        return backbone, used, len(way) == 2
+    raise EverytokenError(f"{name} does not take these arguments: {problem}")
 
 
 def _takes_any_size(features: Features, size: tuple[int, int]) -> bool:
@@ -197,39 +196,30 @@ def _takes_any_size(features: Features, size: tuple[int, int]) -> bool:
     return True
 
 
-def _dense_description(path: Any) -> Description | None:
-    """Of the backbone in the weights file of a dense task's run."""
-    if path.suffix != ".safetensors":
-        return None
-    with safe_open(path, framework="pt") as file:
-        for text in (file.metadata() or {}).values():
-            content = json.loads(text) if text.startswith("{") else {}
-            if "backbone" in content:
-                return description_from(content["backbone"])
+def _dense_description(path: Path) -> Description | None:
+    """Of the backbone in the weights file of a dense task."""
+    metadata = read_metadata(path)
+    for key in DENSE_KEYS:
+        content = parse_metadata(metadata, key, path)
+        if isinstance(content, dict) and "backbone" in content:
+            return Description.from_values(content["backbone"], str(path))
     return None
 
 
-def read_note(path: Path, key: str) -> dict[str, Any] | None:
-    """What a weights file says under `key`; None where it says nothing or is no safetensors file."""
+def parse_metadata(metadata: Mapping[str, str], key: str, path: Path) -> Any:
+    """What a weights file says under `key`, as plain data; None where it says nothing."""
     try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(key)
-    except SafetensorError:
-        return None
-    return None if text is None else json.loads(text)
-
-
-def description_from(values: Mapping[str, Any]) -> Description:
-    """A description that went through JSON."""
-    return Description.from_values(dict(values), "the weights' backbone")
+        return json.loads(metadata[key]) if key in metadata else None
+    except (ValueError, RecursionError) as error:
+        raise EverytokenError(f"{path}: its description is not valid JSON ({error}).") from error
 
 
 @torch.no_grad()
 def probe_features(features: Features, size: tuple[int, int]) -> list[tuple[int, int, int]]:
     """(channels, height, width) of each map for images of (height, width), by one pass of zeros."""
-    was = features.training
+    was_training = features.training
     features.eval()
     like = next(features.parameters())
     maps = features(torch.zeros(1, 3, *size, device=like.device, dtype=like.dtype))
-    features.train(was)
+    features.train(was_training)
     return [(m.shape[1], m.shape[2], m.shape[3]) for m in maps]

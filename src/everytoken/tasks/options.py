@@ -1,14 +1,25 @@
-"""Options that dense tasks share. Names are those of `everytoken train`, which are timm's where timm has one."""
+"""Options that segmentation and detection share. Names are those of `everytoken train`, timm's where timm has one.
+
+Nothing here imports torch, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 
 import tyro
 
 from everytoken.engine.options import OptimOptions, RunOptions
+from everytoken.errors import EverytokenError
+from everytoken.machine import default_workers
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,7 @@ class BackboneOptions:
     """The backbone."""
 
     model: str = ""
-    """timm model name; empty: the one that --initial-checkpoint was trained as."""
+    """timm model name; empty: the one that initial_checkpoint was trained as."""
     pretrained: bool = False
     """Start from timm's pretrained weights (needs the network)."""
     initial_checkpoint: str = ""
@@ -30,6 +41,18 @@ class BackboneOptions:
     """Trade time for memory: recompute activations in the backward pass."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Images and batches."""
+
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
+    """Images per step and process."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    """Loader processes per training process; 0 loads in the main process."""
+    on_bad_image: Literal["raise", "skip"] = "raise"
+    """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,68 @@ class IterRun(RunOptions):
 
     val_iters: int = 8000
     """Updates between validations; each also writes a checkpoint."""
+
+
+def check_rate(optim: OptimOptions) -> None:
+    """Raise if `lr_base` was set and would do nothing: dense tasks have an absolute `lr`, as the papers do."""
+    if optim.lr and optim.lr_base != OptimOptions().lr_base:
+        raise EverytokenError(
+            f"lr_base is {optim.lr_base:g} and lr is {optim.lr:g}, which is used as it is, whatever the batch. Set lr "
+            "to 0 to take the rate from lr_base, or set lr alone."
+        )
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """A trained model and where it runs."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
+    """A run folder or a weights file."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(SourceOptions):
+    """What every evaluation of a dense task is told."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """The dataset, laid out as for training."""
+    split: Literal["val", "test", "train", "all"] = "val"
+    """Which part of the data. Of data without a validation part, val means the images that the run held out of it, or
+    all of them if it was trained on something else."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    """Loader processes."""
+    device: str = ""
+    """cpu, cuda, mps; default: the best there is."""
+    amp: bool = False
+    """Mixed precision (bfloat16)."""
+    on_bad_image: Literal["raise", "skip"] = "raise"
+    """What to do with an image or mask that cannot be read."""
+    pictures: str = ""
+    """Write truth and answer side by side to this JPEG."""
+    picture_count: int = 8
+    """How many images it shows."""
+
+
+@dataclass(frozen=True)
+class PredictOptions(SourceOptions):
+    """What every prediction of a dense task is told."""
+
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
+    """Image files and folders."""
+    output: str
+    """Folder for the results."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
+    """Loader processes."""
+    device: str = ""
+    """cpu, cuda, mps; default: the best there is."""
+    amp: bool = False
+    """Mixed precision (bfloat16)."""
+
+
+def fill(options: T, defaults: Mapping[str, Any]) -> T:
+    """Fields that were left open (None or an empty tuple) take their value from `defaults`."""
+    open_fields = {name: value for name, value in defaults.items() if getattr(options, name) in (None, ())}
+    return replace(options, **open_fields)
 
 
 class _Named(Protocol):

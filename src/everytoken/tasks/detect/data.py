@@ -1,37 +1,58 @@
-"""Images with objects, and batches of them.
+"""Images with objects: COCO json, where it lies and what is in it; views and batches of them.
 
-An `InstanceSet` is a `data.DataSet` whose samples also have objects: a box, a class, perhaps a segmentation. Objects
-are kept as arrays, and segmentations as text in one block of memory, so that a large data set costs little and worker
-processes share it. `coco` reads them.
+COCO          {train2017,val2017}/ (or images/{train2017,val2017}/)  annotations/instances_{train2017,val2017}.json
+one folder    images/ (or the images themselves) and one json file with "images" and "annotations"
+parts         train/ and val/ (or valid/), each like that; annotations may also be train.json and val.json side by side
+a json file   images in images/ next to it, next to it, or where the option `images` says
 
-Images of a batch have different sizes; they lie in the top left corner of a canvas that holds the largest.
+What is wrong is an error that names the file and the annotation: a category that is not listed, an image that is not
+listed or not there, run lengths of another size than the image. Objects that are degenerate (no width or height,
+outside of the image, polygons with fewer than three corners) are counted and left out, with a note.
+
+Objects are kept as arrays, and segmentations as text in one block of memory, so that a large dataset costs little and
+worker processes share it. Images of a batch have different sizes; they lie in the top left corner of a canvas that
+holds the largest. Training draws a short side (the papers: 480 to 800 in steps of 32) and a flip, keyed by (seed,
+epoch, key); the long side is at most 1333. Evaluation takes one size and no flip.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from everytoken import keyed
+from everytoken import keyed, schema
 from everytoken.data import placement as pl
-from everytoken.data.batch import Batch
-from everytoken.data.decode import ImageError, Picture
+from everytoken.data.decode import Picture
+from everytoken.data.given import gather_images
 from everytoken.data.sampler import Request
-from everytoken.data.sources import DataSet, Strings
-from everytoken.tasks.detect.augment import DetectTransform
-from everytoken.tasks.detect.masks import AnnotationError, Segmentation, boxes_through, encode, through
+from everytoken.data.sources import DataError, DataSet, Strings
+from everytoken.data.warp import render
+from everytoken.tasks.dense import FileSet, Views, check_relative, split_by_name, whole_set
+from everytoken.tasks.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through
+from everytoken.tasks.detect.options import CocoOptions
+
+SPLITS = {
+    "train": ("train2017", "train", "training"),
+    "val": ("val2017", "val", "valid", "validation"),
+    "test": ("test2017", "test"),
+}
+_LARGEST = 2**20  # pixels along a side of an image
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """Objects of a data set, sorted by image.
+    """Objects of a dataset, sorted by image.
 
     Attributes:
         first: int64 [images + 1]; the objects of image i are first[i] to first[i + 1].
@@ -52,14 +73,14 @@ class Annotations:
     segments: Strings
 
 
-class InstanceSet(DataSet):
+class InstanceSet(FileSet):
     """Images of a folder and their objects.
 
     Args:
         root: the folder; images: paths below it. sizes: int64 [n, 2], (width, height) of each.
         image_ids: of the images in `source`, the file of the annotations.
         category_ids, class_names: of the classes.
-        found: the objects; None: images alone.
+        annotations: the objects; None: images alone.
         notes: what the reader left out, in words.
     """
 
@@ -71,103 +92,351 @@ class InstanceSet(DataSet):
         image_ids: np.ndarray,
         category_ids: Sequence[int],
         class_names: Sequence[str],
-        found: Annotations | None = None,
+        annotations: Annotations | None = None,
         source: str = "",
         notes: Sequence[str] = (),
     ) -> None:
-        self.root, self.name, self.source = root, source or str(root), source
-        self.images, self.sizes, self.image_ids = Strings(images), sizes, image_ids
-        self.category_ids, self.class_names = list(category_ids), list(class_names)
-        self.labels = np.full(len(images), -1, dtype=np.int64)  # of whole images: none
-        self.found, self.notes = found, list(notes)
+        super().__init__(root, images, class_names, source)
+        self.source, self.sizes, self.image_ids = source, sizes, image_ids
+        self.category_ids, self.notes = list(category_ids), list(notes)
+        self._annotations = annotations
 
-    def key(self, i: int) -> str:
-        """The image's path below the root."""
-        return self.images[i]
+    @property
+    def annotations(self) -> Annotations:
+        """The objects of all images."""
+        assert self._annotations is not None, "these are images alone"
+        return self._annotations
 
-    def where(self, i: int) -> str:
-        """The image's path."""
-        return f"{self.root}/{self.images[i]}"
-
-    def open_bytes(self, i: int) -> bytes:
-        """The image file."""
-        return Path(self.where(i)).read_bytes()
+    def size(self, i: int) -> tuple[int, int]:
+        """(width, height) of image i, as the annotations say."""
+        return int(self.sizes[i][0]), int(self.sizes[i][1])
 
     def objects(self, i: int) -> range:
         """Numbers of the objects of image i."""
-        if self.found is None:
-            return range(0)
-        return range(int(self.found.first[i]), int(self.found.first[i + 1]))
+        return range(int(self.annotations.first[i]), int(self.annotations.first[i + 1]))
 
     def trained(self, i: int) -> list[int]:
         """Objects of image i that are trained on: no crowds, and at least a pixel wide and high inside the image."""
-        if self.found is None:
-            return []
-        width, height = self.sizes[i].tolist()
-        out = []
+        width, height = self.size(i)
+        numbers = []
         for k in self.objects(i):
-            x0, y0, x1, y1 = self.found.boxes[k].tolist()
+            x0, y0, x1, y1 = self.annotations.boxes[k].tolist()
             large = min(x1, width) - max(x0, 0) >= 1 and min(y1, height) - max(y0, 0) >= 1
-            if large and not self.found.crowd[k]:
-                out.append(k)
-        return out
+            if large and not self.annotations.crowd[k]:
+                numbers.append(k)
+        return numbers
 
     def segmentation(self, k: int) -> Segmentation | None:
         """Of object k."""
-        assert self.found is not None
-        text = self.found.segments[k]
+        text = self.annotations.segments[k]
         return json.loads(text) if text else None
+
+    def run_lengths(self, i: int, k: int) -> dict[str, Any]:
+        """The mask of object k of image i, which is its box if it has no segmentation, as COCO's run lengths."""
+        x0, y0, x1, y1 = self.annotations.boxes[k].tolist()
+        shape = self.segmentation(k) or [[x0, y0, x1, y0, x1, y1, x0, y1]]
+        return encode(shape, self.size(i), self.describe(k))
 
     def describe(self, k: int) -> str:
         """File and annotation, for messages."""
-        assert self.found is not None
-        return f"{self.source}: annotation {int(self.found.ids[k])}"
+        return f"{self.source}: annotation {int(self.annotations.ids[k])}"
 
     def check_size(self, i: int, picture: Picture) -> None:
         """The image must have the size that its annotations were made for."""
-        width, height = self.sizes[i].tolist()
+        width, height = self.size(i)
         if picture.size != (width, height):
             hint = " (the image is turned by its EXIF tag)" if picture.size == (height, width) else ""
             raise AnnotationError(
                 f"{self.where(i)} is {picture.size[0]} x {picture.size[1]} pixels, and {self.source} says {width} x "
-                f"{height}{hint}. Boxes and masks would be in the wrong place; mend one of the two."
+                f"{height}{hint}. Boxes and masks would be in the wrong place; correct one of the two."
             )
 
     def as_coco(self, samples: Sequence[int], masks: bool) -> dict[str, Any]:
         """Truth for the COCO evaluator: images `samples`, whose ids become their place in the list (from 1)."""
-        annotations: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for number, i in enumerate(samples):
-            size = (int(self.sizes[i][0]), int(self.sizes[i][1]))
             for k in self.objects(i):
-                assert self.found is not None
-                x0, y0, x1, y1 = self.found.boxes[k].tolist()
-                one: dict[str, Any] = {
-                    "id": len(annotations) + 1,
+                x0, y0, x1, y1 = self.annotations.boxes[k].tolist()
+                row: dict[str, Any] = {
+                    "id": len(rows) + 1,
                     "image_id": number + 1,
-                    "category_id": int(self.found.labels[k]) + 1,
+                    "category_id": int(self.annotations.labels[k]) + 1,
                     "bbox": [x0, y0, x1 - x0, y1 - y0],
-                    "area": float(self.found.area[k]),
-                    "iscrowd": int(self.found.crowd[k]),
+                    "area": float(self.annotations.area[k]),
+                    "iscrowd": int(self.annotations.crowd[k]),
                 }
                 if masks:
-                    drawn = self.segmentation(k)
-                    if drawn is None:
-                        drawn = [[x0, y0, x1, y0, x1, y1, x0, y1]]
-                    one["segmentation"] = encode(drawn, size, self.describe(k))
-                annotations.append(one)
-        images = [
-            {"id": n + 1, "width": int(self.sizes[i][0]), "height": int(self.sizes[i][1])}
-            for n, i in enumerate(samples)
-        ]
+                    row["segmentation"] = self.run_lengths(i, k)
+                rows.append(row)
+        sizes = [self.size(i) for i in samples]
+        images = [{"id": n + 1, "width": width, "height": height} for n, (width, height) in enumerate(sizes)]
         categories = [{"id": c + 1, "name": name} for c, name in enumerate(self.class_names)]
-        return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
+        return {"info": {}, "images": images, "annotations": rows, "categories": categories}
 
 
-def base_of(data: Any, i: int) -> tuple[InstanceSet, int]:
-    """The whole data set, and the number of sample i in it, of a set or of a subset of one."""
-    while not isinstance(data, InstanceSet):
-        data, i = data.base, int(data.indices[i])
-    return data, i
+def only_images(paths: Sequence[str]) -> InstanceSet:
+    """Image files and folders as a dataset without objects, for predictions."""
+    root, names = gather_images(paths)
+    return InstanceSet(root, names, np.zeros((len(names), 2), np.int64), np.arange(len(names)), [], [])
+
+
+# -- where it lies ----------------------------------------------------------------------------------------------------
+
+
+def open_instances(data: str, split: str, options: CocoOptions | None = None) -> DataSet:
+    """A part of a dataset.
+
+    Args:
+        data: its folder, or a json file.
+        split: "train", "val", "test" as the files have it, or "all": everything of data without parts. Without a
+            validation part, "train" and "val" divide the images by their names (`val_split`).
+    """
+    options = options or CocoOptions()
+    if split in ("train", "val") and not divided(data, options):
+        return split_by_name(_read(data, "all", options), split, options.val_split)
+    return _read(data, split, options)
+
+
+def divided(data: str, options: CocoOptions) -> bool:
+    """Whether the data has a validation part."""
+    return bool(options.val_annotations) or (not options.annotations and _find(Path(data), "val") is not None)
+
+
+def whole_file(data: Path) -> Path:
+    """The json file of data without parts, so that a folder and the file in it are seen to be the same data."""
+    try:
+        return (_find(data, "all") or data).resolve()
+    except DataError:  # several: one of them was chosen by name
+        return data.resolve()
+
+
+def _read(data: str, split: str, options: CocoOptions) -> InstanceSet:
+    root = Path(data)
+    if not root.exists():
+        raise DataError(f"there is no folder or file {data}")
+    given = options.val_annotations if split == "val" and options.val_annotations else options.annotations
+    folder = options.val_images if split == "val" and options.val_images else options.images
+    path = Path(given) if given else _find(root, split)
+    if path is None:
+        part = "" if split == "all" else f" for {split!r}"
+        raise DataError(
+            f"{data} has no COCO json{part}: put annotations/instances_{SPLITS.get(split, SPLITS['train'])[0]}.json or "
+            "one json file next to the images, or name it with the option annotations"
+        )
+    return read_coco(path, _images(root, path, split, folder))
+
+
+def _find(root: Path, split: str) -> Path | None:
+    """The json file of a part of the data; of all of it, the only one there is."""
+    if root.is_file():
+        return root if split == "all" else None
+    for name in SPLITS.get(split, ()):
+        for place in (root / "annotations", root):
+            for stem in (f"instances_{name}", name):
+                if (place / f"{stem}.json").is_file():
+                    return place / f"{stem}.json"
+        if (root / name).is_dir():
+            return _only(root / name)
+    return _only(root) if split == "all" else None
+
+
+def _only(folder: Path) -> Path | None:
+    files = sorted(p for p in folder.glob("*.json") if not p.name.startswith("."))
+    if len(files) > 1:
+        files = [p for p in files if "instances" in p.name or "annotations" in p.name] or files
+    if len(files) > 1:
+        names = ", ".join(p.name for p in files)
+        raise DataError(f"{folder} holds several json files ({names}); choose one with the option annotations")
+    return files[0] if files else None
+
+
+def _images(root: Path, path: Path, split: str, folder: str) -> Path:
+    """The folder that the names of images in a json file start from."""
+    if folder:
+        return Path(folder)
+    bases = [path.parent, *([root] if root.is_dir() else []), path.parent.parent]
+    parts = [n for names in SPLITS.values() for n in names if n in path.stem]
+    parts += SPLITS.get(split, ())
+    for base in bases:
+        folders = [place for n in parts for place in (base / n / "images", base / n, base / "images" / n)]
+        for place in (*folders, base / "images"):
+            if place.is_dir():
+                return place
+    return path.parent
+
+
+# -- what is in it ----------------------------------------------------------------------------------------------------
+
+
+_Id = Annotated[int, Interval(ge=-(2**53), le=2**53)]
+
+
+class _Image(TypedDict):
+    id: _Id
+    file_name: str
+    width: float
+    height: float
+
+
+class _Category(TypedDict):
+    id: _Id
+    name: NotRequired[str | int]
+
+
+class _Annotation(TypedDict):
+    image_id: int
+    category_id: int
+    bbox: list[float]
+    id: NotRequired[_Id]
+    iscrowd: NotRequired[bool | int | None]
+    area: NotRequired[float | None]
+    segmentation: NotRequired[Any]
+
+
+class _Coco(TypedDict):
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: list[_Category]
+
+
+def read_coco(path: Path, images: Path) -> InstanceSet:
+    """A COCO json file and its folder of images, checked."""
+    content = schema.read_json(path, _Coco)
+    categories = sorted(content["categories"], key=lambda category: category["id"])
+    if not categories:
+        raise DataError(f"{path} lists no categories")
+    rows = sorted(content["images"], key=lambda row: row["file_name"])
+    files = [check_relative(row["file_name"], f"{path}: image {row['id']}") for row in rows]
+    category_ids, image_ids = [c["id"] for c in categories], [row["id"] for row in rows]
+    _check_unique(path, "images have the file_name", files)
+    _check_unique(path, "images have the id", image_ids)
+    _check_unique(path, "categories have the id", category_ids)
+    _check_present(path, images, files)
+    for row in rows:
+        if not all(1 <= side <= _LARGEST and side == int(side) for side in (row["width"], row["height"])):
+            raise DataError(
+                f"{path}: image {row['id']} is {row['width']:g} x {row['height']:g} pixels, which cannot be"
+            )
+    sizes = np.array([[row["width"], row["height"]] for row in rows], dtype=np.int64).reshape(-1, 2)
+    annotations, notes = _read_annotations(path, content["annotations"], image_ids, sizes, category_ids)
+    names = [str(c.get("name", c["id"])) for c in categories]
+    numbers = np.array(image_ids, dtype=np.int64)
+    return InstanceSet(images, files, sizes, numbers, category_ids, names, annotations, str(path), notes)
+
+
+def _check_unique(path: Path, what: str, values: Sequence[str] | Sequence[int]) -> None:
+    if len(set(values)) < len(values):
+        double = next(value for value, following in pairwise(sorted(values)) if value == following)
+        raise DataError(f"{path}: two {what} {double!r}")
+
+
+def _check_present(path: Path, images: Path, names: Sequence[str]) -> None:
+    """Every image that is listed has a file; folders are read once instead of asking for each."""
+    folders: dict[str, set[str]] = {}
+    missing = []
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        if folder not in folders:
+            place = images / folder
+            folders[folder] = set(os.listdir(place)) if place.is_dir() else set()
+        if file not in folders[folder]:
+            missing.append(name)
+    if missing:
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DataError(
+            f"{path} lists the image {missing[0]!r}{more}, which is not in {images}. Add it, name the right folder "
+            "with the option images, or take it out of the file."
+        )
+
+
+def _read_annotations(
+    path: Path, rows: Sequence[_Annotation], image_ids: Sequence[int], sizes: np.ndarray, category_ids: Sequence[int]
+) -> tuple[Annotations, list[str]]:
+    """The objects, sorted by image, and what was left out."""
+    positions = {number: i for i, number in enumerate(image_ids)}
+    classes = {number: k for k, number in enumerate(category_ids)}
+    kept: list[tuple[int, _Annotation, str]] = []
+    left_out: list[Any] = []
+    for row in rows:
+        number = row.get("id", "(without id)")
+        where = f"{path}: annotation {number}"
+        if row["image_id"] not in positions:
+            raise DataError(
+                f"{where} is of image {row['image_id']!r}, which is not among the {len(positions)} images of the file"
+            )
+        if row["category_id"] not in classes:
+            raise DataError(
+                f"{where} is of category {row['category_id']!r}, which is none of the {len(classes)} categories "
+                f"({category_ids[0]} to {category_ids[-1]})"
+            )
+        if len(row["bbox"]) != 4:
+            raise DataError(f"{where}: bbox is [x, y, width, height], not {row['bbox']!r}")
+        i = positions[row["image_id"]]
+        size = (int(sizes[i][0]), int(sizes[i][1]))
+        segmentation = row.get("segmentation")
+        usable = check(segmentation, size, where) if segmentation else None
+        if not _has_area(row["bbox"], size) or (segmentation and usable is None):
+            left_out.append(number)
+            continue
+        kept.append((i, row, json.dumps(usable) if usable else ""))
+    kept.sort(key=lambda entry: entry[0])
+    boxes = np.array([row["bbox"] for _, row, _ in kept], dtype=np.float64).reshape(-1, 4)
+    area = [a if (a := row.get("area")) is not None else row["bbox"][2] * row["bbox"][3] for _, row, _ in kept]
+    counts = np.bincount(np.array([i for i, _, _ in kept], dtype=np.int64), minlength=len(image_ids))
+    annotations = Annotations(
+        first=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        ids=np.array([row.get("id", -1) for _, row, _ in kept], dtype=np.int64),
+        boxes=np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1),
+        labels=np.array([classes[row["category_id"]] for _, row, _ in kept], dtype=np.int64),
+        crowd=np.array([bool(row.get("iscrowd", 0)) for _, row, _ in kept], dtype=bool),
+        area=np.array(area, dtype=np.float64),
+        segments=Strings([text for _, _, text in kept]),
+    )
+    if not left_out:
+        return annotations, []
+    numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+    note = f"{len(left_out)} annotations without width, height or area inside their image are left out ({numbers})"
+    return annotations, [f"{path}: {note}"]
+
+
+def _has_area(box: Sequence[float], size: tuple[int, int]) -> bool:
+    """Whether a box x, y, width, height has an area inside the image."""
+    x, y, width, height = box
+    if not np.isfinite(box).all() or width <= 0 or height <= 0:
+        return False
+    return x < size[0] and y < size[1] and x + width > 0 and y + height > 0
+
+
+# -- views and batches ------------------------------------------------------------------------------------------------
+
+
+def resized(size: tuple[int, int], short: int, longest: int) -> tuple[int, int]:
+    """(width, height) of an image whose short side becomes `short`, unless its long side would exceed `longest`."""
+    factor = min(short / min(size), longest / max(size))
+    return max(int(size[0] * factor + 0.5), 1), max(int(size[1] * factor + 0.5), 1)
+
+
+class DetectTransform:
+    """A view of an image.
+
+    Args:
+        sizes: short sides to draw from. longest: limit of the long side. hflip: chance of a flip.
+        fill: colour of what lies outside, which nothing does but rounding.
+    """
+
+    def __init__(
+        self, sizes: tuple[int, ...], longest: int, hflip: float = 0.0, fill: tuple[int, int, int] = (124, 116, 104)
+    ) -> None:
+        self.sizes, self.longest, self.hflip, self.fill = sizes, longest, hflip, fill
+
+    def __call__(self, picture: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, pl.Affine]:
+        """(pixels uint8 [h, w, 3], matrix [2, 3]: pixel of the view -> pixel of the upright source)."""
+        which, flip = rng.random(2).tolist() if rng is not None else (0.0, 1.0)
+        width, height = resized(picture.size, self.sizes[int(which * len(self.sizes))], self.longest)
+        matrix = np.array([[picture.size[0] / width, 0.0, 0.0], [0.0, picture.size[1] / height, 0.0]])
+        if flip < self.hflip:
+            matrix = pl.compose(matrix, np.array([[-1.0, 0.0, width], [0.0, 1.0, 0.0]]))
+        return render(picture, matrix, (height, width), bicubic=False, fill=self.fill)
 
 
 @dataclass(frozen=True)
@@ -189,11 +458,9 @@ class Objects:
     matrices: np.ndarray
     sources: tuple[tuple[int, int], ...]
 
-    def _with(self, change: Any) -> Objects:
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Objects:
         masks = None if self.masks is None else change(self.masks)
-        return Objects(
-            change(self.boxes), change(self.labels), masks, self.counts, self.sizes, self.matrices, self.sources
-        )
+        return replace(self, boxes=change(self.boxes), labels=change(self.labels), masks=masks)
 
     def to(self, device: Any, non_blocking: bool = False) -> Objects:
         """The same on another device."""
@@ -206,48 +473,49 @@ class Objects:
     def per_image(self) -> list[dict[str, Tensor]]:
         """As torchvision's detection parts want them: boxes, labels and masks of each image."""
         boxes, labels = self.boxes.split(self.counts), self.labels.split(self.counts)
-        out = [{"boxes": b, "labels": c} for b, c in zip(boxes, labels, strict=True)]
+        images = [{"boxes": b, "labels": c} for b, c in zip(boxes, labels, strict=True)]
         if self.masks is not None:
-            for one, masks in zip(out, self.masks.split(self.counts), strict=True):
-                one["masks"] = masks
-        return out
+            for image, masks in zip(images, self.masks.split(self.counts), strict=True):
+                image["masks"] = masks
+        return images
 
 
-class Samples:
-    """Makes batches of views; see `Loader(samples=...)`. Views are keyed by (seed, epoch, key).
+@dataclass(frozen=True)
+class _View:
+    """One image as it is seen, and its objects; source: (width, height)."""
+
+    pixels: np.ndarray
+    boxes: np.ndarray
+    labels: np.ndarray
+    masks: list[np.ndarray]
+    matrix: np.ndarray
+    source: tuple[int, int]
+
+
+class ObjectViews(Views[_View]):
+    """Views of images and their objects.
 
     Args:
         seed: None: no randomness. masks: with masks of the objects. truth: with objects at all.
     """
 
     def __init__(
-        self, data: Any, transform: DetectTransform, seed: int | None, *, masks: bool = True, truth: bool = True,
+        self,
+        data: DataSet,
+        transform: DetectTransform,
+        seed: int | None,
+        *,
+        masks: bool = True,
+        truth: bool = True,
         skip: bool = False,
-    ) -> None:  # fmt: skip
-        self.data, self.transform, self.seed = data, transform, seed
-        self.masks, self.truth, self.skip = masks and truth, truth, skip
+    ) -> None:
+        super().__init__(data, skip)
+        self.transform, self.seed = transform, seed
+        self.masks, self.truth = masks and truth, truth
 
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitems__(self, requests: list[Request]) -> Batch:
-        made: list[_View] = []
-        kept: list[int] = []
-        skipped: list[tuple[str, str]] = []
-        for request in requests:
-            key = self.data.key(request.sample)
-            try:
-                made.append(self._view(request, key))
-            except ImageError as error:
-                if not self.skip:
-                    raise
-                skipped.append((key, str(error)))
-                continue
-            kept.append(request.sample)
-        return _collate(self.data, made, kept, skipped, self.transform.fill, self.masks)
-
-    def _view(self, request: Request, key: str) -> _View:
-        data, i = base_of(self.data, request.sample)
+    def view(self, request: Request, key: str) -> _View:
+        """Of one image: boxes that have an area in it, and their masks."""
+        data, i = whole_set(self.data, request.sample, InstanceSet)
         rng = None if self.seed is None else keyed.generator(self.seed, request.epoch, key, "detect")
         picture = data.picture(i)
         if self.truth:
@@ -255,68 +523,43 @@ class Samples:
         pixels, matrix = self.transform(picture, rng)
         height, width = pixels.shape[:2]
         numbers = data.trained(i) if self.truth else []
-        found = data.found
-        if not numbers or found is None:
+        if not numbers:
             return _View(pixels, np.zeros((0, 4)), np.zeros(0, np.int64), [], matrix, picture.size)
-        boxes = boxes_through(found.boxes[numbers], matrix)
+        boxes = boxes_through(data.annotations.boxes[numbers], matrix)
         boxes[:, 0::2] = boxes[:, 0::2].clip(0, width)
         boxes[:, 1::2] = boxes[:, 1::2].clip(0, height)
         inside = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
-        chosen = [k for k, good in zip(numbers, inside.tolist(), strict=True) if good]
+        chosen = [k for k, has_area in zip(numbers, inside.tolist(), strict=True) if has_area]
         masks = []
         for k in chosen if self.masks else ():
-            drawn, where = data.segmentation(k), data.describe(k)
-            if drawn is None:
-                raise AnnotationError(f"{where} has no segmentation. --no-masks trains on boxes alone.")
-            masks.append(through(drawn, picture.size, matrix, (height, width), where))
-        return _View(pixels, boxes[inside], found.labels[chosen] + 1, masks, matrix, picture.size)
+            segmentation, where = data.segmentation(k), data.describe(k)
+            if segmentation is None:
+                raise AnnotationError(f"{where} has no segmentation. With masks off, boxes alone are trained on.")
+            masks.append(through(segmentation, picture.size, matrix, (height, width), where))
+        return _View(pixels, boxes[inside], data.annotations.labels[chosen] + 1, masks, matrix, picture.size)
 
-
-@dataclass(frozen=True)
-class _View:
-    pixels: np.ndarray
-    boxes: np.ndarray
-    labels: np.ndarray
-    masks: list[np.ndarray]
-    matrix: np.ndarray
-    source: tuple[int, int]  # width, height
-
-
-def _collate(
-    data: DataSet, made: list[_View], kept: list[int], skipped: list[tuple[str, str]], fill: tuple[int, int, int],
-    masks: bool,
-) -> Batch:  # fmt: skip
-    height = max((view.pixels.shape[0] for view in made), default=1)
-    width = max((view.pixels.shape[1] for view in made), default=1)
-    images = np.empty((len(made), 3, height, width), dtype=np.uint8)
-    images[:] = np.array(fill, dtype=np.uint8)[:, None, None]
-    total = sum(len(view.labels) for view in made)
-    drawn = np.zeros((total, height, width), dtype=np.uint8) if masks else None
-    at = 0
-    for canvas, view in zip(images, made, strict=True):
-        h, w = view.pixels.shape[:2]
-        canvas[:, :h, :w] = view.pixels.transpose(2, 0, 1)
-        for mask in view.masks if drawn is not None else ():
-            drawn[at, :h, :w] = mask  # type: ignore[index]
-            at += 1
-    objects = Objects(
-        boxes=torch.from_numpy(np.concatenate([np.zeros((0, 4)), *(view.boxes for view in made)]).astype(np.float32)),
-        labels=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(view.labels for view in made)])),
-        masks=None if drawn is None else torch.from_numpy(drawn),
-        counts=tuple(len(view.labels) for view in made),
-        sizes=tuple((view.pixels.shape[0], view.pixels.shape[1]) for view in made),
-        matrices=np.array([view.matrix for view in made]).reshape(-1, 2, 3),
-        sources=tuple((view.source[1], view.source[0]) for view in made),
-    )
-    placement = [pl.from_pixels(view.matrix, view.pixels.shape[1::-1], view.source) for view in made]
-    return Batch(
-        images=torch.from_numpy(images),
-        labels=torch.from_numpy(data.labels[kept]),
-        placement=torch.tensor(
-            np.array(placement).reshape(-1, 2, 3), dtype=torch.float32
-        ),  # of the image, not the canvas
-        indices=torch.tensor(kept, dtype=torch.int64),
-        keys=tuple(data.key(i) for i in kept),
-        targets=objects,
-        skipped=tuple(skipped),
-    )
+    def collate(self, views: list[_View]) -> tuple[np.ndarray, np.ndarray, Objects]:
+        """All on one canvas."""
+        sizes = [(view.pixels.shape[0], view.pixels.shape[1]) for view in views]
+        height, width = (max((size[axis] for size in sizes), default=1) for axis in (0, 1))
+        images = np.empty((len(views), 3, height, width), dtype=np.uint8)
+        images[:] = np.array(self.transform.fill, dtype=np.uint8)[:, None, None]
+        counts = [len(view.labels) for view in views]
+        masks = np.zeros((sum(counts) if self.masks else 0, height, width), dtype=np.uint8)
+        first = 0
+        for canvas, view, (h, w) in zip(images, views, sizes, strict=True):
+            canvas[:, :h, :w] = view.pixels.transpose(2, 0, 1)
+            for mask in view.masks:
+                masks[first, :h, :w] = mask
+                first += 1
+        objects = Objects(
+            boxes=torch.from_numpy(np.concatenate([np.zeros((0, 4)), *(v.boxes for v in views)]).astype(np.float32)),
+            labels=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(v.labels for v in views)])),
+            masks=torch.from_numpy(masks) if self.masks else None,
+            counts=tuple(counts),
+            sizes=tuple(sizes),
+            matrices=np.array([view.matrix for view in views]).reshape(-1, 2, 3),
+            sources=tuple((view.source[1], view.source[0]) for view in views),
+        )
+        placement = [pl.from_pixels(view.matrix, view.pixels.shape[1::-1], view.source) for view in views]
+        return images, np.array(placement), objects  # placements are of the images, not of the canvas

@@ -1,68 +1,58 @@
-"""Ask a detector about images: objects in pixels of the source, with masks as run lengths."""
+"""From an image to objects, in pixels of the source, with masks as run lengths; `evaluate` and `predict`.
+
+A detector is used as its run was validated, unless the options say otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from everytoken.data.batch import Batch, normalise
-from everytoken.tasks.detect.augment import DetectTransform
+from everytoken.data.given import gather_images, result_stems
+from everytoken.data.sources import DataSet
+from everytoken.engine.distributed import pick_device
+from everytoken.engine.run_folder import Run
+from everytoken.errors import EverytokenError
+from everytoken.evaluation.held_out import held_out
+from everytoken.tasks.dense import EvalPass, Evaluation, save_sheet, unseen_part, whole_set
+from everytoken.tasks.detect.data import (
+    DetectTransform,
+    InstanceSet,
+    Objects,
+    ObjectViews,
+    divided,
+    only_images,
+    open_instances,
+    whole_file,
+)
+from everytoken.tasks.detect.draw import compare, draw_objects
 from everytoken.tasks.detect.masks import run_lengths
-from everytoken.tasks.detect.model import Detector, DetectorDescription
-from everytoken.tasks.detect.options import DetectAugment, FindOptions
-
-
-@dataclass(frozen=True)
-class Found:
-    """Objects of one image, best first.
-
-    Attributes:
-        boxes: float64 [n, 4], x0, y0, x1, y1 in pixels of the source. scores: float64 [n].
-        labels: int64 [n], classes from 0.
-        masks: COCO run lengths at the source's size; None without masks.
-    """
-
-    boxes: np.ndarray
-    scores: np.ndarray
-    labels: np.ndarray
-    masks: list[dict[str, Any]] | None
-
-    def better_than(self, score: float) -> Found:
-        """Those that score at least so much."""
-        keep = np.flatnonzero(self.scores >= score)
-        masks = None if self.masks is None else [self.masks[i] for i in keep.tolist()]
-        return Found(self.boxes[keep], self.scores[keep], self.labels[keep], masks)
-
-    def rows(self, image: int | str, classes: Sequence[int | str]) -> list[dict[str, Any]]:
-        """As COCO's result files have it. `classes`: what to call each class."""
-        out = []
-        for k, (x0, y0, x1, y1) in enumerate(self.boxes.tolist()):
-            row: dict[str, Any] = {
-                "image_id": image,
-                "category_id": classes[int(self.labels[k])],
-                "bbox": [round(v, 3) for v in (x0, y0, x1 - x0, y1 - y0)],
-                "score": round(float(self.scores[k]), 5),
-            }
-            if self.masks is not None:
-                row["segmentation"] = self.masks[k]
-            out.append(row)
-        return out
+from everytoken.tasks.detect.metrics import Detections, average_precision
+from everytoken.tasks.detect.model import Detector, DetectorInfo, load_detector
+from everytoken.tasks.detect.options import NEW_RUN, DetectAugment, DetectEval, DetectPredict, FindOptions
+from everytoken.tasks.options import fill
 
 
 def resolve(find: FindOptions, augment: DetectAugment) -> FindOptions:
-    """With the sizes of evaluation filled in from those of training."""
-    size = find.size or min(800, max(augment.sizes))
-    return replace(find, size=size, max_size=find.max_size or augment.longest)
+    """With nothing left open, for a new run: sizes are those of training."""
+    sizes = {"size": min(800, max(augment.sizes)), "max_size": augment.longest}
+    open_sizes = replace(find, size=find.size or None, max_size=find.max_size or None)
+    return fill(open_sizes, {**NEW_RUN, **sizes})
 
 
 @dataclass(frozen=True)
 class Inference:
-    """A detector, and how it is asked. `mean`, `std`: of the images' normalisation."""
+    """A detector, and how it is used; `find` has nothing left open. mean, std: of the images' normalisation."""
 
     model: Detector
     find: FindOptions
@@ -70,38 +60,156 @@ class Inference:
     std: tuple[float, ...]
 
     @staticmethod
-    def of(model: Detector, about: DetectorDescription, find: FindOptions) -> Inference:
-        """As a description says."""
-        return Inference(model, find, tuple(about.backbone.mean), tuple(about.backbone.std))
+    def of(model: Detector, info: DetectorInfo, find: FindOptions | None = None) -> Inference:
+        """As the detector was validated, where `find` does not say otherwise."""
+        find = find or FindOptions()
+        find = replace(find, size=find.size or info.find.size, max_size=find.max_size or info.find.max_size)
+        validated = {name: value for name, value in asdict(info.find).items() if value is not None}
+        resolved = resolve(fill(find, validated), DetectAugment())
+        return Inference(model, resolved, info.backbone.mean, info.backbone.std)
 
     @property
     def transform(self) -> DetectTransform:
-        """Makes the views that it wants."""
+        """Makes the views that it needs."""
+        assert self.find.size is not None
+        assert self.find.max_size is not None
         return DetectTransform((self.find.size,), self.find.max_size)
 
-    def __call__(self, batch: Batch, device: torch.device | str) -> list[Found]:
+    def on(self, device: torch.device | str) -> Callable[[Batch], Detections]:
+        """Batch of one image, as bytes -> its objects."""
+        return lambda batch: self(batch, device)[0]
+
+    def __call__(self, batch: Batch, device: torch.device | str) -> list[Detections]:
         """Objects of each image of a batch of bytes."""
+        objects: Objects = batch.targets
         images = normalise(batch.images.to(device), self.mean, self.std)
-        answers = self.model.detect(images, batch.targets.sizes, self.find)
-        out = []
-        for one, matrix, size in zip(answers, batch.targets.matrices, batch.targets.sources, strict=True):
-            boxes = one["boxes"].float().cpu().numpy().astype(np.float64)
+        detections = []
+        answers = self.model.detect(images, objects.sizes, self.find)
+        for answer, matrix, size in zip(answers, objects.matrices, objects.sources, strict=True):
+            boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)
             scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # the view is upright
             boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)
-            masks = None
-            if "masks" in one:
-                masks = _paste(one["masks"].cpu(), boxes, size)
-            out.append(
-                Found(boxes, one["scores"].cpu().numpy().astype(np.float64), one["labels"].cpu().numpy() - 1, masks)
-            )
-        return out
+            masks = _paste(answer["masks"].cpu(), boxes, size) if "masks" in answer else None
+            scores, labels = answer["scores"].cpu().numpy().astype(np.float64), answer["labels"].cpu().numpy() - 1
+            detections.append(Detections(boxes, scores, labels, masks))
+        return detections
 
 
 def _paste(masks: torch.Tensor, boxes: np.ndarray, size: tuple[int, int]) -> list[dict[str, Any]]:
     """Masks [n, 28, 28] put into their boxes on an image of (height, width), one after the other to save memory."""
-    out = []
+    pasted = []
     for mask, box in zip(masks, boxes, strict=True):
         where = torch.from_numpy(box[None]).float()
         whole = paste_masks_in_image(mask[None, None].float(), where, size)[0, 0]
-        out += run_lengths((whole >= 0.5).numpy()[None])
-    return out
+        pasted += run_lengths((whole >= 0.5).numpy()[None])
+    return pasted
+
+
+def truth_of(data: InstanceSet, i: int, masks: bool) -> Detections:
+    """The objects that an image has, as if they had been detected; crowds are left out."""
+    annotations = data.annotations
+    numbers = [k for k in data.objects(i) if not annotations.crowd[k]]
+    runs = [data.run_lengths(i, k) for k in numbers] if masks else None
+    return Detections(annotations.boxes[numbers], np.ones(len(numbers)), annotations.labels[numbers], runs)
+
+
+def truth_and_answer(data: InstanceSet, i: int, detections: Detections) -> Image.Image:
+    """A picture of the objects of an image and those that were detected, side by side."""
+    image = np.asarray(data.picture(i).upright())
+    return compare(image, truth_of(data, i, detections.masks is not None), detections, data.class_names)
+
+
+# -- evaluate, predict ------------------------------------------------------------------------------------------------
+
+
+def class_columns(model_names: Sequence[str], data_names: Sequence[str], where: str) -> list[int]:
+    """Of each class of a detector, the class of the data with its name, -1 if there is none."""
+    index = {name: k for k, name in enumerate(data_names)}
+    columns = [index.get(name, -1) for name in model_names]
+    if max(columns, default=-1) < 0:
+        raise EverytokenError(
+            f"no class of the detector ({', '.join(list(model_names)[:3])}, ...) is a category of {where} "
+            f"({', '.join(list(data_names)[:3])}, ...)"
+        )
+    return columns
+
+
+def evaluate(options: DetectEval) -> Evaluation:
+    """COCO's average precision of a detector, in percent, and a row for each class that occurs."""
+    device = pick_device(options.device)
+    data, notes = _open_data(options)
+    if not len(data):
+        raise EverytokenError(f"{options.data} has no images for {options.split!r}")
+    whole, _ = whole_set(data, 0, InstanceSet)
+    loaded = load_detector(options.source)
+    columns = class_columns(loaded.info.class_names, whole.class_names, whole.name)
+    notes += whole.notes
+    unknown = sum(c not in columns for c in range(whole.num_classes))
+    if unknown:
+        notes.append(f"{unknown} of the {whole.num_classes} categories of the data are unknown to the detector")
+    inference = Inference.of(loaded.model.to(device), loaded.info, options.find)
+    views = ObjectViews(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
+    run = EvalPass[Detections](views, options.workers, options.on_bad_image)
+    detections: dict[int, Detections] = {}  # by number of the image in `whole`
+    for batch, answer in run.run(inference.on(device), device, options.amp):
+        assert batch.indices is not None
+        detections[whole_set(data, int(batch.indices[0]), InstanceSet)[1]] = answer
+    result = average_precision(whole, detections, columns)
+    if options.pictures:
+        panels = []
+        for i in sorted(detections)[: options.picture_count]:
+            shown = detections[i].better_than(options.sure)
+            shown = shown.take([k for k, label in enumerate(shown.labels.tolist()) if columns[label] >= 0])
+            labels = np.array([columns[label] for label in shown.labels.tolist()], dtype=np.int64)
+            panels.append(truth_and_answer(whole, i, replace(shown, labels=labels)))
+        save_sheet(panels, options.pictures)
+    if options.results:
+        ids = [whole.category_ids[c] if c >= 0 else None for c in columns]
+        rows = [row for i in sorted(detections) for row in detections[i].rows(int(whole.image_ids[i]), ids)]
+        Path(options.results).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.results).write_text(json.dumps([row for row in rows if row["category_id"] is not None]))
+    return Evaluation({**result.numbers, **run.numbers}, result.classes, notes, dict(run.bad_images.seen))
+
+
+def _open_data(options: DetectEval) -> tuple[DataSet, list[str]]:
+    data, coco = options.data, options.coco
+    if options.split != "val" or coco.val_split or divided(data, coco):
+        return open_instances(data, options.split, coco), []
+
+    def trained_on(run: Run) -> bool | None:
+        option = "annotations" if run.config.get("annotations") else "data"
+        return run.names(coco.annotations or data, option, whole_file)
+
+    known = held_out(
+        [options.source], data, trained_on, lambda run: 0.0 if run.config.get("val_annotations") else run.val_split
+    )
+    return unseen_part(known, data, lambda split, share: open_instances(data, split, replace(coco, val_split=share)))
+
+
+def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
+    """Objects of images: a picture of each, and predictions.json, written to a folder; never over an image.
+
+    Returns:
+        A row for each image (file, and how many objects of which class), and notes for the user.
+    """
+    device, folder = pick_device(options.device), Path(options.output)
+    stems = result_stems(*gather_images(options.images), folder, (".objects.jpg",))
+    data = only_images(options.images)
+    loaded = load_detector(options.source)
+    names = list(loaded.info.class_names)
+    inference = Inference.of(loaded.model.to(device), loaded.info, options.find)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = EvalPass[Detections](ObjectViews(data, inference.transform, None, truth=False), options.workers)
+    rows: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
+    for batch, answer in run.run(inference.on(device), device, options.amp):
+        assert batch.indices is not None
+        key, shown = batch.keys[0], answer.better_than(options.sure)
+        picture = draw_objects(np.asarray(data.picture(int(batch.indices[0])).upright()), shown, names)
+        stem = stems[key]
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(stem.with_name(stem.name + ".objects.jpg"), quality=90)
+        objects += answer.rows(key, names)
+        rows.append({"image": key, **dict(Counter(names[label] for label in shown.labels.tolist()).most_common())})
+    (folder / "predictions.json").write_text(json.dumps(objects))
+    return rows, []

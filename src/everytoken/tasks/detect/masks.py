@@ -14,13 +14,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
+from everytoken import schema
 from everytoken.data import placement as pl
 from everytoken.data.decode import ImageError
 from everytoken.data.masks import sample_mask
 from everytoken.errors import need
 
 Segmentation = list[list[float]] | dict[str, Any]
+_FARTHEST = 1e5  # pixels from the corner of an image to a polygon's corner; pycocotools allocates by it
+
+
+class _RunLengths(TypedDict):
+    size: list[int]
+    counts: str | list[int]
 
 
 class AnnotationError(ImageError):
@@ -40,26 +48,50 @@ def check(segmentation: Any, size: tuple[int, int], where: str) -> Segmentation 
         where: file and annotation, for messages.
     """
     if isinstance(segmentation, dict):
-        stored, counts = segmentation.get("size"), segmentation.get("counts")
-        if stored is None or counts is None:
-            raise AnnotationError(f'{where}: run lengths look like {{"size": [height, width], "counts": ...}}')
-        if [int(v) for v in stored] != [size[1], size[0]]:
+        runs = schema.parse(_RunLengths, segmentation, f"{where}: segmentation")
+        if runs["size"] != [size[1], size[0]]:
             raise AnnotationError(
-                f"{where}: its mask is {stored[1]} x {stored[0]} pixels and its image is {size[0]} x {size[1]}. Both "
-                "must have the same size; make the annotation anew."
+                f"{where}: its mask is {' x '.join(map(str, runs['size'][::-1]))} pixels and its image is {size[0]} x "
+                f"{size[1]}. Both must have the same size."
             )
-        if isinstance(counts, list) and sum(counts) != size[0] * size[1]:
+        counts = runs["counts"]
+        lengths = _unpack(counts, where) if isinstance(counts, str) else np.array(counts, dtype=np.float64)
+        if (lengths < 0).any() or lengths.sum() != size[0] * size[1]:
             raise AnnotationError(
-                f"{where}: its run lengths add up to {sum(counts)} pixels and its image has {size[0] * size[1]}."
+                f"{where}: its run lengths add up to {lengths.sum():.0f} pixels and its image has {size[0] * size[1]}."
             )
-        return segmentation
-    if not isinstance(segmentation, list) or any(not isinstance(part, list) for part in segmentation):
+        return {"size": runs["size"], "counts": counts}
+    if not isinstance(segmentation, list):
         raise AnnotationError(f"{where}: a segmentation is a list of polygons or run lengths, not {segmentation!r:.60}")
-    for part in segmentation:
-        if len(part) % 2 or not np.isfinite(np.asarray(part, dtype=np.float64)).all():
-            raise AnnotationError(f"{where}: a polygon is a list of x, y, x, y, ...; this one has {len(part)} numbers")
-    kept = [part for part in segmentation if len(part) >= 6]
-    return kept or None
+    polygons = schema.parse(list[list[float]], segmentation, f"{where}: segmentation")
+    for polygon in polygons:
+        if len(polygon) % 2 or not (np.abs(polygon) < _FARTHEST).all():
+            raise AnnotationError(
+                f"{where}: a polygon is a list of x, y, x, y, ... in pixels; this one has {len(polygon)} numbers, from "
+                f"{min(polygon)} to {max(polygon)}"
+            )
+    return [polygon for polygon in polygons if len(polygon) >= 6] or None
+
+
+def _unpack(text: str, where: str) -> np.ndarray:
+    """Lengths of COCO's compressed run lengths: 5 bits per character, least first, differences from the third on.
+
+    pycocotools trusts such text: it decodes an empty one to whatever is in memory.
+    """
+    codes = np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8).astype(np.int64) - 48
+    last = np.flatnonzero(codes & 32 == 0)  # characters at which a number ends
+    starts = np.concatenate([[0], last[:-1] + 1])
+    if not len(codes) or not len(last) or last[-1] != len(codes) - 1 or (codes < 0).any() or (codes > 63).any():
+        raise AnnotationError(f"{where}: its run lengths are damaged ({text[:20]!r})")
+    digits = last - starts + 1
+    if digits.max() > 7:  # more than 2 ** 34 pixels
+        raise AnnotationError(f"{where}: its run lengths are damaged ({text[:20]!r})")
+    places = np.arange(len(codes)) - np.repeat(starts, digits)
+    values = np.add.reduceat((codes & 31) << (5 * places), starts)
+    values -= np.where(codes[last] & 16, np.int64(1) << (5 * digits), 0)
+    values[1::2] = values[1::2].cumsum()
+    values[2::2] = values[2::2].cumsum()
+    return values
 
 
 def encode(segmentation: Segmentation, size: tuple[int, int], where: str) -> dict[str, Any]:
@@ -67,22 +99,22 @@ def encode(segmentation: Segmentation, size: tuple[int, int], where: str) -> dic
     coco = tool()
     try:
         if isinstance(segmentation, list):
-            made: dict[str, Any] = coco.merge(coco.frPyObjects(segmentation, size[1], size[0]))
+            runs: dict[str, Any] = coco.merge(coco.frPyObjects(segmentation, size[1], size[0]))
         elif isinstance(segmentation["counts"], list):
-            made = coco.frPyObjects(segmentation, size[1], size[0])
+            runs = coco.frPyObjects(segmentation, size[1], size[0])
         else:
-            made = {"size": [size[1], size[0]], "counts": segmentation["counts"]}
-            coco.area(made)
+            runs = {"size": [size[1], size[0]], "counts": segmentation["counts"]}
+            coco.area(runs)
     except (ValueError, TypeError) as error:
         raise AnnotationError(f"{where}: its segmentation cannot be read ({error})") from error
-    return made
+    return runs
 
 
 def decode(segmentation: Segmentation, size: tuple[int, int], where: str) -> np.ndarray:
     """uint8 [height, width] of 0 and 1."""
-    made = encode(segmentation, size, where)
+    runs = encode(segmentation, size, where)
     try:
-        out: np.ndarray = tool().decode(made)
+        out: np.ndarray = tool().decode(runs)
     except ValueError as error:
         raise AnnotationError(f"{where}: its run lengths cannot be read ({error})") from error
     return out
@@ -115,6 +147,6 @@ def run_lengths(masks: Sequence[np.ndarray] | np.ndarray) -> list[dict[str, Any]
     """Binary masks [n, height, width] as compressed run lengths that JSON can hold."""
     coco, out = tool(), []
     for mask in masks:
-        made = coco.encode(np.asfortranarray(mask.astype(np.uint8)))
-        out.append({"size": [int(v) for v in made["size"]], "counts": made["counts"].decode()})
+        runs = coco.encode(np.asfortranarray(mask.astype(np.uint8)))
+        out.append({"size": [int(v) for v in runs["size"]], "counts": runs["counts"].decode()})
     return out

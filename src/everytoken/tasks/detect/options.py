@@ -1,4 +1,4 @@
-"""What `everytoken detect` is told; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
+"""Options of `everytoken detect`; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken._machine import default_workers
 from everytoken.engine.options import OptimOptions, RunOptions
-from everytoken.tasks.options import BackboneOptions
+from everytoken.tasks.options import BackboneOptions, BatchOptions, EvaluateOptions, PredictOptions
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,17 @@ class CocoOptions:
     val_annotations: str = ""
     """detect train: COCO json of the validation part; default: found below DATA."""
     val_images: str = ""
-    """detect train: folder of its images; default: as for --images."""
+    """detect train: folder of its images; default: as for images."""
     val_split: float = 0.0
     """Part of the images to hold out when the data has no validation part; 0 means 0.1 in that case."""
 
 
 @dataclass(frozen=True)
-class DetectData(CocoOptions):
+class DetectData(BatchOptions, CocoOptions):
     """Images, annotations and batches."""
 
     keep_empty: bool = False
     """Train on images without objects too; the papers leave them out."""
-    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
-    """Images per step and process."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
-    """Loader processes per training process; 0 loads in the main process."""
-    on_bad_image: Literal["raise", "skip"] = "raise"
-    """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +77,22 @@ class DetectAugment:
 
 @dataclass(frozen=True)
 class FindOptions:
-    """How images are looked at when no longer training."""
+    """Evaluation. What is not given is as the run was validated; for a new run, the value in brackets."""
 
-    size: int = 0
-    """Short side of the image; 0: 800, or the largest of training if that is smaller."""
-    max_size: int = 0
-    """The long side is at most this; 0: as in training."""
-    score_thresh: float = 0.05
-    """Leave out objects that score less."""
-    nms_thresh: float = 0.5
-    """Of two boxes of a class that overlap by more than this IoU, only the better stays."""
-    max_detections: int = 100
-    """Objects per image."""
+    size: int | None = None
+    """Short side of the image. [800, or the largest of training if that is smaller]"""
+    max_size: int | None = None
+    """The long side is at most this. [as in training]"""
+    score_thresh: float | None = None
+    """Leave out objects that score less. [0.05]"""
+    nms_thresh: float | None = None
+    """Of two boxes of a class that overlap by more than this IoU, only the better stays. [0.5]"""
+    max_detections: int | None = None
+    """Objects per image. [100]"""
+
+
+NEW_RUN = {"score_thresh": 0.05, "nms_thresh": 0.5, "max_detections": 100}
+"""What a run's `FindOptions` are where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,6 @@ class DetectOptim(OptimOptions):
 
     warmup_iters: int = 500
     """Updates of linear warm-up."""
-    warmup_epochs: tyro.conf.Suppress[float] = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,3 +122,24 @@ class DetectOptions:
         )
     )
     run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)
+
+
+@dataclass(frozen=True)
+class DetectEval(EvaluateOptions):
+    """What `evaluate` is told."""
+
+    coco: tyro.conf.OmitArgPrefixes[CocoOptions] = field(default_factory=CocoOptions)
+    find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
+    sure: float = 0.5
+    """Score of the objects that are drawn."""
+    results: str = ""
+    """Write all objects to this file, in COCO's format of results."""
+
+
+@dataclass(frozen=True)
+class DetectPredict(PredictOptions):
+    """What `predict` is told."""
+
+    sure: float = 0.5
+    """Score of the objects that are drawn and counted; the file has all above score_thresh."""
+    find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)

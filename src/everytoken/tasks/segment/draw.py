@@ -37,9 +37,9 @@ def as_palette_image(mask: np.ndarray, classes: int) -> Image.Image:
     """A mask as a PNG that viewers show in colours and programs read as classes (16-bit grey above 255 classes)."""
     if classes > 255:
         return Image.fromarray(mask.astype(np.uint16))
-    made = Image.fromarray(mask.astype(np.uint8))
-    made.putpalette(np.concatenate([palette(classes), np.zeros((256 - classes, 3), np.uint8)]).tobytes())
-    return made
+    image = Image.fromarray(mask.astype(np.uint8))
+    image.putpalette(np.concatenate([palette(classes), np.zeros((256 - classes, 3), np.uint8)]).tobytes())
+    return image
 
 
 def panel(
@@ -57,9 +57,11 @@ def panel(
     counts = np.zeros(len(names) + 1, dtype=np.int64)
     for _, mask in masks:
         counts += np.bincount(mask.reshape(-1) + 1, minlength=len(names) + 1)
-    seen = [int(i) for i in np.argsort(-counts[1:], kind="stable") if counts[i + 1]]
-    more = len(seen) - _LEGEND
-    rows = [(tuple(palette(len(names))[i].tolist()), names[i].split(";")[0].split(",")[0][:24]) for i in seen[:_LEGEND]]
+    present = [int(i) for i in np.argsort(-counts[1:], kind="stable") if counts[i + 1]]
+    more = len(present) - _LEGEND
+    rows = [
+        (tuple(palette(len(names))[i].tolist()), names[i].split(";")[0].split(",")[0][:24]) for i in present[:_LEGEND]
+    ]
     if more > 0:
         rows.append(((255, 255, 255), f"and {more} more"))
     height = max(size[1] + _LINE, _LINE * (len(rows) + 1))
@@ -73,14 +75,4 @@ def panel(
         top = _LINE * (k + 1)
         draw.rectangle((left, top + 2, left + 10, top + 12), fill=colour)
         draw.text((left + 15, top + 1), name, fill="black")
-    return canvas
-
-
-def sheet(panels: Sequence[Image.Image]) -> Image.Image:
-    """Panels below each other."""
-    canvas = Image.new("RGB", (max(p.width for p in panels), sum(p.height + 4 for p in panels)), "white")
-    top = 0
-    for one in panels:
-        canvas.paste(one, (0, top))
-        top += one.height + 4
     return canvas

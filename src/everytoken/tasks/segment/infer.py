@@ -1,24 +1,49 @@
-"""From an image to a class for every pixel: whole or by windows, at several scales, mirrored too.
+"""From an image to a class for every pixel: whole or by windows, at several scales, mirrored; `evaluate`, `predict`.
 
 An image is resized so that its short side is that of training (its long side at most four times that), times each
 scale. Logits of overlapping windows are averaged; of scales and mirrored images, probabilities. The result is
 interpolated to the image's own size, a few classes at a time so that memory stays bounded, and the best class taken.
 As in the papers' set-ups: windows of 512 every 341 pixels; scales 0.5 or 0.75 to 1.75 with mirroring.
+
+A segmenter is used as its run was validated, unless the options say otherwise.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-from everytoken.data.batch import normalise
+from everytoken.data.batch import Batch, normalise
+from everytoken.data.given import gather_images, result_stems
+from everytoken.data.sources import DataSet
+from everytoken.engine.distributed import pick_device
+from everytoken.errors import EverytokenError
+from everytoken.evaluation.held_out import held_out
+from everytoken.tasks.dense import EvalPass, Evaluation, save_sheet, unseen_part
+from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import resized
-from everytoken.tasks.segment.heads import resize
-from everytoken.tasks.segment.options import EvalOptions
+from everytoken.tasks.segment.data import MaskSet, WholeViews, class_lookup, divided, open_masks
+from everytoken.tasks.segment.draw import as_palette_image, overlay, panel
+from everytoken.tasks.segment.metrics import Confusion
+from everytoken.tasks.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
+from everytoken.tasks.segment.options import (
+    NEW_RUN,
+    EvalOptions,
+    InferOptions,
+    SegmenterOptions,
+    SegmentEval,
+    SegmentPredict,
+)
+from everytoken.tasks.segment.token import load_token_segmenter, read_class_map
 
 Network = Callable[[Tensor], Tensor]
 _WINDOWS = 8  # that go through the network together
@@ -33,7 +58,7 @@ class Inference:
         network: images [B, 3, H, W] -> logits [B, K, H, W].
         short: length of the short side at scale 1. window: side of the windows.
         mean, std: normalisation.
-        options: whole or windows, their step, scales, mirroring.
+        options: whole or windows, their step, scales, mirroring; as for a new run where they are open.
         fixed: the network takes windows of exactly this size; smaller images are padded.
         columns: of the network's classes, those wanted, in this order; None: all.
     """
@@ -53,16 +78,21 @@ class Inference:
         size = size or (image.shape[-2], image.shape[-1])
         return best_class(self.scores(image), size)
 
+    def on(self, device: torch.device | str) -> Callable[[Batch], Tensor]:
+        """Batch of one image -> int64 [H, W] on the CPU."""
+        return lambda batch: self(batch.images.to(device)).cpu()
+
     @torch.no_grad()
     def scores(self, image: Tensor) -> Tensor:
         """[1, K, h, w] at scale 1: logits of a single pass, else mean probabilities."""
         width, height = resized((image.shape[-1], image.shape[-2]), self.short)
-        many = len(self.options.scales) > 1 or self.options.flip
+        options = fill(self.options, NEW_RUN)
+        many = len(options.scales) > 1 or options.flip
         total: Tensor | None = None
-        for scale in self.options.scales:
+        for scale in options.scales:
             at = (max(round(height * scale), 1), max(round(width * scale), 1))
             view = normalise(_resized_bytes(image, at), self.mean, self.std)
-            for mirrored in (False, True) if self.options.flip else (False,):
+            for mirrored in (False, True) if options.flip else (False,):
                 logits = self._logits(view.flip(-1) if mirrored else view)
                 logits = logits.flip(-1) if mirrored else logits
                 answer = resize(logits, (height, width))
@@ -72,10 +102,10 @@ class Inference:
         return total
 
     def _logits(self, view: Tensor) -> Tensor:
-        if self.options.mode == "whole":
-            out = self.network(view)
-        else:
+        if self.options.mode == "slide":
             out = slide(self.network, view, self.window, self.options.stride or -(-2 * self.window // 3), self.fixed)
+        else:
+            out = self.network(view)
         out = out.float()
         return out if self.columns is None else out[:, self.columns.to(out.device)]
 
@@ -84,8 +114,8 @@ def _resized_bytes(image: Tensor, size: tuple[int, int]) -> Tensor:
     """Anti-aliased, rounded to whole levels, as an image editor would."""
     if (image.shape[-2], image.shape[-1]) == size:
         return image
-    made = F.interpolate(image.float(), size, mode="bilinear", antialias=True)
-    return made.round_().clamp_(0, 255)
+    resized_image = F.interpolate(image.float(), size, mode="bilinear", antialias=True)
+    return resized_image.round_().clamp_(0, 255)
 
 
 def starts(length: int, window: int, stride: int) -> list[int]:
@@ -134,3 +164,115 @@ def best_class(scores: Tensor, size: tuple[int, int]) -> Tensor:
         index = torch.where(better, where + first, index)
         best = torch.where(better, value, best)
     return index
+
+
+def segmenter_inference(model: Segmenter, info: SegmenterInfo, options: InferOptions | None = None) -> Inference:
+    """How a segmenter is used: as it was validated, where `options` do not say otherwise."""
+    validated = {name: value for name, value in asdict(info.evaluation).items() if value not in (None, ())}
+    resolved = fill(options or InferOptions(), validated)
+    window, fixed = info.backbone.img_size[0], model.features.fixed_size is not None
+    if fixed:
+        resolved = replace(resolved, mode="slide")
+    return Inference(model, resolved.resize or window, window, info.backbone.mean, info.backbone.std, resolved, fixed)
+
+
+# -- evaluate, predict ------------------------------------------------------------------------------------------------
+
+
+def open_inference(
+    options: SegmenterOptions, data_names: Sequence[str] | None, device: str
+) -> tuple[Inference, list[str], list[str]]:
+    """What answers, the names of its classes, and notes for the user.
+
+    Args:
+        data_names: classes of the data; None: answer in the model's own.
+    """
+    if options.head == "segment":
+        loaded = load_segmenter(options.source)
+        inference = segmenter_inference(loaded.model.to(device), loaded.info, options.evaluation)
+        model_names = list(loaded.info.class_names)
+        if data_names is None or list(data_names) == model_names:
+            return inference, model_names, []
+        columns = torch.from_numpy(class_lookup(data_names, model_names, "the data"))
+        note = f"{len(data_names)} of the {len(model_names)} classes are asked"
+        return replace(inference, columns=columns), list(data_names), [note]
+    if data_names is None:
+        if not options.class_map:
+            raise EverytokenError("a token or class head needs a class_map file, which names the classes to draw")
+        data_names = list(read_class_map(options.class_map))
+    model, info, mapping = load_token_segmenter(
+        options.source, data_names, options.class_map, options.head, options.model, options.img_size or None
+    )
+    height, width = info.img_size
+    if height != width:
+        raise EverytokenError(f"{options.source} takes {height}x{width} pixels; windows have to be square here")
+    resolved = replace(options.evaluation, mode="slide")
+    inference = Inference(model.to(device), resolved.resize or width, width, info.mean, info.std, resolved, fixed=True)
+    used = mapping[mapping >= 0]
+    note = (
+        f"the {options.head} head answers for {len(used.unique())} of {len(data_names)} classes of the data, with "
+        f"{len(used)} of its {len(mapping)} classes, in windows of {width} pixels"
+    )
+    return inference, list(data_names), [note]
+
+
+def evaluate(options: SegmentEval) -> Evaluation:
+    """mIoU, mAcc and aAcc of a segmenter on a dataset, in percent, and a row for each class that occurs."""
+    device = pick_device(options.device)
+    data, notes = _open_data(options)
+    inference, class_names, more = open_inference(options, data.class_names, device)
+    confusion = Confusion(len(class_names))
+    run = EvalPass[Tensor](WholeViews(data, options.on_bad_image == "skip"), options.workers, options.on_bad_image)
+    panels: list[Image.Image] = []
+    for batch, answer in run.run(inference.on(device), device, options.amp):
+        confusion.add(batch.targets[0], answer)
+        if options.pictures and len(panels) < options.picture_count:
+            panels.append(truth_and_answer(batch, answer, class_names))
+    save_sheet(panels, options.pictures)
+    numbers = {**confusion.summary(), **run.numbers}
+    return Evaluation(numbers, confusion.per_class(class_names), [*notes, *more], dict(run.bad_images.seen))
+
+
+def _open_data(options: SegmentEval) -> tuple[DataSet, list[str]]:
+    data, masks = options.data, options.masks
+    if options.split != "val" or masks.val_split or divided(data, masks):
+        return open_masks(data, options.split, masks), []
+    known = held_out(
+        [options.source],
+        data,
+        lambda run: run.names(data) if (run.config.get("images") or "") == masks.images else None,
+    )
+    return unseen_part(known, data, lambda split, share: open_masks(data, split, replace(masks, val_split=share)))
+
+
+def truth_and_answer(batch: Batch, answer: Tensor, class_names: Sequence[str]) -> Image.Image:
+    """A picture of a batch of one image: the image, its mask and the answer."""
+    pixels = batch.images[0].permute(1, 2, 0).numpy()
+    return panel(pixels, [("truth", batch.targets[0].numpy()), ("answer", answer.numpy())], class_names)
+
+
+def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
+    """Masks and pictures of images, written to a folder; never over an image.
+
+    Returns:
+        A row for each image (file, classes with their share in percent), and notes for the user.
+    """
+    device = pick_device(options.device)
+    root, names = gather_images(options.images)
+    folder = Path(options.output)
+    stems = result_stems(root, names, folder, (".png", ".overlay.jpg"))
+    inference, class_names, notes = open_inference(options, None, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = EvalPass[Tensor](WholeViews(MaskSet(root, names, [], [], {}), masks=False), options.workers)
+    rows: list[dict[str, Any]] = []
+    for batch, answer in run.run(inference.on(device), device, options.amp):
+        mask, stem = answer.numpy(), stems[batch.keys[0]]
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        as_palette_image(mask, len(class_names)).save(stem.with_name(stem.name + ".png"))
+        picture = Image.fromarray(overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(class_names)))
+        picture.save(stem.with_name(stem.name + ".overlay.jpg"), quality=90)
+        shares = np.bincount(mask.reshape(-1), minlength=len(class_names)) / mask.size
+        order = [i for i in np.argsort(-shares, kind="stable").tolist() if shares[i] > 0]
+        rows.append({"image": batch.keys[0], **{class_names[i]: round(100 * float(shares[i]), 2) for i in order}})
+    (folder / "classes.json").write_text(json.dumps(dict(enumerate(class_names)), indent=1))
+    return rows, notes

@@ -29,8 +29,8 @@ class Confusion:
         """Count pixels; truth below 0 is ignored. Both of one shape, any integer type, predictions 0..K-1."""
         k = self.counts.shape[0]
         truth, prediction = truth.reshape(-1).long(), prediction.reshape(-1).long()
-        seen = truth >= 0
-        pairs = truth[seen] * k + prediction[seen].to(truth.device)
+        counted = truth >= 0
+        pairs = truth[counted] * k + prediction[counted].to(truth.device)
         self.counts += torch.bincount(pairs, minlength=k * k).reshape(k, k).cpu()
 
     def iou(self) -> Tensor:
@@ -66,8 +66,13 @@ class Confusion:
             if iou[i] != iou[i]:
                 continue
             other = int(off[i].argmax())
-            taken = names[other] if int(off[i, other]) else ""
-            found = accuracy[i] if int(truth[i]) else None
-            row = {"class": name, "IoU": iou[i], "accuracy": found, "pixels": 100 * int(truth[i]) / total}
-            rows.append({**row, "taken for": taken})
+            rows.append(
+                {
+                    "class": name,
+                    "IoU": iou[i],
+                    "accuracy": accuracy[i] if int(truth[i]) else None,
+                    "pixels": 100 * int(truth[i]) / total,
+                    "taken for": names[other] if int(off[i, other]) else "",
+                }
+            )
         return rows

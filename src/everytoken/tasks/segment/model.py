@@ -1,4 +1,9 @@
-"""The segmenter: backbone, pyramid for plain transformers, head and auxiliary head.
+"""The segmenter: backbone, side layers for plain transformers, head (FCN or UperNet) and auxiliary head.
+
+FCN: Long et al. 2015 (here: 3x3 convolutions and a classifier on one map). UperNet: Xiao et al. 2018, section 3:
+pyramid pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused.
+Side layers are the released LV-ViT set-up (All Tokens Matter, section 4.4): each of four taps becomes one level by
+transposed convolutions; the last one is widened. Its coarsest level stays at the stride of the tokens.
 
 The papers' models come out with the parameters of their tables (millions; ADE20K's 150 classes, 512 px):
 LV-ViT-S + FCN 30, LV-ViT-S / M / L + UperNet 44 / 77 / 209, Swin-T / S / B + UperNet 60 / 81 / 121. Tests count them.
@@ -6,57 +11,155 @@ LV-ViT-S + FCN 30, LV-ViT-S / M / L + UperNet 44 / 77 / 209, Swin-T / S / B + Up
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
-from everytoken.models.open import Description, find_weights
-from everytoken.models.weights import load_weights
-from everytoken.tasks.backbone import Features, build_features, description_from, read_note, rebuild_features
+from everytoken.tasks.backbone import Features, build_features
+from everytoken.tasks.dense import DenseInfo, Loaded, load_dense
 from everytoken.tasks.options import BackboneOptions
-from everytoken.tasks.pyramid import SideLayers
-from everytoken.tasks.segment.heads import FcnHead, UperHead, resize
-from everytoken.tasks.segment.options import DecoderOptions
+from everytoken.tasks.segment.options import DecoderOptions, InferOptions
 
-METADATA = "everytoken-segment"  # the key in the weights file
+POOLS = (1, 2, 3, 6)  # cells along each axis, of pyramid pooling
 
 
-@dataclass(frozen=True)
-class SegmenterDescription:
-    """What somebody needs to know to use a segmenter's weights.
+class ConvNormRelu(nn.Sequential):
+    """Convolution without bias, batch norm, ReLU; the size stays."""
 
-    Attributes:
-        backbone: how its timm model was made, and the input's normalisation; img_size is the training crop.
-        decoder: `DecoderOptions` as a dict.
-        class_names: of the outputs.
-        evaluation: how it was validated, as a dict of `EvalOptions`.
+    def __init__(self, dim: int, out: int, kernel: int) -> None:
+        super().__init__(
+            nn.Conv2d(dim, out, kernel, padding=kernel // 2, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+        )
+
+
+class Classifier(nn.Sequential):
+    """Dropout of whole channels, then a class for every cell."""
+
+    def __init__(self, dim: int, classes: int, dropout: float) -> None:
+        conv = nn.Conv2d(dim, classes, 1)
+        nn.init.normal_(conv.weight, std=0.01)
+        nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+        super().__init__(nn.Dropout2d(dropout), conv)
+
+
+class FcnHead(nn.Module):
+    """Convolutions on one map.
+
+    Args:
+        dims: channels of all maps. index: the map to look at.
+        classes: outputs. channels: inside. convs: how many 3x3 convolutions. dropout: before the classifier.
     """
 
-    backbone: Description
-    decoder: dict[str, Any]
-    class_names: tuple[str, ...]
-    taps: tuple[int, ...] = ()
-    evaluation: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        dims: Sequence[int],
+        classes: int,
+        channels: int = 256,
+        convs: int = 1,
+        index: int = -1,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        widths = [dims[index], *[channels] * convs]
+        self.convs = nn.Sequential(*[ConvNormRelu(a, b, 3) for a, b in pairwise(widths)])
+        self.classifier = Classifier(widths[-1], classes, dropout)
 
-    def to_metadata(self) -> dict[str, str]:
-        """As safetensors keeps it, in one entry."""
-        return {METADATA: json.dumps(asdict(self))}
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        """[[B, D_i, h_i, w_i], ...] -> [B, K, h, w] of the map at `index`."""
+        out: Tensor = self.classifier(self.convs(maps[self.index]))
+        return out
 
-    @staticmethod
-    def from_file(path: Path) -> SegmenterDescription | None:
-        """Of a weights file; None if it is not a segmenter's."""
-        values = read_note(path, METADATA)
-        if values is None:
-            return None
-        return SegmenterDescription(
-            description_from(values["backbone"]), values["decoder"], tuple(values["class_names"]),
-            tuple(values["taps"]), values["evaluation"],
-        )  # fmt: skip
+
+class UperHead(nn.Module):
+    """Pyramid pooling on the last map, a feature pyramid over all, fused at the first map's resolution.
+
+    Args:
+        dims: channels of the maps, finest first; any number of them.
+        classes: outputs. channels: inside. dropout: before the classifier.
+    """
+
+    def __init__(self, dims: Sequence[int], classes: int, channels: int = 512, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.pooled = nn.ModuleList([ConvNormRelu(dims[-1], channels, 1) for _ in POOLS])
+        self.bottleneck = ConvNormRelu(dims[-1] + len(POOLS) * channels, channels, 3)
+        self.lateral = nn.ModuleList([ConvNormRelu(d, channels, 1) for d in dims[:-1]])
+        self.smooth = nn.ModuleList([ConvNormRelu(channels, channels, 3) for _ in dims[:-1]])
+        self.fuse = ConvNormRelu(len(dims) * channels, channels, 3)
+        self.classifier = Classifier(channels, classes, dropout)
+
+    def pool(self, grid: Tensor) -> Tensor:
+        """[B, D, h, w] -> [B, channels, h, w] with a view of the whole image in it."""
+        views = [grid]
+        for cells, conv in zip(POOLS, self.pooled, strict=True):
+            views.append(resize(conv(F.adaptive_avg_pool2d(grid, cells)), grid))
+        out: Tensor = self.bottleneck(torch.cat(views, 1))
+        return out
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        """[[B, D_i, h_i, w_i], ...] -> [B, K, h_0, w_0]."""
+        levels = [conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)]
+        levels.append(self.pool(maps[-1]))
+        for i in range(len(levels) - 1, 0, -1):
+            levels[i - 1] = levels[i - 1] + resize(levels[i], levels[i - 1])
+        out = [conv(grid) for conv, grid in zip(self.smooth, levels[:-1], strict=True)]
+        out.append(levels[-1])
+        logits: Tensor = self.classifier(self.fuse(torch.cat([resize(grid, out[0]) for grid in out], 1)))
+        return logits
+
+
+def resize(grid: Tensor, like: Tensor | tuple[int, int]) -> Tensor:
+    """Bilinear, to the height and width of `like`."""
+    size = (like.shape[-2], like.shape[-1]) if isinstance(like, Tensor) else like
+    if (grid.shape[-2], grid.shape[-1]) == size:
+        return grid
+    return F.interpolate(grid, size, mode="bilinear", align_corners=False)
+
+
+def _norm_relu(channels: int) -> list[nn.Module]:
+    return [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+
+
+def _side(dim: int, out: int, finer: int) -> nn.Sequential:
+    """A map at `finer` times the resolution. One convolution, or two if it is made finer."""
+    if finer == 1:
+        return nn.Sequential(nn.Conv2d(dim, out, 1, bias=False), *_norm_relu(out))
+    up = nn.ConvTranspose2d(dim, dim, finer, stride=finer, bias=False)
+    return nn.Sequential(up, *_norm_relu(dim), nn.Conv2d(dim, out, 1, bias=False), *_norm_relu(out))
+
+
+class SideLayers(nn.Module):
+    """One level per tap: [B, D, h, w] each -> [B, D, 4h, 4w], [B, D, 2h, 2w], [B, D, h, w], [B, last, h, w].
+
+    Args:
+        dims, strides: of the taps.
+        last: channels of the last level.
+        finer: how much finer than the tokens each level is, one number per tap; the released FCN uses the last two taps
+            with (1, 2), the released UperNet four with (4, 2, 1, 1).
+    """
+
+    def __init__(
+        self, dims: Sequence[int], strides: Sequence[int], last: int = 2048, finer: Sequence[int] = (4, 2, 1, 1)
+    ) -> None:
+        super().__init__()
+        self.first = len(dims) - len(finer)  # taps before it are not used
+        used = list(dims[self.first :])
+        self.dims = [*used[:-1], last]
+        self.strides = [s // f for s, f in zip(strides[self.first :], finer, strict=True)]
+        self.layers = nn.ModuleList([_side(d, out, f) for d, out, f in zip(used, self.dims, finer, strict=True)])
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Maps of the taps -> levels, finest first (or last, as `finer` says)."""
+        return [layer(grid) for layer, grid in zip(self.layers, maps[self.first :], strict=True)]
 
 
 class Segmenter(nn.Module):
@@ -78,7 +181,7 @@ class Segmenter(nn.Module):
             last = options.pyramid_channels or (768 if fcn else 2048)
             finer = (1, 2) if fcn else (4, 2, 1, 1)
             if len(dims) < len(finer):
-                raise EverytokenError(f"--taps: the {options.head} head wants {len(finer)} blocks, got {len(dims)}")
+                raise EverytokenError(f"taps has {len(dims)} blocks, and the {options.head} head needs {len(finer)}")
             self.pyramid = SideLayers(dims, features.strides, last, finer)
             dims = self.pyramid.dims
         channels = options.channels or (256 if options.head == "fcn" else 512)
@@ -113,41 +216,35 @@ class Segmenter(nn.Module):
 
 
 @dataclass(frozen=True)
-class LoadedSegmenter:
-    """A segmenter in evaluation mode with its description."""
+class SegmenterInfo(DenseInfo):
+    """What a segmenter's weights say about themselves: head, and how the run was validated."""
 
-    model: Segmenter
-    description: SegmenterDescription
-    source: str
+    METADATA: ClassVar[str] = "everytoken-segment"
+    HINT: ClassVar[str] = (
+        "is not a segmenter of `everytoken segment train`. A classifier's token head can be read as a segmenter: head "
+        '"token".'
+    )
+
+    decoder: DecoderOptions
+    evaluation: InferOptions
 
 
 def build_segmenter(
-    backbone: BackboneOptions, decoder: DecoderOptions, size: int | tuple[int, int], class_names: tuple[str, ...]
-) -> tuple[Segmenter, SegmenterDescription]:
+    backbone: BackboneOptions,
+    decoder: DecoderOptions,
+    size: int | tuple[int, int],
+    class_names: tuple[str, ...],
+    evaluation: InferOptions | None = None,
+) -> tuple[Segmenter, SegmenterInfo]:
     """A segmenter to be trained, its backbone with the weights that the options name."""
-    features, about = build_features(backbone, size)
+    features, info = build_features(backbone, size)
     model = Segmenter(features, decoder, len(class_names))
-    return model, SegmenterDescription(about, asdict(decoder), class_names, tuple(features.indices))
+    taps = tuple(features.indices)
+    return model, SegmenterInfo(info, class_names, taps, decoder, evaluation or InferOptions())
 
 
-def load_segmenter(source: str | Path) -> LoadedSegmenter:
+def load_segmenter(source: str | Path) -> Loaded[Segmenter, SegmenterInfo]:
     """A trained segmenter from its run folder or a weights file of it."""
-    path = find_weights(source)
-    about = SegmenterDescription.from_file(path) if path.suffix == ".safetensors" else None
-    if about is None:
-        raise EverytokenError(
-            f"{path} is not a segmenter of `everytoken segment train`. To read a classifier's token head as a "
-            "segmenter, add --head token."
-        )
-    features = rebuild_features(about.backbone, about.taps)
-    model = Segmenter(features, DecoderOptions(**about.decoder), len(about.class_names))
-    report = load_weights(model, path)
-    if report.missing or report.left_out:
-        raise EverytokenError(f"{path} does not fit the segmenter that it describes:\n{report}")
-    return LoadedSegmenter(model.eval(), about, str(path))
-
-
-@torch.no_grad()
-def count(model: nn.Module) -> int:
-    """Trained parameters."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return load_dense(
+        source, SegmenterInfo, lambda features, info: Segmenter(features, info.decoder, len(info.class_names))
+    )

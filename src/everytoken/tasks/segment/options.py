@@ -1,4 +1,4 @@
-"""What `everytoken segment` is told; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
+"""Options of `everytoken segment`; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken._machine import default_workers
-from everytoken.tasks.options import BackboneOptions, IterOptim, IterRun
-
-Layout = Literal["auto", "ade20k", "folders", "coco", "voc"]
+from everytoken.tasks.options import (
+    BackboneOptions,
+    BatchOptions,
+    EvaluateOptions,
+    IterOptim,
+    IterRun,
+    PredictOptions,
+    SourceOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class DecoderOptions:
 class MaskOptions:
     """Images and masks."""
 
-    layout: Layout = "auto"
+    layout: Literal["auto", "ade20k", "folders", "coco", "voc"] = "auto"
     """How the data is laid out; auto: found from the folders. See docs/segment.md."""
     images: str = ""
     """Layout folders: the folder of images, below DATA; default: images."""
@@ -54,15 +59,8 @@ class MaskOptions:
 
 
 @dataclass(frozen=True)
-class SegmentData(MaskOptions):
+class SegmentData(BatchOptions, MaskOptions):
     """Images, masks and batches."""
-
-    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
-    """Images per step and process."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
-    """Loader processes per training process; 0 loads in the main process."""
-    on_bad_image: Literal["raise", "skip"] = "raise"
-    """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class SegmentAugment:
     resize: int = 0
     """The short side of an image before the random scale; 0: the crop's side."""
     scale: tuple[float, float] = (0.5, 2.0)
-    """Random scale, on top of --resize."""
+    """Random scale, on top of resize."""
     hflip: float = 0.5
     """Chance of a left-right flip."""
     photometric: bool = True
@@ -85,16 +83,28 @@ class SegmentAugment:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Evaluation."""
+    """Evaluation. What is not given is as the run was validated; for a new run, the value in brackets."""
 
-    mode: Literal["whole", "slide"] = "whole"
-    """The whole image at once, or overlapping windows of the training crop's size."""
-    stride: int = 0
-    """Step of the windows; 0: two thirds of the window."""
-    scales: tuple[float, ...] = (1.0,)
-    """Average over these scales, for example 0.75 1.0 1.25 1.5 1.75."""
-    flip: bool = False
-    """Average with the mirrored image as well."""
+    mode: Literal["whole", "slide"] | None = None
+    """The whole image at once, or overlapping windows of the training crop's size. [whole]"""
+    stride: int | None = None
+    """Step of the windows; 0: two thirds of the window. [0]"""
+    scales: tuple[float, ...] = ()
+    """Average over these scales, for example 0.75 1.0 1.25 1.5 1.75. [1.0]"""
+    flip: bool | None = None
+    """Average with the mirrored image as well. [False]"""
+
+
+NEW_RUN = {"mode": "whole", "stride": 0, "scales": (1.0,), "flip": False}
+"""What a run's `EvalOptions` are where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class InferOptions(EvalOptions):
+    """Evaluation of trained weights. What is not given is as the run was validated."""
+
+    resize: int | None = None
+    """Short side that images are resized to; 0: the training crop's side."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +124,32 @@ class SegmentOptions:
         default_factory=lambda: IterOptim(lr=6e-5, weight_decay=0.01, sched="linear", warmup_lr=6e-11, min_lr=5e-6)
     )
     run: tyro.conf.OmitArgPrefixes[IterRun] = field(default_factory=IterRun)
+
+
+@dataclass(frozen=True)
+class SegmenterOptions(SourceOptions):
+    """Which part of a model answers, and how it is used."""
+
+    head: Literal["segment", "token", "class"] = "segment"
+    """segment: of `segment train`. token: a classifier's token head. class: its class head at every cell."""
+    class_map: str = ""
+    """For a token or class head: JSON {"class of the data": ["class of the head", ...] or "*"}; default: by name."""
+    model: str = ""
+    """timm model name, for a classifier's weights that do not say it themselves."""
+    img_size: int = 0
+    """Side of a classifier's windows; 0: the model's own."""
+    evaluation: tyro.conf.OmitArgPrefixes[InferOptions] = field(default_factory=InferOptions)
+
+
+@dataclass(frozen=True)
+class SegmentEval(SegmenterOptions, EvaluateOptions):
+    """What `evaluate` is told."""
+
+    masks: tyro.conf.OmitArgPrefixes[MaskOptions] = field(default_factory=MaskOptions)
+    picture_count: int = 16
+    """How many images it shows."""
+
+
+@dataclass(frozen=True)
+class SegmentPredict(SegmenterOptions, PredictOptions):
+    """What `predict` is told."""

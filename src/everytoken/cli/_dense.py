@@ -1,0 +1,134 @@
+"""What the commands of segmentation and detection share: train, and the printing of evaluations and predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from everytoken.cli import dispatch
+from everytoken.cli.train import resolve
+from everytoken.files import plain_json
+
+if TYPE_CHECKING:
+    from everytoken.tasks.dense import Evaluation
+
+Command = tuple[str, Callable[[list[str], str], int | None]]
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """Flags of training that are not part of a run's options."""
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default_factory=tuple)
+    """NAME=VALUE for inner settings, such as model_kwargs.depth=4; may be repeated."""
+
+
+@dataclass(frozen=True)
+class PrintFlags:
+    """How an evaluation is shown."""
+
+    table: int = 20
+    """Rows of the class table, worst first; 0: none, -1: all."""
+    out: str = ""
+    """Write numbers and classes to this JSON file."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True)
+class JsonFlag:
+    """How predictions are shown."""
+
+    json: bool = False
+    """Print JSON, one image per line."""
+
+
+def call(commands: Mapping[str, Command], argv: list[str], prog: str) -> int | None:
+    """Call the command named by the first word, or print the list of commands."""
+    if not argv or argv[0] not in commands:
+        return dispatch(prog, {name: what for name, (what, _) in commands.items()}, argv, "")
+    return commands[argv[0]][1](argv[1:], f"{prog} {argv[0]}")
+
+
+def spelled_out(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """--flip is --flip True and --no-flip is --flip False, for flags that may also be left open."""
+    words: list[str] = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name = word.removeprefix("--").removeprefix("no-").replace("_", "-")
+        if word.startswith("--") and name in flags and following not in ("True", "False", "None"):
+            words += [f"--{name}", str(not word.startswith("--no-"))]
+        else:
+            words.append(word)
+    return words
+
+
+def train_options(config: type[Any], plain: type[Any], argv: list[str], prog: str) -> Any:
+    """Recipe, then flags, then --set, as the library's own options."""
+    options = resolve(config, argv, prog)
+    return plain(**{f.name: getattr(options, f.name) for f in dataclasses.fields(plain)})
+
+
+def report(
+    result: Evaluation, options: Any, rows: Sequence[tuple[str, ...]], order: str, columns: Mapping[str, str]
+) -> None:
+    """Notes, a table of numbers and one of classes; or JSON.
+
+    Args:
+        rows: of the table of numbers, the first one its header. order: column by which classes are sorted.
+        columns: of the table of classes, title -> name in a row.
+    """
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(plain_json({**result.numbers, "classes": result.classes}))
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(plain_json(result.numbers))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(*rows[0], title=f"{options.source} on {options.data}: {result.numbers['images']:,.0f} images")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"{result.numbers['images_per_second']:.2f} images/s")
+    if result.skipped:
+        console.print(f"{len(result.skipped)} unreadable images left out")
+    if options.table:
+        shown = sorted(result.classes, key=lambda row: row[order])[: None if options.table < 0 else options.table]
+        classes = Table(title=f"Classes, worst first ({len(shown)} of {len(result.classes)} that occur)")
+        for title in columns:
+            classes.add_column(title, justify="left" if title in ("class", "taken for") else "right")
+        for values in shown:
+            classes.add_row(*(cell(values[name]) for name in columns.values()))
+        console.print(classes)
+
+
+def cell(value: Any) -> str:
+    """A number for a table; "-" where there is none."""
+    if isinstance(value, float):
+        return "-" if value < 0 else f"{value:.1f}"
+    return "-" if value is None else str(value)
+
+
+def print_rows(rows: Sequence[dict[str, Any]], notes: Sequence[str], as_json: bool, unit: str, summary: str) -> None:
+    """A line for each image of a prediction, with at most five classes; or JSON."""
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    for note in notes:
+        print(f"note: {note}")
+    for row in rows:
+        name, *classes = row.items()
+        print(f"{name[1]}: {', '.join(f'{title} {value:.0f}{unit}' for title, value in classes[:5]) or 'nothing'}")
+    print(summary)
