@@ -73,7 +73,7 @@ def test_weights_of_older_versions_open(run, tmp_path):
         "backbone": {
             "architecture": "vit_tiny_patch16_224",
             "arguments": {"patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3, "num_classes": 0,
-                          "img_size": [48, 48], "strict_img_size": False},
+                          "img_size": [48, 48], "dynamic_img_size": True},
             "class_names": [], "token_class_names": [], "img_size": [48, 48], "mean": [0.5, 0.5, 0.5],
             "std": [0.5, 0.5, 0.5], "crop_pct": 0.875, "interpolation": "bicubic",
         },

@@ -43,7 +43,7 @@ from everytoken.tasks.segment.options import (
     SegmentEval,
     SegmentPredict,
 )
-from everytoken.tasks.segment.token import load_token_segmenter, read_class_map
+from everytoken.tasks.segment.token import load_token_segmenter, mapped_names
 
 Network = Callable[[Tensor], Tensor]
 _WINDOWS = 8  # that go through the network together
@@ -199,7 +199,7 @@ def open_inference(
     if data_names is None:
         if not options.class_map:
             raise EverytokenError("a token or class head needs a class_map file, which names the classes to draw")
-        data_names = list(read_class_map(options.class_map))
+        data_names = mapped_names(options.class_map)
     model, info, mapping = load_token_segmenter(
         options.source, data_names, options.class_map, options.head, options.model, options.img_size or None
     )

@@ -3,7 +3,7 @@
 A model that was trained with token labels answers for every token, so it has learned to segment by the way. Its classes
 are those of the annotator; the dataset of masks has others. A class map says which belong together: the score of a
 class of the data is the probability of all classes of the head that are mapped to it (the sum, in logarithms).
-Names are matched by themselves (synonyms may be separated by commas or semicolons); a JSON file can say more:
+Names are matched by themselves (synonyms may be separated by commas or semicolons); a JSON, YAML or CSV file says more:
 
     {"person": ["groom", "scuba diver"], "dog": ["Pug", "beagle"], "background": "*"}
 
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from everytoken import schema
+from everytoken.classes import class_map_rows
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models import TokenModel
 from everytoken.models.open import Description, open_model
@@ -40,7 +40,7 @@ def class_map(head_names: Sequence[str], data_names: Sequence[str], path: str = 
 
     Args:
         head_names, data_names: of both.
-        path: JSON file, see above; empty: by equal names. Names of the head in it may be numbers of classes.
+        path: class map file, see above; empty: by equal names. Names of the head in it may be numbers of classes.
     """
     mapping = torch.full((len(head_names),), -1, dtype=torch.int64)
     if path:
@@ -61,9 +61,9 @@ def class_map(head_names: Sequence[str], data_names: Sequence[str], path: str = 
     return mapping
 
 
-def read_class_map(path: str) -> dict[str, str | int | list[str | int]]:
-    """Class of the data -> classes of the head, as a class map file says it."""
-    return schema.read_json(Path(path), dict[str, str | int | list[str | int]])
+def mapped_names(path: str) -> list[str]:
+    """The classes of the data that a class map file names."""
+    return list(dict.fromkeys(name for name, _ in class_map_rows(Path(path))))
 
 
 def _from_file(mapping: Tensor, head_names: Sequence[str], data_names: Sequence[str], path: str) -> Tensor:
@@ -72,18 +72,19 @@ def _from_file(mapping: Tensor, head_names: Sequence[str], data_names: Sequence[
         for word in (name, *synonyms(name)):
             words.setdefault(word, j)
     rest = -1
-    for name, members in read_class_map(path).items():
+    for name, member in class_map_rows(Path(path)):
         if name not in data_names:
             raise EverytokenError(f"{path}: the data has no class {name!r}.{did_you_mean(name, data_names)}")
-        if members == "*":
+        if member in (None, ""):
+            continue
+        if member == "*":
             rest = list(data_names).index(name)
             continue
-        for member in members if isinstance(members, list) else [members]:
-            j = member if isinstance(member, int) else words.get(member, words.get(member.lower(), -1))
-            if not 0 <= j < len(head_names):
-                near = did_you_mean(str(member), head_names)
-                raise EverytokenError(f"{path}: the token head has no class {member!r} (for {name!r}).{near}")
-            mapping[j] = list(data_names).index(name)
+        j = member if isinstance(member, int) else words.get(member, words.get(member.lower(), -1))
+        if not 0 <= j < len(head_names):
+            near = did_you_mean(str(member), head_names)
+            raise EverytokenError(f"{path}: the token head has no class {member!r} (for {name!r}).{near}")
+        mapping[j] = list(data_names).index(name)
     return torch.where(mapping < 0, torch.full_like(mapping, rest), mapping)
 
 
