@@ -12,8 +12,8 @@ from PIL import Image
 from everytoken.cli import main
 from everytoken.data import open_dataset
 from everytoken.doctor import machine
-from everytoken.doctor.examine import kind_of
-from everytoken.doctor.scan import Look, fingerprint, near_pairs
+from everytoken.doctor.diagnose import kind_of
+from everytoken.doctor.images import ImageFacts, fingerprint, near_pairs
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
 
@@ -100,7 +100,7 @@ def test_near_pairs_are_those_of_a_slow_comparison_of_all_pairs():
         images.append(base)
         noisy = np.clip(base.astype(int) + rng.integers(-2, 3, base.shape), 0, 255).astype(np.uint8)
         code, thumb = fingerprint(Image.fromarray(noisy).resize((64, 64), Image.Resampling.BILINEAR))
-        looks.append(Look(digest=bytes([i]) * 16, size=(64, 64), code=code, thumb=thumb))
+        looks.append(ImageFacts(digest=bytes([i]) * 16, size=(64, 64), code=code, thumb=thumb))
     slow = []
     for a in range(60):
         for b in range(a + 1, 60):

@@ -44,7 +44,7 @@ class Doctor:
 def main(argv: list[str], prog: str) -> int:
     """Parse, examine, print."""
     options = parse(Doctor, prog, argv)
-    from everytoken.doctor.examine import diagnose
+    from everytoken.doctor import diagnose
 
     findings = diagnose(options.paths, _meter, options.sample, options.workers)
     errors = sum(finding.level == "error" for finding in findings)

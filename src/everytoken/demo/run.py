@@ -10,17 +10,25 @@ model has more is what an annotator says about each token, and that annotator wa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+from PIL import Image
+
+from everytoken import draw
 from everytoken.demo.images import find_images, write_tree
-from everytoken.demo.sheet import contact_sheet
 from everytoken.errors import EverytokenError
 from everytoken.reports.groups import Estimate
+
+if TYPE_CHECKING:
+    from everytoken.data.sources import DataSet
 
 Run = Callable[[list[str]], int]
 
@@ -77,16 +85,8 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
     maps, runs, page = out / "maps", out / "runs", out / "report.html"
     held = ("--val-split", "0.2") if own else ()
     print(f"\n2. An annotator for these classes, and what it says about every part of every image -> {maps}")
-    fit = (
-        "--annotator",
-        "fit",
-        "--fit-epochs",
-        str(chosen.fit_epochs),
-        "--folds",
-        str(chosen.folds),
-        "--fit-size",
-        "32",
-    )
+    fit = [*("--annotator", "fit", "--fit-size", "32")]
+    fit += [*("--fit-epochs", str(chosen.fit_epochs), "--folds", str(chosen.folds))]
     _do(run, ["annotate", str(images), "--out", str(maps), *fit, "--workers", "1", *held])
     print(f"\n3. The same network twice, {count} seeds each: one label per image, and labels for every token -> {runs}")
     scores: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -156,9 +156,21 @@ def _show(out: Path, images: str) -> int:
     file = out / "data.png"
     train = open_dataset(images, "train")
     if not file.exists():
-        contact_sheet(train).save(file)
+        rows = [(name, _examples(train, label)) for label, name in enumerate(train.class_names[:20])]
+        draw.contact_sheet(rows).save(file)
     print(f"{len(train):,} images of {train.num_classes} classes; some of each: {file}")
     return len(train)
+
+
+def _examples(data: DataSet, label: int, most: int = 12) -> list[Image.Image]:
+    """Some images of a class, evenly spread over it."""
+    members = np.flatnonzero(data.labels == label)
+    count = min(most, len(members))
+    photos = []
+    for i in range(count):
+        with contextlib.suppress(EverytokenError):  # `everytoken doctor` names unreadable images
+            photos.append(data.load(int(members[i * len(members) // count])))
+    return photos
 
 
 def _do(run: Run, words: list[str]) -> None:

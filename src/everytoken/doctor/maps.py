@@ -25,15 +25,15 @@ def examine_maps(path: Path, tell: Callable[[int, int], None]) -> tuple[Maps | N
     findings = []
     if verdict.problems:
         todo = "Restore the files from a copy, or delete the damaged shards and annotate again."
-        found = [str(problem) for problem in verdict.problems]
-        what = f"{len(found)} files of the store are damaged"
-        findings.append(Finding("error", "maps-damaged", what, where, todo, some(found), len(found)))
+        damaged = [str(problem) for problem in verdict.problems]
+        what = f"{len(damaged)} files of the store are damaged"
+        findings.append(Finding("error", "maps-damaged", what, where, todo, some(damaged), len(damaged)))
     if not verdict.complete:
         what = f"the store is not finished: {verdict.maps:,} of {verdict.images:,} images have a map"
         findings.append(Finding("error", "maps-unfinished", what, where, f"{again} It goes on where it stopped."))
     if verdict.skipped:
         reasons = [f"{key}: {why}" for key, why in store.skipped.items()]
-        todo = "Mend these images and annotate again with --retry-skipped; training stops at an image without a map."
+        todo = "Replace these images and annotate again with --retry-skipped; training stops at an image without a map."
         what = f"{verdict.skipped} images were skipped by the annotator"
         findings.append(Finding("warning", "maps-skipped", what, where, todo, some(reasons), verdict.skipped))
     findings.append(Finding("note", "maps", f"{verdict.maps:,} maps, {verdict.bytes / 1e6:,.1f} MB, all read", where))
@@ -53,7 +53,7 @@ def _class_order(store: Maps, data: DataSet) -> list[Finding]:
     where = str(store.path)
     if not theirs:
         what = f"the maps do not name their {store.manifest.num_classes} classes"
-        todo = "Their order cannot be checked; give names when importing (`everytoken labels import --help`)."
+        todo = "Their order cannot be checked; give names when importing (`everytoken maps import --help`)."
         return [Finding("warning", "classes-unnamed", what, where, todo)]
     if mine == theirs:
         return []
@@ -116,16 +116,16 @@ def _stale(store: Maps, data: DataSet, images: Images) -> list[Finding]:
     """Images that have another size than when they were annotated, or were written after that."""
     resized, newer = [], []
     made = (store.path / "manifest.json").stat().st_mtime
-    for index, seen in images.looks.get("train", {}).items():
+    for index, image in images.facts.get("train", {}).items():
         key = data.key(index)
-        if seen.trouble or key not in store:
+        if image.trouble or key not in store:
             continue
         try:
             size = tuple(store[key].size)
         except EverytokenError:
             continue  # damaged, and reported as such
-        if size != (0, 0) and size != seen.size:
-            resized.append(f"{key}: {size[0]}x{size[1]} when annotated, {seen.size[0]}x{seen.size[1]} now")
+        if size != (0, 0) and size != image.size:
+            resized.append(f"{key}: {size[0]}x{size[1]} when annotated, {image.size[0]}x{image.size[1]} now")
         else:
             file = data.where(index)
             if os.path.isfile(file) and os.stat(file).st_mtime > made + 1:

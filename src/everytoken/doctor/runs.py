@@ -29,7 +29,7 @@ def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
         listed = [f"{key}: {why}" for key, why in run.skipped.items()]
         what = f"{len(run.skipped)} images could not be read and were left out"
         findings.append(
-            Finding("warning", "run-skipped", what, where, "Mend or remove them.", some(listed), len(listed))
+            Finding("warning", "run-skipped", what, where, "Replace or remove them.", some(listed), len(listed))
         )
     findings += _checkpoints(path, tell)
     findings += _weights(path)

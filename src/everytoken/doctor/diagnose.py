@@ -1,4 +1,4 @@
-"""Sort out what was named (images, maps or a run), and examine it."""
+"""Sort out what was named (images, maps or a run), and examine it. Each finding says what to do."""
 
 from __future__ import annotations
 
