@@ -39,8 +39,7 @@ from everytoken.annotators.job import fill
 from everytoken.annotators.networks import CellScores
 from everytoken.annotators.own_function import FunctionAnnotator
 from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
-from everytoken.data.find import open_dataset
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet, open_dataset
 from everytoken.maps import MapWriter, StoreMeta
 
 CPU = torch.device("cpu")

@@ -31,9 +31,9 @@ import torch
 from PIL import Image
 from timm.data import create_loader
 
-from everytoken.data import AugmentConfig, Loader, Prefetcher, TrainTransform, open_dataset
-from everytoken.data.colour import posterize
-from everytoken.data.sources import DataSet
+from everytoken.data import AugmentOptions, Loader, Prefetcher, TrainTransform, open_dataset
+from everytoken.data.datasets import DataSet
+from everytoken.data.randaugment import posterize
 from everytoken.maps import Maps, MapWriter, StoreMeta
 
 AA, ERASE = "rand-m9-mstd0.5-inc1", 0.25
@@ -75,10 +75,10 @@ def make_store(data: DataSet, folder: Path) -> Maps:
 
 def contestants(data: DataSet, times: int, batch: int, workers: int, store: Maps) -> dict[str, Callable[[], int]]:
     """Name -> run one epoch and return the number of images."""
-    config = AugmentConfig(img_size=224, aa=AA, reprob=ERASE, remode="pixel")
+    view = TrainTransform(224, AugmentOptions(aa=AA, reprob=ERASE))
     theirs = create_loader(
         Photos(data, times), 224, batch, is_training=True, re_prob=ERASE, re_mode="pixel", auto_augment=AA,
-        interpolation="random", num_workers=workers, device=torch.device("cpu"), mean=config.mean, std=config.std,
+        interpolation="random", num_workers=workers, device=torch.device("cpu"), mean=view.mean, std=view.std,
     )  # fmt: skip
     many = data.subset(np.tile(np.arange(len(data)), times))
     epochs = iter(range(10**9))
@@ -87,12 +87,10 @@ def contestants(data: DataSet, times: int, batch: int, workers: int, store: Maps
         return sum(len(images) for images, _ in theirs)
 
     def ours(with_maps: bool) -> Callable[[], int]:
-        loader = Loader(
-            many, TrainTransform(config), batch, train=True, workers=workers, store=store if with_maps else None
-        )
+        loader = Loader(many, view, batch, train=True, workers=workers, maps=store if with_maps else None)
 
         def run() -> int:
-            batches = Prefetcher(loader.epoch(next(epochs)), "cpu", config.mean, config.std)
+            batches = Prefetcher(loader.epoch(next(epochs)), "cpu", view.mean, view.std)
             return sum(len(batch) for batch in batches)
 
         return run

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from everytoken.data import open_dataset
-from everytoken.data.augment import AugmentConfig
-from everytoken.data.evaluation import EvalTransform
+from everytoken.data.augment import EvalTransform
 from everytoken.models.open import open_model
 
 
@@ -25,7 +24,7 @@ def halves(run: Path, data: Path, pairs: int = 500) -> tuple[float, float]:
     loaded = open_model(run)
     model, about = loaded.model.eval(), loaded.info
     images = open_dataset(data, "val")
-    transform = EvalTransform(AugmentConfig(img_size=about.img_size, crop_pct=1.0, mean=about.mean, std=about.std))
+    transform = EvalTransform(about.img_size, crop_pct=1.0, mean=about.mean, std=about.std)
     rng = np.random.default_rng(0)
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (about.mean, about.std))
     counts, total = [0, 0], 0

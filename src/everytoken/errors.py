@@ -15,6 +15,10 @@ class EverytokenError(Exception):
     """Something the user can mend; the message says how."""
 
 
+class DataError(EverytokenError):
+    """A dataset cannot be used as it is; the message says what to change."""
+
+
 class MissingExtraError(EverytokenError, ImportError):
     """An optional dependency is not installed."""
 

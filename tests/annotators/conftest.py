@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from everytoken.data.find import open_dataset
+from everytoken.data.datasets import open_dataset
 from everytoken.keyed import generator
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40)}

@@ -18,7 +18,7 @@ import torch
 
 from everytoken.annotators import ClassList, JobOptions, Preprocessing, annotate
 from everytoken.annotators.own_function import FunctionAnnotator
-from everytoken.data.find import open_dataset
+from everytoken.data.datasets import open_dataset
 
 
 def run(data: Path, out: Path, kill_at: int = 0, kill_after: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from everytoken.annotators import training as training_module
 from everytoken.annotators.fit_model import kept_network
 from everytoken.annotators.folds import make_folds
 from everytoken.annotators.small_cnn import small_cnn
-from everytoken.data.find import open_dataset
+from everytoken.data.datasets import open_dataset
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 from everytoken.models import TokenModel

@@ -16,7 +16,7 @@ from everytoken.annotators.annotator import weights_hash
 from everytoken.annotators.own_function import FunctionAnnotator
 from everytoken.annotators.reading import BatchReader, eval_view, store_order
 from everytoken.annotators.summary import summarise
-from everytoken.data.find import open_dataset
+from everytoken.data.datasets import open_dataset
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, verify
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from everytoken.annotators import JobOptions, annotate, build_annotator
-from everytoken.data.find import open_dataset
+from everytoken.data.datasets import open_dataset
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 

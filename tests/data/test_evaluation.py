@@ -8,8 +8,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from everytoken import keyed
-from everytoken.data.augment import AugmentConfig
-from everytoken.data.evaluation import EvalTransform
+from everytoken.data.augment import EvalTransform
 
 
 def noise(size, key=0):
@@ -26,8 +25,7 @@ def test_the_evaluation_view_equals_timms(size, out, crop_pct, mode):
         theirs = create_transform(
             out, is_training=False, interpolation=filter, crop_pct=crop_pct, crop_mode=mode, use_prefetcher=True
         )(image)
-        config = AugmentConfig(img_size=out, interpolation=filter, crop_pct=crop_pct, crop_mode=mode)
-        ours, _ = EvalTransform(config)(image)
+        ours, _ = EvalTransform(out, crop_pct, mode, filter)(image)
         theirs = theirs.permute(1, 2, 0).numpy()
         assert ours.shape == theirs.shape
         assert np.array_equal(ours, theirs)
@@ -35,21 +33,21 @@ def test_the_evaluation_view_equals_timms(size, out, crop_pct, mode):
 
 def test_the_evaluation_view_of_a_photo_at_224_equals_timms():
     theirs = create_transform(224, is_training=False, interpolation="bicubic", use_prefetcher=True)(noise((640, 480)))
-    ours, _ = EvalTransform(AugmentConfig())(noise((640, 480)))
+    ours, _ = EvalTransform()(noise((640, 480)))
     assert np.array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
 
 def test_a_very_long_image_is_not_resized_as_a_whole():
-    pixels, placement = EvalTransform(AugmentConfig(img_size=64))(Image.new("RGB", (2, 40_000), (10, 20, 30)))
+    pixels, placement = EvalTransform(64)(Image.new("RGB", (2, 40_000), (10, 20, 30)))
     assert (pixels == (10, 20, 30)).all()
     assert placement[1, 0] == 0
     assert placement[1, 1] < 1e-4
 
 
 def test_the_placement_of_a_centre_crop_is_the_centre_with_the_right_aspect():
-    _, placement = EvalTransform(AugmentConfig(img_size=224, crop_pct=0.875))(noise((512, 256)))
+    _, placement = EvalTransform(224, 0.875)(noise((512, 256)))
     assert np.allclose(placement, [[0.4375, 0, 0.28125], [0, 0.875, 0.0625]])
-    _, placement = EvalTransform(AugmentConfig(img_size=224, crop_pct=1.0, crop_mode="squash"))(noise((512, 256)))
+    _, placement = EvalTransform(224, 1.0, "squash")(noise((512, 256)))
     assert np.allclose(placement, [[1, 0, 0], [0, 1, 0]])
-    _, placement = EvalTransform(AugmentConfig(img_size=224, crop_pct=1.0, crop_mode="border"))(noise((512, 256)))
+    _, placement = EvalTransform(224, 1.0, "border")(noise((512, 256)))
     assert np.allclose(placement, [[1, 0, 0], [0, 2, -0.5]])

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from everytoken import keyed
+from everytoken.data import datasets
+from everytoken.data.datasets import DataError, Strings, list_files, open_dataset, open_splits, split_off
 from everytoken.data.decode import ImageError
-from everytoken.data.find import open_dataset
-from everytoken.data.sources import DataError, Strings, split_off
 
 
 def jpeg(value=0, size=(12, 10)):
@@ -201,11 +202,11 @@ def test_mistakes_are_explained(tmp_path):
     put(tmp_path / "few", "a/1.jpg", "b/1.jpg")
     (tmp_path / "few" / "c").mkdir()
     refuse("folder 'c' holds no images", tmp_path / "few")
-    refuse(r"no part for val.*val-split", tmp_path / "flat", "val")
+    refuse(r"no images for val.*val_split", tmp_path / "flat", "val")
     put(tmp_path / "odd", "train/cat/1.jpg", "val/cta/1.jpg")
     refuse(r"class 'cta' is not one of the 1 classes of .*train. Did you mean 'cat'", tmp_path / "odd", "val")
-    refuse("validation of its own", tmp_path / "odd", val_split=0.5)
-    refuse("divided into parts", tmp_path / "odd", "all")
+    refuse("validation images of its own", tmp_path / "odd", val_split=0.5)
+    refuse("divided into splits", tmp_path / "odd", "all")
     put(tmp_path / "half", "val/cat/1.jpg")
     refuse("no train/ folder", tmp_path / "half")
     refuse("between 0 and 1", tmp_path / "few" / "a", val_split=1.5, labelled=False)
@@ -275,6 +276,33 @@ def test_each_class_of_two_or_more_images_is_in_both_parts(labels, fraction, see
         if labels.count(label) > 1:
             assert label in np.array(labels)[train]
             assert label in np.array(labels)[val]
+
+
+def test_the_image_nearest_to_the_limit_changes_sides_when_chance_leaves_a_part_empty():
+    class Fake:
+        labels = np.zeros(5, dtype=np.int64)
+
+        def keys(self):
+            return (f"{i}.jpg" for i in range(5))
+
+    draws = [keyed.uniform(3, "val-split", key) for key in Fake().keys()]  # noqa: SIM118
+    _, val = split_off(Fake(), 1e-6, 3)
+    assert val.tolist() == [int(np.argmin(draws))]
+    train, _ = split_off(Fake(), 1 - 1e-6, 3)
+    assert train.tolist() == [int(np.argmax(draws))]
+
+
+def test_both_splits_of_one_folder_are_read_in_one_walk(tmp_path, monkeypatch):
+    put(tmp_path, *(f"{c}/{i}.jpg" for c in "ab" for i in range(20)))
+    walks = []
+    monkeypatch.setattr(datasets, "list_files", lambda folder: walks.append(folder) or list_files(folder))
+    train, val = open_splits(tmp_path, 0.3)
+    assert len(walks) == 1
+    for data, split in ((train, "train"), (val, "val")):
+        assert list(data.keys()) == list(open_dataset(tmp_path, split, val_split=0.3).keys())
+    put(tmp_path / "own", "train/a/1.jpg", "train/b/2.jpg", "val/b/3.jpg")
+    train, val = open_splits(tmp_path / "own")
+    assert (len(train), val.labels.tolist()) == (2, [1])
 
 
 def test_packed_strings_are_a_list_of_strings():

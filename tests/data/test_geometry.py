@@ -13,9 +13,8 @@ from timm.data import auto_augment
 
 from everytoken import keyed
 from everytoken.data import placement as pl
-from everytoken.data.augment import AugmentConfig, TrainTransform
+from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform, mean_colour
 from everytoken.data.decode import Picture
-from everytoken.data.evaluation import EvalTransform
 from everytoken.data.randaugment import GEOMETRIC, RandAugment
 from everytoken.data.warp import render, resize
 
@@ -78,16 +77,10 @@ def agree(pixels, placement, box, source_size):
 def test_pixels_and_placement_move_together(size, at, out, exif, count, filter, flips, key):
     side = max(6, min(size) // 6)
     data, box = marked(size, (at[0] * size[0], at[1] * size[1]), side, exif)
-    config = AugmentConfig(
-        img_size=out,
-        scale=(0.3, 1.0),
-        hflip=flips[0],
-        vflip=flips[1],
-        color_jitter=None,
-        train_interpolation=filter,
-        **BLACK,
+    options = AugmentOptions(
+        scale=(0.3, 1.0), hflip=flips[0], vflip=flips[1], aa="", reprob=0.0, train_interpolation=filter
     )
-    transform = TrainTransform(config)
+    transform = TrainTransform(out, options, **BLACK)
     transform.policy = RandAugment(GEOMETRIC, None, count=count, prob=1.0, magnitude=9, std=0.5)
     picture = Picture(data)
     assert picture.size == size
@@ -101,7 +94,7 @@ def test_pixels_and_placement_move_together(size, at, out, exif, count, filter, 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_photo_that_is_decoded_smaller_keeps_its_placement(shape, exif, count):
     data, box = marked(shape, (shape[0] * 0.6, shape[1] * 0.45), 120, exif)
-    transform = TrainTransform(AugmentConfig(img_size=96, scale=(0.5, 1.0), color_jitter=None, **BLACK))
+    transform = TrainTransform(96, AugmentOptions(scale=(0.5, 1.0), aa="", reprob=0.0), **BLACK)
     transform.policy = RandAugment(GEOMETRIC, None, count=count, prob=1.0, magnitude=5)
     for key in range(6):
         picture = Picture(data)
@@ -116,8 +109,7 @@ def test_a_photo_that_is_decoded_smaller_keeps_its_placement(shape, exif, count)
 @pytest.mark.parametrize("exif", [1, 6, 7])
 def test_the_evaluation_view_has_a_placement_too(mode, size, out, exif):
     data, box = marked(size, (size[0] * 0.55, size[1] * 0.4), max(6, min(size) // 5), exif)
-    config = AugmentConfig(img_size=out, crop_mode=mode, **BLACK)
-    pixels, placement = EvalTransform(config)(Picture(data))
+    pixels, placement = EvalTransform(out, crop_mode=mode, **BLACK)(Picture(data))
     agree(pixels, placement, box, size)
 
 
@@ -161,12 +153,11 @@ class Fixed:
 def test_steps_are_done_in_the_order_drawn_on_the_cropped_and_flipped_image():
     image = smooth_noise(keyed.generator(8, "photo"), (128, 96)).resize((128, 96))
     whole = {"scale": (1.0, 1.0), "ratio": (4 / 3, 4 / 3)}
-    config = AugmentConfig(img_size=64, hflip=1.0, color_jitter=None, train_interpolation="bicubic", **whole)
-    transform = TrainTransform(config)
+    transform = TrainTransform(64, AugmentOptions(hflip=1.0, aa="", reprob=0.0, train_interpolation="bicubic", **whole))
     transform.policy = Fixed(("Rotate", (25.0,)), ("ShearX", (0.3,)), ("TranslateYRel", (0.1,)))
     ours, _ = transform(image, keyed.generator(0))
     steps = image.resize((64, 64), Image.Resampling.BICUBIC).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    options = {"resample": Image.Resampling.BICUBIC, "fillcolor": config.fill}
+    options = {"resample": Image.Resampling.BICUBIC, "fillcolor": mean_colour(transform.mean)}
     for name, value in (("rotate", 25.0), ("shear_x", 0.3), ("translate_y_rel", 0.1)):
         steps = getattr(auto_augment, name)(steps, value, **dict(options))
     inner = slice(12, 40)

@@ -16,15 +16,14 @@ import torch
 from PIL import Image
 
 from everytoken import keyed
-from everytoken.data.augment import AugmentConfig, TrainTransform
-from everytoken.data.batch import normalise, to_device
+from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform
+from everytoken.data.batch import Batch, normalise, to_device
+from everytoken.data.datasets import DataError, open_dataset
 from everytoken.data.decode import ImageError
-from everytoken.data.evaluation import EvalTransform
-from everytoken.data.find import open_dataset
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.sources import DataError
 
-CONFIG = AugmentConfig(img_size=32, aa="rand-m9-mstd0.5-inc1", reprob=0.5, recount=2)
+TRAIN = TrainTransform(32, AugmentOptions(reprob=0.5, recount=2))
+EVAL = EvalTransform(32)
 
 
 def image_bytes(key, size):
@@ -94,40 +93,40 @@ def collect(batches):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_sample_is_the_same_with_any_number_of_workers_in_any_order_and_after_a_restart(data):
-    want = collect(Loader(data, TrainTransform(CONFIG), 4, train=True, seed=5, drop_last=False).epoch(2))
+    want = collect(Loader(data, TRAIN, 1, train=True, seed=5, erased=True).epoch(2))
     assert len(want) == 25
     for workers in (1, 4):
-        loader = Loader(data, TrainTransform(CONFIG), 4, train=True, seed=5, drop_last=False, workers=workers)
+        loader = Loader(data, TRAIN, 5, train=True, seed=5, workers=workers, erased=True)
         first = collect(loader.epoch(1))
         assert first != want  # another epoch looks different
         assert collect(loader.epoch(2)) == want  # the workers of epoch 1 live on
         rest = collect(loader.epoch(2, start=3))
-        assert len(rest) == 25 - 3 * 4
+        assert len(rest) == 25 - 3 * 5
         assert all(want[key] == value for key, value in rest.items())
         loader.close()
-    other = collect(Loader(data, TrainTransform(CONFIG), 7, train=True, seed=5, drop_last=False, world=1).epoch(2))
-    assert other == want  # another batch size
+    other = collect(Loader(data, TRAIN, 7, train=True, seed=5, erased=True).epoch(2))
+    assert all(want[key] == value for key, value in other.items())  # another batch size
     fewer = data.subset(range(0, 25, 2))
-    some = collect(Loader(fewer, TrainTransform(CONFIG), 5, train=True, seed=5, drop_last=False).epoch(2))
+    some = collect(Loader(fewer, TRAIN, 5, train=True, seed=5).epoch(2))
     assert all(want[key][:2] == value[:2] for key, value in some.items())  # other samples around it
-    assert collect(Loader(data, TrainTransform(CONFIG), 4, train=True, seed=6, drop_last=False).epoch(2)) != want
+    assert collect(Loader(data, TRAIN, 5, train=True, seed=6, erased=True).epoch(2)) != want
 
 
 def test_every_pass_over_the_loader_is_the_next_epoch(data):
-    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, drop_last=False)
+    loader = Loader(data, TRAIN, 4, train=True)
     by_number = [collect(loader.epoch(n)) for n in range(4)]
-    fresh = Loader(data, TrainTransform(CONFIG), 4, train=True, drop_last=False)
+    fresh = Loader(data, TRAIN, 4, train=True)
     assert [collect(fresh), collect(fresh)] == by_number[:2]
     assert collect(fresh.epoch(0)) == by_number[0]  # asked for by number, an epoch is always the same
     assert collect(fresh.epoch(2)) == by_number[2]
     assert collect(fresh) == by_number[3]
     assert by_number[0] != by_number[1]
-    calm = Loader(data, EvalTransform(CONFIG), 4, train=False)
+    calm = Loader(data, EVAL, 4, train=False)
     assert collect(calm) == collect(calm)
 
 
 def test_an_epoch_can_be_left_in_the_middle_and_begun_again(data):
-    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=2)
+    loader = Loader(data, TRAIN, 4, train=True, workers=2)
     whole = [batch.keys for batch in loader.epoch(0)]
     for batch in loader.epoch(0):
         assert batch.keys == whole[0]
@@ -138,7 +137,7 @@ def test_an_epoch_can_be_left_in_the_middle_and_begun_again(data):
 
 
 def test_repeated_augmentation_shows_each_image_several_times_and_each_time_differently(data):
-    loader = Loader(data, TrainTransform(CONFIG), 6, train=True, repeats=3, drop_last=False)
+    loader = Loader(data, TRAIN, 5, train=True, repeats=3)
     looks: dict[int, set[bytes]] = {}
     count = 0
     for batch in loader.epoch(0):
@@ -148,17 +147,17 @@ def test_repeated_augmentation_shows_each_image_several_times_and_each_time_diff
     assert count == 25
     assert len(looks) == 9
     assert sorted(map(len, looks.values())) == [1] + [3] * 8
-    plain = collect(Loader(data, TrainTransform(CONFIG), 6, train=True, drop_last=False).epoch(0))
+    plain = collect(Loader(data, TRAIN, 5, train=True).epoch(0))
     first = {value[0] for value in plain.values()}
     assert all(len(first & views) == 1 for views in looks.values())  # the first look is the usual one
 
 
 def test_evaluation_is_in_order_and_needs_no_generator(data):
-    loader = Loader(data, EvalTransform(CONFIG), 10, train=False, workers=1)
+    loader = Loader(data, EVAL, 10, train=False, workers=1)
     keys = [key for batch in loader for key in batch.keys]
     assert keys == list(data.keys())
     batch = next(iter(loader))
-    want, placement = EvalTransform(CONFIG)(data.picture(4))
+    want, placement = EVAL(data.picture(4))
     assert np.array_equal(batch.images[4].permute(1, 2, 0).numpy(), want)
     assert np.allclose(batch.placement[4].numpy(), placement)
     assert batch.erased is None
@@ -176,7 +175,7 @@ def test_any_callable_is_a_transform(data):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_score_maps_travel_with_their_images(data, workers):
-    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=workers, store=FakeStore())
+    loader = Loader(data, TRAIN, 4, train=True, workers=workers, maps=FakeStore())
     for batch in loader.epoch(0):
         numbers = torch.tensor([int(key[2:4]) for key in batch.keys])
         assert torch.equal(batch.maps.scores[:, 0, 0, 0].long(), numbers)
@@ -187,20 +186,35 @@ def test_score_maps_travel_with_their_images(data, workers):
     loader.close()
 
 
-def test_a_missing_map_raises_unless_it_is_allowed(data):
-    lacking = FakeStore(without={data.key(3)})
+def test_missing_maps_are_found_before_the_first_batch(data):
     with pytest.raises(DataError, match=rf"no map of 1 of the 25 images(.|\n)*'{data.key(3)}' is not in it"):
-        list(Loader(data, TrainTransform(CONFIG), 5, train=True, store=lacking).epoch(0))
+        Loader(data, TRAIN, 5, train=True, maps=FakeStore(without={data.key(3)}))
     with pytest.raises(DataError, match="no map of any of the 25 images"):
-        list(Loader(data, TrainTransform(CONFIG), 5, train=True, store=FakeStore(set(data.keys()))).epoch(0))
-    loader = Loader(data, EvalTransform(CONFIG), 5, train=False, store=lacking, missing_maps=True)
-    batch = next(iter(loader))
-    assert batch.maps.area[3].min() > 1  # out of every image's reach: weight 0
+        Loader(data, TRAIN, 5, train=True, maps=FakeStore(set(data.keys())))
 
 
-def test_the_hook_for_maps_can_be_replaced(data):
-    loader = Loader(data, EvalTransform(CONFIG), 5, train=False, store=FakeStore(), collate_maps=len)
-    assert next(iter(loader)).maps == 5
+class Numbers:
+    """A reader of batches with targets of its own."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __getitems__(self, requests):
+        numbers = torch.tensor([request.sample for request in requests])
+        if 7 in numbers:
+            raise DataError("the target of sample 7 is wrong")
+        return Batch(images=torch.zeros(len(numbers), 3, 1, 1), targets=numbers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_task_can_read_batches_itself_and_its_errors_arrive_as_they_are(data, workers):
+    loader = Loader(Numbers(data), batch_size=3, train=False, workers=workers)
+    batches = loader.epoch(0)
+    assert [next(batches).targets.tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(DataError) as caught:
+        next(batches)
+    assert str(caught.value) == "the target of sample 7 is wrong"  # torch would add a traceback to it
+    loader.close()
 
 
 @pytest.fixture
@@ -213,10 +227,10 @@ def spoilt(tmp_path):
     return open_dataset(tmp_path / "data")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_image_raises_by_name(spoilt, workers):
-    loader = Loader(spoilt, TrainTransform(CONFIG), 4, train=True, workers=workers)
-    with pytest.raises(ImageError, match=r"(03|08)\.jpg.*truncated"):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_image_raises_by_name_in_one_line(spoilt, workers):
+    loader = Loader(spoilt, TRAIN, 4, train=True, workers=workers)
+    with pytest.raises(ImageError, match=r"^[^\n]*(03|08)\.jpg: [^\n]*truncated[^\n]*$"):
         list(loader.epoch(0))
     loader.close()
 
@@ -224,7 +238,7 @@ def test_a_bad_image_raises_by_name(spoilt, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_skipped_image_is_left_out_counted_and_logged_once_and_never_replaced(spoilt, workers, tmp_path):
     bad = BadImages("skip", quota=0.5, log=tmp_path / "bad.jsonl")
-    loader = Loader(spoilt, TrainTransform(CONFIG), 4, train=True, workers=workers, bad_images=bad)
+    loader = Loader(spoilt, TRAIN, 4, train=True, workers=workers, bad_images=bad)
     for epoch in range(2):
         batches = list(loader.epoch(epoch))
         assert len(batches) == len(loader) == 3
@@ -239,7 +253,7 @@ def test_a_skipped_image_is_left_out_counted_and_logged_once_and_never_replaced(
 
 
 def test_too_many_bad_images_stop_the_run_with_their_names(spoilt, tmp_path):
-    loader = Loader(spoilt, EvalTransform(CONFIG), 4, train=False, bad_images=BadImages("skip", 0.1, tmp_path / "x"))
+    loader = Loader(spoilt, EVAL, 4, train=False, bad_images=BadImages("skip", 0.1, tmp_path / "x"))
     with pytest.raises(DataError, match=r"2 of 12 images.*quota of 10\.0%(.|\n)*03\.jpg(.|\n)*are listed in"):
         list(loader)
     few = BadImages("skip")  # 1 % of 60 images is none, and yet five may be bad
@@ -253,23 +267,23 @@ def test_too_many_bad_images_stop_the_run_with_their_names(spoilt, tmp_path):
 def test_a_batch_without_a_single_readable_image_stops_training_but_not_evaluation(spoilt):
     only = spoilt.subset([i for i in range(12) if spoilt.key(i)[2:4] in ("03", "08")])
     with pytest.raises(DataError, match="None of a batch's 2 images"):
-        list(Loader(only, TrainTransform(CONFIG), 2, train=True, bad_images=BadImages("skip", 1.0)).epoch(0))
-    assert list(Loader(only, EvalTransform(CONFIG), 2, train=False, bad_images=BadImages("skip", 1.0))) == []
+        list(Loader(only, TRAIN, 2, train=True, bad_images=BadImages("skip", 1.0)).epoch(0))
+    assert list(Loader(only, EVAL, 2, train=False, bad_images=BadImages("skip", 1.0))) == []
 
 
 def test_to_device_normalises_and_keeps_the_rest(data):
-    batch = next(iter(Loader(data, TrainTransform(CONFIG), 4, train=True, store=FakeStore())))
-    ready = to_device(batch, "cpu", CONFIG.mean, CONFIG.std, torch.bfloat16)
+    batch = next(iter(Loader(data, TRAIN, 4, train=True, maps=FakeStore())))
+    ready = to_device(batch, "cpu", TRAIN.mean, TRAIN.std, torch.bfloat16)
     assert ready.images.dtype == torch.bfloat16
-    assert torch.equal(ready.images, normalise(batch.images, CONFIG.mean, CONFIG.std, torch.bfloat16))
+    assert torch.equal(ready.images, normalise(batch.images, TRAIN.mean, TRAIN.std, torch.bfloat16))
     assert ready.keys == batch.keys
     assert torch.equal(ready.maps.scores, batch.maps.scores)
 
 
 def test_a_program_that_ends_without_closing_its_loader_ends(folder):
     code = f"""
-from everytoken.data import AugmentConfig, Loader, TrainTransform, open_dataset
-loader = Loader(open_dataset({str(folder)!r}), TrainTransform(AugmentConfig(img_size=32)), 4, train=True, workers=2)
+from everytoken.data import Loader, TrainTransform, open_dataset
+loader = Loader(open_dataset({str(folder)!r}), TrainTransform(32), 4, train=True, workers=2)
 batches = loader.epoch(0)
 print(next(batches).images.shape)
 """
@@ -279,7 +293,7 @@ print(next(batches).images.shape)
 
 
 def test_workers_outlive_signals_to_the_group_and_end_when_the_loader_is_closed(data):
-    loader = Loader(data, TrainTransform(CONFIG), 4, train=True, workers=2)
+    loader = Loader(data, TRAIN, 4, train=True, workers=2)
     batches = loader.epoch(0)
     next(batches), next(batches)  # one of each worker, so both have begun
     workers = loader._loader._iterator._workers
@@ -302,14 +316,14 @@ def test_wrong_numbers_are_refused(data):
         ({"batch_size": 30}, "do not fill one batch"),
     ):
         with pytest.raises(DataError, match=message):
-            Loader(data, TrainTransform(CONFIG), **{"batch_size": 4, "train": True, **options})
+            Loader(data, TRAIN, **{"batch_size": 4, "train": True, **options})
     with pytest.raises(DataError, match="start"):
-        list(Loader(data, TrainTransform(CONFIG), 4, train=True).epoch(0, start=99))
+        list(Loader(data, TRAIN, 4, train=True).epoch(0, start=99))
 
 
 def test_the_loader_leaves_global_generators_alone(data):
     before = torch.get_rng_state()
-    loader = Loader(data, TrainTransform(CONFIG), 8, train=True, workers=1)
+    loader = Loader(data, TRAIN, 8, train=True, workers=1)
     list(loader.epoch(0))
     loader.close()
     assert torch.equal(before, torch.get_rng_state())

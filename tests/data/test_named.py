@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from everytoken import keyed
+from everytoken.data.datasets import DataError, open_dataset
 from everytoken.data.decode import ImageError
-from everytoken.data.find import open_dataset
-from everytoken.data.sources import DataError
 from everytoken.errors import MissingExtraError
 
 
@@ -49,10 +48,10 @@ def test_torchvision_data_sets_open_by_name(tmp_path):
     held = open_dataset("torchvision:MNIST", "val", val_split=0.4, root=tmp_path)
     assert 0 < len(held) < 6
     refuse("Did you mean 'MNIST'", "torchvision:MINST", root=tmp_path)
-    refuse("was not found in.*download", "torchvision:CIFAR10", root=tmp_path)
+    refuse("is not in.*download", "torchvision:CIFAR10", root=tmp_path)
     refuse("name the folder that holds it: torchvision:CIFAR10:FOLDER", f"torchvision:CIFAR10:{tmp_path}")
     assert len(open_dataset(f"torchvision:MNIST:{tmp_path}", "val")) == 3
-    refuse("not divided into parts", "torchvision:EuroSAT", "val", root=tmp_path)
+    refuse("not divided into splits", "torchvision:EuroSAT", "val", root=tmp_path)
     refuse("its own class names", "torchvision:MNIST", class_list=["a"], root=tmp_path)
 
 
@@ -112,7 +111,7 @@ def test_hugging_face_data_sets_open_by_name(monkeypatch):
     assert open_dataset("hf:owner/animals", "val").key(1) == "test/00000001"
     assert len(open_dataset("hf:owner/animals:flat")) == 6
     refuse("cannot be opened: no data set owner/plants", "hf:owner/plants")
-    refuse("not divided into parts", "hf:owner/animals:flat", "val")
+    refuse("not divided into splits", "hf:owner/animals:flat", "val")
 
 
 def test_hugging_face_without_its_library_names_the_extra(monkeypatch):

@@ -11,11 +11,14 @@ import torch
 from PIL import Image
 
 from everytoken import keyed
-from everytoken.data.find import open_dataset
+from everytoken.data.datasets import open_dataset
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
 README = Path(__file__).parents[2] / "README.md"
-SMALLER = {"deit_tiny_patch16_224": "test_vit", "img_size=224": "img_size=160", "64, train": "4, train"} | {
+SMALLER = {
+    "deit_tiny_patch16_224": "test_vit",
+    "TrainTransform(224)": "TrainTransform(160)",
+    "64, train": "4, train",
     "workers=4": "workers=0",
     "range(100)": "range(2)",
 }

@@ -8,8 +8,7 @@ import tarfile
 import pytest
 from PIL import Image
 
-from everytoken.data.find import open_dataset
-from everytoken.data.sources import DataError
+from everytoken.data.datasets import DataError, open_dataset
 
 
 def jpeg(value=0, size=(12, 10)):

@@ -121,7 +121,7 @@ def test_generated_corruptions_equal_the_same_corruptions_from_folders(photos, w
     data = robust_run.open_images(suite, 0)
     transform = robust_run.CorruptTransform(robust_run.view_of(subject), suite, settings)
     for i in range(len(data)):
-        pixels, _, _ = transform.view(data.picture(i))
+        pixels, _ = transform(data.picture(i))
         path = tmp_path / "c" / "weather" / "fog" / "3" / data.key(i)
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
@@ -203,7 +203,7 @@ def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(
     subject = open_subject(str(weights[0]))
     data = robust_run.open_images(Suite("v", "val", str(photos / "val")), 0)
     view = robust_run.view_of(subject)
-    pixels = np.stack([robust_run.EvalTransform(view)(data.picture(i))[0] for i in range(3)])
+    pixels = np.stack([view(data.picture(i))[0] for i in range(3)])
     images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
     from everytoken.data.batch import normalise
 

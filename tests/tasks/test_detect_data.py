@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from everytoken.data.sampler import Request
-from everytoken.data.sources import DataError
+from everytoken.data.datasets import DataError
+from everytoken.data.loader import Request
 from everytoken.errors import EverytokenError
 from everytoken.tasks.detect.data import DetectTransform, ObjectViews, divided, open_instances, read_coco, resized
 from everytoken.tasks.detect.masks import AnnotationError, check, decode, encode, run_lengths, through

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from everytoken.cli import main
-from everytoken.data.given import result_stems
+from everytoken.data.datasets import result_stems
 from everytoken.models.open import Description
 from everytoken.tasks.backbone import build_features
 from everytoken.tasks.options import BackboneOptions

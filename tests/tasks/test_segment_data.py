@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from everytoken.data import placement as pl
+from everytoken.data.datasets import DataError
 from everytoken.data.decode import Picture
 from everytoken.data.loader import Loader
-from everytoken.data.masks import sample_mask
-from everytoken.data.sources import DataError
+from everytoken.data.placement import sample_mask
 from everytoken.errors import EverytokenError
 from everytoken.keyed import generator
 from everytoken.tasks.segment.augment import SegmentTransform, distort, resized
@@ -261,7 +261,7 @@ def test_bad_masks_are_skipped_when_asked(tmp_path, make_shapes):
     samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=16)), 0, skip=True)
     from everytoken.data.loader import BadImages
 
-    loader = Loader(data, None, 4, train=True, samples=samples, bad_images=BadImages("skip", quota=0.5))
+    loader = Loader(samples, batch_size=4, train=True, bad_images=BadImages("skip", quota=0.5))
     (batch,) = loader.epoch(0)
     assert len(batch) == 3
     assert "images/train/2.png" in loader.bad_images.seen
@@ -356,22 +356,20 @@ def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path, make_shapes):
     samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=24)), seed=5)
     runs = []
     for workers in (0, 2):
-        loader = Loader(data, None, 2, train=True, seed=5, samples=samples, workers=workers)
+        loader = Loader(samples, batch_size=2, train=True, seed=5, workers=workers)
         runs.append([*loader.epoch(3)])
         loader.close()
     for a, b in zip(*runs, strict=True):
         assert a.keys == b.keys
         assert torch.equal(a.images, b.images)
         assert torch.equal(a.targets, b.targets)
-    (late,) = list(Loader(data, None, 2, train=True, seed=5, samples=samples).epoch(3, start=2))
+    (late,) = list(Loader(samples, batch_size=2, train=True, seed=5).epoch(3, start=2))
     assert torch.equal(late.images, runs[0][2].images)
-    assert not torch.equal(
-        next(iter(Loader(data, None, 2, train=True, seed=5, samples=samples))).images, runs[0][0].images
-    )
+    assert not torch.equal(next(iter(Loader(samples, batch_size=2, train=True, seed=5))).images, runs[0][0].images)
 
 
 def test_evaluation_sees_whole_images_at_their_own_size(tmp_path, make_shapes):
     data = open_masks(str(make_shapes(tmp_path, train=1, val=2, size=(40, 60))), "val")
-    batches = list(Loader(data, None, 1, train=False, samples=WholeViews(data)))
+    batches = list(Loader(WholeViews(data), batch_size=1, train=False))
     assert [tuple(b.images.shape) for b in batches] == [(1, 3, 60, 40)] * 2
     assert batches[1].targets.shape == (1, 60, 40)

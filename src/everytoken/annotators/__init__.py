@@ -2,7 +2,7 @@
 store with their score maps.
 
     from everytoken.annotators import JobOptions, annotate, build_annotator
-    from everytoken.data.find import open_dataset
+    from everytoken.data.datasets import open_dataset
 
     annotator = build_annotator("registry:efficientnet_lite0", size=(448, 448))
     annotate(open_dataset("photos"), Path("maps"), annotator, JobOptions(foreign_classes=True))
@@ -28,7 +28,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "everytoken.annotators": ["JobOptions", "annotate", "build_annotator"],
-        "everytoken.data.find": ["open_dataset"],
+        "everytoken.data.datasets": ["open_dataset"],
         "everytoken.annotators.annotator": ["Annotator", "AnnotatorError", "Preprocessing"],
         "everytoken.annotators.build": ["ANNOTATORS", "build_annotator"],
         "everytoken.annotators.fit": ["FitOptions", "fit_annotator"],

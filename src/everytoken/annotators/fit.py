@@ -28,7 +28,7 @@ from everytoken.annotators.job import Team, check_out
 from everytoken.annotators.networks import CellScores
 from everytoken.annotators.training import Trainer
 from everytoken.classes import ClassList
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.machine import default_workers
 from everytoken.models.open import with_own_head

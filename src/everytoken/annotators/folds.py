@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.keyed import uniform
 

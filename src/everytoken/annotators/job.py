@@ -32,7 +32,7 @@ from everytoken.annotators.annotator import Annotator, AnnotatorError
 from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
 from everytoken.annotators.reuse import copy_known, open_known
 from everytoken.classes import ClassPlan, plan_classes
-from everytoken.data.sources import DataSet, hidden
+from everytoken.data.datasets import DataSet, hidden
 from everytoken.errors import EverytokenError
 from everytoken.machine import default_workers
 from everytoken.maps import Manifest, MapWriter, StoreMeta

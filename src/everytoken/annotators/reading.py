@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from everytoken.annotators.annotator import Preprocessing
 from everytoken.data import placement as pl
-from everytoken.data.augment import AugmentConfig
-from everytoken.data.evaluation import EvalTransform
-from everytoken.data.sources import DataSet
+from everytoken.data.augment import EvalTransform
+from everytoken.data.datasets import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.maps import MapWriter
 
@@ -34,7 +33,7 @@ def eval_view(preprocessing: Preprocessing, resize: str) -> EvalTransform:
     """The view of a whole image: "squash" or "letterbox"."""
     if resize not in _CROP_MODES:
         raise EverytokenError(f"--resize {resize!r} is none of {', '.join(_CROP_MODES)}.")
-    config = AugmentConfig(
+    return EvalTransform(
         img_size=preprocessing.size,
         crop_pct=1.0,
         crop_mode=_CROP_MODES[resize],
@@ -42,7 +41,6 @@ def eval_view(preprocessing: Preprocessing, resize: str) -> EvalTransform:
         mean=preprocessing.mean,
         std=preprocessing.std,
     )
-    return EvalTransform(config)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class BatchReader(Dataset[ImageBatch]):
         self.view = eval_view(preprocessing, resize)
 
     def __getitem__(self, positions: Sequence[int]) -> ImageBatch:
-        height, width = self.view.config.size
+        height, width = self.view.size
         pixels = np.zeros((len(positions), height, width, 3), dtype=np.uint8)
         sizes = np.zeros((len(positions), 2), dtype=np.int64)
         areas = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(positions), 1))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet
 from everytoken.maps import Maps
 from everytoken.maps.summary import sample_positions, summarize
 

@@ -21,8 +21,8 @@ from everytoken.annotators.annotator import AnnotatorError, Preprocessing
 from everytoken.annotators.folds import Fold
 from everytoken.annotators.networks import CellScores
 from everytoken.annotators.reading import BatchReader, ImageBatch
-from everytoken.data.augment import AugmentConfig, TrainTransform
-from everytoken.data.sources import DataSet
+from everytoken.data.augment import AugmentOptions, TrainTransform
+from everytoken.data.datasets import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.keyed import digest, generator
 from everytoken.models.open import with_own_head
@@ -44,7 +44,7 @@ class _Augmented(Dataset[tuple[Tensor, Tensor]]):
             except EverytokenError:  # it is named when its turn to be annotated comes
                 continue
             labels.append(self.data.label(index))
-        height, width = self.transform.config.size
+        height, width = self.transform.size
         made = np.stack(pixels) if pixels else np.zeros((0, height, width, 3), dtype=np.uint8)
         return torch.from_numpy(made), torch.tensor(labels, dtype=torch.int64)
 
@@ -88,16 +88,13 @@ class Trainer:
         """Train `model` in place on the fold's images; returns what was measured."""
         plan, seed = self.plan, int(self.plan["seed"])
         size = (plan["size"][0], plan["size"][1])
-        config = AugmentConfig(
-            img_size=size,
-            scale=(0.35, 1.0) if min(size) <= 48 else (0.25, 1.0),
-            color_jitter=0.2,
-            mean=preprocessing.mean,
-            std=preprocessing.std,
+        augment = AugmentOptions(
+            scale=(0.35, 1.0) if min(size) <= 48 else (0.25, 1.0), aa="", color_jitter=0.2, reprob=0.0
         )
+        transform = TrainTransform(size, augment, mean=preprocessing.mean, std=preprocessing.std)
         steps = _Epochs(fold.train, plan["batch_size"], plan["epochs"], seed, fold.number)
         loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            _Augmented(self.data, TrainTransform(config), seed),
+            _Augmented(self.data, transform, seed),
             batch_size=None,
             sampler=steps,
             num_workers=self.workers,

@@ -18,7 +18,7 @@ from everytoken.machine import default_workers
 
 if TYPE_CHECKING:
     from everytoken.annotators import Annotator, Outcome, Summary, Team
-    from everytoken.data.sources import DataSet
+    from everytoken.data.datasets import DataSet
     from everytoken.maps import Maps
 
 
@@ -116,8 +116,7 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _open(options: Annotate) -> DataSet:
-    from everytoken.data.find import open_dataset
-    from everytoken.data.sources import DataError
+    from everytoken.data.datasets import DataError, open_dataset
 
     given: dict[str, Any] = {"val_split": options.val_split, "class_list": options.class_list}
     if options.unlabelled:

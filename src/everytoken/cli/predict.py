@@ -60,7 +60,7 @@ def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print or write."""
     options = parse(Predict, prog, argv)
     from everytoken.classes import shown_name
-    from everytoken.data.given import check_is_no_input
+    from everytoken.data.datasets import check_is_no_input
     from everytoken.engine.distributed import pick_device
     from everytoken.errors import EverytokenError
     from everytoken.evaluation.predict import predict_images

@@ -1,4 +1,4 @@
-"""Data: find, decode, augment with a placement, batch; seeded per sample.
+"""Data: open a dataset, decode, augment with a placement, batch; seeded per sample.
 
 Names are imported when they are first used.
 """
@@ -10,33 +10,29 @@ from typing import TYPE_CHECKING
 from everytoken._lazy import lazy
 
 if TYPE_CHECKING:
-    from everytoken.data.augment import AugmentConfig, TrainTransform, View
+    from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform, View
     from everytoken.data.batch import Batch, Prefetcher, normalise, to_device
+    from everytoken.data.datasets import DataSet, open_dataset, open_splits
     from everytoken.data.decode import ImageError, Picture
-    from everytoken.data.evaluation import EvalTransform
-    from everytoken.data.find import open_dataset
-    from everytoken.data.loader import BadImages, Loader
-    from everytoken.data.sampler import BatchSampler
-    from everytoken.data.sources import DataError, DataSet
+    from everytoken.data.loader import BadImages, BatchReader, Loader
+    from everytoken.errors import DataError
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "everytoken.data.augment": ["AugmentConfig", "TrainTransform", "View"],
+        "everytoken.data.augment": ["AugmentOptions", "EvalTransform", "TrainTransform", "View"],
         "everytoken.data.batch": ["Batch", "Prefetcher", "normalise", "to_device"],
+        "everytoken.data.datasets": ["DataSet", "open_dataset", "open_splits"],
         "everytoken.data.decode": ["ImageError", "Picture"],
-        "everytoken.data.evaluation": ["EvalTransform"],
-        "everytoken.data.find": ["open_dataset"],
-        "everytoken.data.loader": ["BadImages", "Loader"],
-        "everytoken.data.sampler": ["BatchSampler"],
-        "everytoken.data.sources": ["DataError", "DataSet"],
+        "everytoken.data.loader": ["BadImages", "BatchReader", "Loader"],
+        "everytoken.errors": ["DataError"],
     },
 )
 __all__ = [
-    "AugmentConfig",
+    "AugmentOptions",
     "BadImages",
     "Batch",
-    "BatchSampler",
+    "BatchReader",
     "DataError",
     "DataSet",
     "EvalTransform",
@@ -48,5 +44,6 @@ __all__ = [
     "View",
     "normalise",
     "open_dataset",
+    "open_splits",
     "to_device",
 ]

@@ -14,16 +14,38 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from everytoken.data.decode import ImageError
-from everytoken.data.sources import DataError, Strings
+from everytoken.errors import DataError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, ..., length of name, length of extra field
+
+
+class Strings(Sequence[str]):
+    """A list of strings in two arrays."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        self._ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        self._blob = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, i: int) -> str:  # type: ignore[override]
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"there is no sample {i} of {len(self)}")
+        i %= len(self)
+        start = int(self._ends[i - 1]) if i else 0
+        return self._blob[start : self._ends[i]].tobytes().decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[i] for i in range(len(self)))
 
 
 class ArchiveReader:
@@ -99,7 +121,7 @@ def _index(file: Path) -> list[tuple[str, int, int, int, int]]:
 
 
 def _index_zip(file: Path) -> list[tuple[str, int, int, int, int]]:
-    found = []
+    members = []
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.is_dir():
@@ -107,10 +129,12 @@ def _index_zip(file: Path) -> list[tuple[str, int, int, int, int]]:
             if info.flag_bits & 1:
                 raise DataError(f"{file}: member {info.filename!r} is encrypted. Unpack the archive into a folder.")
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise DataError(f"{file}: member {info.filename!r} is compressed by a method other than deflate. "
-                                "Unpack the archive into a folder, or pack it again.")  # fmt: skip
-            found.append((info.filename, info.header_offset, info.compress_size, info.compress_type, info.CRC))
-    return found
+                raise DataError(
+                    f"{file}: member {info.filename!r} is compressed by a method other than deflate. Unpack the "
+                    "archive into a folder, or pack it again."
+                )
+            members.append((info.filename, info.header_offset, info.compress_size, info.compress_type, info.CRC))
+    return members
 
 
 def _index_tar(file: Path) -> list[tuple[str, int, int, int, int]]:

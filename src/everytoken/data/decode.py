@@ -1,16 +1,13 @@
-"""Decoding: any image file to upright 8-bit RGB, or a refusal that names the file and the reason.
+"""Decoding: any image file to upright 8-bit RGB, or an error that names the file and the reason.
+
+JPEG files are decoded by simplejpeg (libjpeg-turbo, straight into NumPy; at 1/2, 1/4 or 1/8 of their size where the
+crop allows it), everything else by Pillow with a list of allowed formats. What simplejpeg refuses gets a second chance
+with Pillow, which passes over harmless damage and raises on truncated files; the pixels of both are the same.
 
 What happens to unusual images (`docs/data.md` has the table): EXIF rotation is applied; grey, palette, CMYK and 1-bit
-become RGB; transparency is composited over a colour (white by default) or dropped; 16-bit grey is scaled to 8 bits
-(Pillow alone would clip it to white); of an animation the first frame is taken. Truncated and corrupt files, float
-pixels and decompression bombs raise `ImageError`. Nothing is ever replaced by something else. One thing cannot be seen:
-damage within a JPEG's compressed data over which libjpeg steps with a warning, because Pillow does not pass it on.
-
-A `Picture` is lazy: opening reads the header only. The pixels are decoded when it is known which part is wanted. Then
-- a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop allows it (DCT scaling inside libjpeg);
-- of a JPEG only the rows down to the bottom of the wanted part are decoded (on average 16 % of a random crop's image
-  lies below it; the entropy decoding, which scaling cannot save, stops too);
-- mode conversion is done on the wanted part only.
+become RGB; transparency is composited over white; 16-bit grey is scaled to 8 bits (Pillow alone would clip it to
+white); of an animation the first frame is taken. Truncated and corrupt files, float pixels and decompression bombs
+raise `ImageError`. Nothing is ever replaced by something else.
 """
 
 from __future__ import annotations
@@ -20,24 +17,24 @@ import struct
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
+import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from everytoken.data.pixels import view
 from everytoken.errors import EverytokenError
 
-Alpha = Literal["white", "black", "drop"]
 Box = tuple[int, int, int, int]
 
 # What Pillow may open. Without a list it tries all its formats by content, and one of them (EPS) starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF")
 MAX_PIXELS = 178_956_970  # Pillow's own limit for an error; a 13,000 x 13,000 image passes
 _EXIF_ORIENTATION = 0x0112
-_END = b"\xff\xd9"  # the last two bytes of a JPEG
+_METADATA = (b"Exif\0", b"http://ns.adobe.com/xap")  # how the JPEG segments begin that may say an orientation
+_PLAIN_COLOURS = ("YCbCr", "RGB", "Gray")  # JPEG colour spaces that simplejpeg turns into RGB as Pillow does
+_SMALLEST = 8  # pixels of a side from which on the eighths that libjpeg can scale by all give different sizes
 # upright pixel position (u, v) -> stored pixel position, for each EXIF orientation; W, H are those of the stored image.
 # Rows: (coefficient of u, of v, of W, of H) for x and for y.
 _ORIENTATIONS: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
@@ -72,75 +69,81 @@ def _naming(where: str) -> Iterator[None]:
         raise ImageError(f"{where}: not an image of a known format ({kinds}), or its header is damaged.") from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"{where}: the image is too large ({error}). Make a smaller copy of it.") from error
-    except OSError as error:
-        kind = "is truncated" if "truncated" in str(error) else "is corrupt"
-        raise ImageError(f"{where}: the image {kind} ({error}).") from error
-    except (SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError, struct.error) as error:
-        raise ImageError(f"{where}: the image is corrupt ({type(error).__name__}: {error}).") from error
-    except (zlib.error, MemoryError) as error:
+    except (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError) as error:
+        raise ImageError(f"{where}: the image is truncated or corrupt ({type(error).__name__}: {error}).") from error
+    except (RuntimeError, MemoryError, struct.error, zlib.error) as error:  # RuntimeError: AVIF
         raise ImageError(f"{where}: the image cannot be decoded ({type(error).__name__}: {error}).") from error
 
 
 class Picture:
-    """An image whose header is read and whose pixels are not.
+    """An image whose header is read and whose pixels are not yet decoded.
+
+    Args:
+        source: the bytes of an image file, its path, or a Pillow image.
+        where: what to call it in messages.
+        max_pixels: larger images are refused before they are decoded.
 
     Attributes:
         size: (width, height) of the upright image, in pixels.
+        raw_size: (width, height) as stored, before EXIF rotation.
+        orientation: EXIF orientation, 1 to 8.
         to_raw: float64 [2, 3], upright pixel position -> stored pixel position (identity without EXIF rotation).
         where: what to call it in messages.
     """
 
     def __init__(
-        self,
-        source: bytes | str | Path | Image.Image,
-        where: str = "image",
-        *,
-        alpha: Alpha = "white",
-        max_pixels: int = MAX_PIXELS,
+        self, source: bytes | str | Path | Image.Image, where: str = "image", *, max_pixels: int = MAX_PIXELS
     ) -> None:
         self.where = where
-        self.alpha = alpha
-        self._jpeg: tuple[bytes, str, tuple] | None = None  # file, mode and the decoder's arguments
         self._image: Image.Image | None = None
+        self._data = b""
+        self._jpeg = False  # whether simplejpeg decodes it
         with _naming(where):
             if isinstance(source, Image.Image):
-                self._data, self._image = b"", source
+                self._image = source
             else:
                 self._data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
                 if not self._data:
                     raise ImageError(f"{where}: the file is empty.")
-            size = _plain_jpeg(self._data)
-            if size is not None:
-                self._jpeg = (self._data, "RGB", ("RGB", ""))
-            width, height = size or self.image.size
-            _check_pixels((width, height), where, max_pixels)
-            orientation = 1
-            if size is None:
+            raw_size = self._jpeg_size()
+            if raw_size is None:
+                raw_size = self.image.size
+            _check_pixels(raw_size, where, max_pixels)
+            self.orientation = 1
+            if not self._jpeg or any(name in self._data for name in _METADATA):
                 if self.image.format == "TIFF":
-                    self.image.load()  # Pillow turns a TIFF upright by itself, but only then tells so
-                    width, height = self.image.size
-                orientation = _orientation(self.image)
-            turn = _ORIENTATIONS[orientation]
-        self.raw_size, self.orientation = (width, height), orientation
-        self.turned = turn is not _ORIENTATIONS[1]
+                    self.image.load()  # Pillow turns a TIFF upright by itself, but only then says so
+                    raw_size = self.image.size
+                self.orientation = _orientation(self.image)
+        width, height = self.raw_size = raw_size
+        turn = _ORIENTATIONS[self.orientation]
         self.to_raw = np.array([[u, v, w * width + h * height] for u, v, w, h in turn], dtype=np.float64)
         self.size = (height, width) if turn[0][0] == 0 else (width, height)
+
+    def _jpeg_size(self) -> tuple[int, int] | None:
+        """(width, height) of a JPEG that simplejpeg decodes as Pillow would; None for all other images."""
+        if not self._data.startswith(b"\xff\xd8\xff"):
+            return None
+        try:
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(self._data)
+        except ValueError:
+            return None  # Pillow says what is wrong with it
+        self._jpeg = colours in _PLAIN_COLOURS
+        return (width, height) if self._jpeg else None
 
     @property
     def image(self) -> Image.Image:
         """The stored image as Pillow opens it."""
         if self._image is None:
             with _naming(self.where):
-                self._image = image = Image.open(io.BytesIO(self._data), formats=FORMATS)
-                tile = image.tile[0] if len(image.tile) == 1 else None
-                # Only a JPEG that ends with its end marker is decoded in part: it is known not to be truncated.
-                if tile and image.format == "JPEG" and tile[0] == "jpeg" and self._data[-2:] == _END:
-                    self._jpeg = (self._data, image.mode, tuple(tile[3] or ()))
+                self._image = Image.open(io.BytesIO(self._data), formats=FORMATS)
         return self._image
 
     def reduction(self, limit: float) -> int:
         """The largest of 8, 4, 2, 1 that is at most `limit` and by which this image can be decoded smaller."""
-        return 1 if self._jpeg is None or limit < 2 else next(s for s in (8, 4, 2) if s <= limit)
+        if not self._jpeg or limit < 2 or max(self.raw_size) < _SMALLEST:
+            return 1
+        return next(step for step in (8, 4, 2) if step <= limit)
 
     def region(self, box: Box, reduce: int = 1) -> np.ndarray:
         """Decode a part of the stored (not yet upright) image.
@@ -150,47 +153,39 @@ class Picture:
             reduce: a value that `reduction` returned; the box's edges are multiples of it.
 
         Returns:
-            uint8 [(y1 - y0) / reduce, (x1 - x0) / reduce, 3], perhaps a view of a larger image: read it, do not write.
+            uint8 [(y1 - y0) / reduce, (x1 - x0) / reduce, 3], perhaps a view of a larger array.
         """
         x0, y0, x1, y1 = (edge // reduce for edge in box)
+        if self._jpeg:
+            pixels = self._decode_jpeg(reduce)
+            if pixels is not None:
+                return pixels[y0:y1, x0:x1]
         with _naming(self.where):
-            image = self._rows(y1, reduce)
+            image = self.image
+            if self._jpeg and image.size != self.raw_size:
+                raise ImageError(f"{self.where}: the image is corrupt (its header says two sizes).")
+            image.load()
+            if reduce > 1:
+                image = image.reduce(reduce)
             if image.mode in ("I", "F"):  # judged by all its pixels, so that no crop of it passes by luck
-                image = to_rgb(image, self.alpha, self.where)
-            whole = to_rgb(image, self.alpha, self.where) if image.mode == "RGB" else None
-            if whole is image:  # no conversion: look at the wanted part of Pillow's memory
-                return view(image)[y0:y1, x0:x1]
-            return view(to_rgb(image.crop((x0, y0, x1, y1)), self.alpha, self.where))
+                image = to_rgb(image, self.where)
+            return np.array(to_rgb(image.crop((x0, y0, x1, y1)), self.where))
 
-    def _rows(self, rows: int, reduce: int) -> Image.Image:
-        """The stored image, reduced, down to `rows` at least.
-
-        A JPEG decoder that gets a shorter image to fill fills it, and then complains that the file has more rows: the
-        ValueError below. Should the complaint have another cause, then the last row was not written and still has the
-        marker colour; in that case everything is decoded again, strictly. The width stays whole, because the decoder's
-        row buffer depends on it.
-        """
-        width, height = ((edge + reduce - 1) // reduce for edge in self.raw_size)
-        if self._jpeg is not None and (reduce > 1 or rows < height):
-            data, mode, args = self._jpeg
-            marker = (1, 254, 3, 2)[: len(mode)] if len(mode) > 1 else 1
-            made = Image.new(mode, (width, rows), None)
-            made.paste(marker, (0, rows - 1, width, rows))
-            with suppress(ValueError):
-                made.frombytes(data, "jpeg", (*args, reduce, 0))
-            if made.crop((0, rows - 1, width, rows)).getcolors(1) != [(width, marker)]:
-                return made
-        self.image.load()
-        return self.image.reduce(reduce) if reduce > 1 else self.image
+    def _decode_jpeg(self, reduce: int) -> np.ndarray | None:
+        """The stored image, uint8 [h, w, 3] with h, w = raw_size / reduce, rounded up; None if the file has a fault."""
+        width, height = (-(-side // reduce) for side in self.raw_size)
+        try:
+            pixels = simplejpeg.decode_jpeg(self._data, "RGB", min_height=height, min_width=width)
+        except ValueError:
+            return None  # also for harmless damage: Pillow decides
+        return pixels if pixels.shape[:2] == (height, width) else None
 
     def upright(self) -> Image.Image:
         """The whole image, upright, as RGB."""
-        with _naming(self.where):
-            self.image.load()
-            made = to_rgb(self.image, self.alpha, self.where)
-        if self.turned:
-            made = Image.fromarray(np.ascontiguousarray(turn_upright(np.asarray(made), self.orientation)))
-        return made
+        pixels = self.region((0, 0, *self.raw_size))
+        if self.orientation != 1:
+            pixels = np.ascontiguousarray(turn_upright(pixels, self.orientation))
+        return Image.fromarray(pixels)
 
 
 def turn_upright(stored: np.ndarray, orientation: int) -> np.ndarray:
@@ -225,31 +220,6 @@ def _check_pixels(size: tuple[int, int], where: str, max_pixels: int) -> None:
         )
 
 
-def _plain_jpeg(data: bytes) -> tuple[int, int] | None:
-    """(width, height) of a whole JPEG with three 8-bit channels and without EXIF, XMP or further images; else None.
-
-    For these, which most photos in data sets are, everything that opening finds out is known after a few microseconds.
-    """
-    if data[:3] != b"\xff\xd8\xff" or data[-2:] != _END:
-        return None
-    at, size = 2, None
-    while at + 10 < len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
-        if marker == 0xDA:  # the pixels begin
-            return size
-        if marker == 0xE1 or (marker == 0xE2 and data[at + 4 : at + 8] == b"MPF\0"):
-            return None
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            precision, height, width, channels = struct.unpack_from(">BHHB", data, at + 4)
-            if precision != 8 or channels != 3 or not width or not height:
-                return None
-            size = (width, height)
-        if marker < 0xC0 or 0xD0 <= marker <= 0xD9:  # fill bytes and the like: leave it to Pillow
-            return None
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return None
-
-
 def _orientation(image: Image.Image) -> int:
     if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
         return 1
@@ -262,12 +232,11 @@ def _orientation(image: Image.Image) -> int:
     return value if value in _ORIENTATIONS else 1
 
 
-def to_rgb(image: Image.Image, alpha: Alpha = "white", where: str = "image") -> Image.Image:
-    """8-bit RGB of a loaded image in any of Pillow's modes.
+def to_rgb(image: Image.Image, where: str = "image") -> Image.Image:
+    """8-bit RGB of a loaded image in any of Pillow's modes; transparency is composited over white.
 
     Args:
         image: loaded.
-        alpha: composite transparency over `"white"` or `"black"`, or `"drop"` it (what `convert("RGB")` does).
         where: what to call it in messages.
     """
     mode = image.mode
@@ -284,10 +253,7 @@ def to_rgb(image: Image.Image, alpha: Alpha = "white", where: str = "image") -> 
     if mode == "I" or mode.startswith("I;16"):
         wide = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
-    if alpha != "drop" and (mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info):
+    if mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
-        background = Image.new("RGBA", layer.size, alpha)
-        return Image.alpha_composite(background, layer).convert("RGB")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "palette images with transparency should be RGBA": dropped on purpose
-        return image.convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return image.convert("RGB")

@@ -1,6 +1,6 @@
-"""The loader: a data set, a transform and perhaps a store of score maps become batches.
+"""The loader: a dataset, a transform and perhaps score maps become batches.
 
-    loader = Loader(data, TrainTransform(config), batch_size=128, train=True, workers=4, store=Maps("maps"))
+    loader = Loader(data, TrainTransform(224), batch_size=128, train=True, workers=4, maps=Maps("maps"))
     for batch in loader.epoch(3, start=120): ...
     for batch in loader: ...                      # the next epoch: 0 at first, here 4
 
@@ -8,7 +8,16 @@ What a sample looks like depends on (seed, epoch, key) alone: not on the number 
 where a run was resumed. Images stay bytes. Workers write samples straight into a batch and live as long as the loader.
 
 An image that cannot be read raises, naming it, or is left out of its batch, counted and logged (`BadImages`); it is
-never replaced by another one.
+never replaced by another one. Errors reach the main process as they are, whichever process they come from.
+
+Which samples make up which batch (`BatchSampler`) is a function of (seed, epoch), divided among the ranks:
+    training     the epoch's order is a permutation. Step t takes the next batch_size * world samples, and rank r takes
+                 every world-th of them from the r-th on. The samples of a step therefore do not depend on how many
+                 processes share it, as long as the global batch is the same, and a run resumes where it stopped by
+                 naming a step. What does not fill a global batch is left out; every epoch leaves out other samples.
+    evaluation   in order, every sample exactly once, nothing repeated to fill up; ranks may differ by one batch.
+Repeated augmentation (Hoffer et al. 2020, as in DeiT): each sample is seen `repeats` times in a row with different
+augmentation, on neighbouring ranks; an epoch has as many samples as before, so 1/repeats of the images.
 
 Cost on one core, besides decoding and augmentation (see `augment`): 0.1 ms per image, 0.03 ms more for reading and
 collating its 18x18x5 score map.
@@ -20,25 +29,44 @@ import atexit
 import json
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from everytoken import keyed
 from everytoken.data.batch import Batch
-from everytoken.data.decode import Alpha, ImageError
-from everytoken.data.sampler import BatchSampler, Request
-from everytoken.data.sources import DataError, DataSet
+from everytoken.data.datasets import DataError, DataSet
+from everytoken.data.decode import ImageError
 from everytoken.errors import EverytokenError
-from everytoken.functional import collate_maps as stack_maps
+from everytoken.functional import MapBatch, collate_maps
 
 _FEW = 5  # bad images that are no reason to stop
+_PREFETCH = 4  # batches that each worker prepares in advance
+
+
+class Request(NamedTuple):
+    """One sample that a worker is asked for: the epoch travels along, so workers can live longer than an epoch."""
+
+    epoch: int
+    sample: int
+    copy: int  # 0, or more for the repetitions of repeated augmentation
+
+
+class BatchReader(Protocol):
+    """Reads whole batches: what a task with targets of its own gives the loader instead of a dataset."""
+
+    @property
+    def data(self) -> DataSet:
+        """The samples that the requests number."""
+
+    def __getitems__(self, requests: list[Request]) -> Batch:
+        """The batch of some samples; those that could not be read are in its `skipped`, or raise."""
 
 
 class MapStore(Protocol):
@@ -61,7 +89,7 @@ class BadImages:
 
     Attributes:
         policy: "raise" stops at the first, naming it; "skip" leaves it out of its batch, counts it and logs it.
-        quota: part of the data set that may be bad before skipping stops too. A few images always may: one in ten, but
+        quota: part of the dataset that may be bad before skipping stops too. A few images always may: one in ten, but
             not more than five.
         log: file to which skipped images are appended, one JSON object per line, each image once.
         seen: the skipped images so far: key -> reason.
@@ -85,47 +113,98 @@ class BadImages:
             with open(self.log, "a", encoding="utf-8") as file:
                 file.write(lines)
         if len(self.seen) > max(1, self.quota * total, min(_FEW, total / 10)):
-            listed = "\n  ".join(list(self.seen.values())[:5])
+            reasons = "\n  ".join(list(self.seen.values())[:5])
             raise DataError(
                 f"{len(self.seen)} of {total} images cannot be read, more than the quota of {self.quota:.1%}:\n"
-                f"  {listed}\n"
-                f"{f'They are listed in {self.log}. ' if self.log else ''}Mend or remove them; `everytoken doctor` "
+                f"  {reasons}\n"
+                f"{f'They are listed in {self.log}. ' if self.log else ''}Repair or remove them; `everytoken doctor` "
                 'finds all such images. (In your own loop, BadImages("skip", quota=0.1) lets more pass.)'
             )
 
 
-class _Samples:
-    """Makes batches; lives in each worker."""
+class BatchSampler(Sampler[list[Request]]):
+    """Batches of requests for one rank.
+
+    Args:
+        total: samples in the dataset.
+        batch_size: samples per step and process.
+        train: shuffle, and give every rank the same number of batches.
+        seed: of the order.
+        rank, world: this process and the number of processes.
+        repeats: repeated augmentation.
+    """
 
     def __init__(
         self,
-        data: DataSet,
-        transform: Any,
-        seed: int,
+        total: int,
+        batch_size: int,
+        *,
         train: bool,
-        alpha: Alpha,
-        skip: bool,
-        store: MapStore | None,
-        collate: Callable[[list[Any]], Any] | None,
-        missing: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        repeats: int = 1,
     ) -> None:
-        self.data, self.transform, self.seed, self.train, self.alpha = data, transform, seed, train, alpha
-        self.skip, self.store, self.collate, self.missing = skip, store, collate, missing
-        config = getattr(transform, "config", None)
-        self.rectangles = config.recount if train and config is not None and config.reprob > 0 else 0
+        if batch_size < 1 or repeats < 1:
+            raise DataError(f"batch_size and repeats must be at least 1, got {batch_size} and {repeats}.")
+        if not 0 <= rank < world:
+            raise DataError(f"rank must be in 0..{world - 1} for {world} processes, got {rank}.")
+        if train and total < batch_size * world:
+            raise DataError(
+                f"{total} training images do not fill one batch of {batch_size} on {world} "
+                f"process{'es' if world > 1 else ''}. Lower batch_size."
+            )
+        self.total, self.batch_size, self.train, self.seed = total, batch_size, train, seed
+        self.rank, self.world, self.repeats = rank, world, repeats
+        self.epoch, self.start = 0, 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch, and the batch to begin with."""
+        if not 0 <= start <= len(self):
+            raise DataError(f"start must be in 0..{len(self)}, the batches of an epoch, got {start}.")
+        self.epoch, self.start = epoch, start
+
+    def order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sample, copy) of each position in the epoch, over all ranks. int64 [total]."""
+        if not self.train:
+            return np.arange(self.total), np.zeros(self.total, dtype=np.int64)
+        shuffled = keyed.generator(self.seed, epoch, "order").permutation(self.total)
+        position = np.arange(self.total)
+        return shuffled[position // self.repeats], position % self.repeats
 
     def __len__(self) -> int:
-        return len(self.data)
+        """Batches of a whole epoch on this rank."""
+        if self.train:
+            return self.total // (self.batch_size * self.world)
+        return -(-len(range(self.rank, self.total, self.world)) // self.batch_size)
 
-    def sample(self, request: Request) -> tuple[np.ndarray, np.ndarray, Sequence[Sequence[float]]]:
+    def __iter__(self) -> Iterator[list[Request]]:
+        epoch = self.epoch
+        samples, copies = (values[self.rank :: self.world] for values in self.order(epoch))
+        for step in range(self.start, len(self)):
+            span = slice(step * self.batch_size, (step + 1) * self.batch_size)
+            yield [Request(epoch, i, c) for i, c in zip(samples[span].tolist(), copies[span].tolist(), strict=True)]
+
+
+class _ImageBatches:
+    """Makes batches of a dataset's images, for `Loader`; lives in each worker."""
+
+    def __init__(
+        self, data: DataSet, transform: Any, seed: int, train: bool, skip: bool, maps: MapStore | None, erased: bool
+    ) -> None:
+        self.data, self.transform, self.seed, self.train, self.skip = data, transform, seed, train, skip
+        self.maps = maps
+        self.rectangles = transform.options.recount if erased else 0
+
+    def view(self, request: Request) -> tuple[np.ndarray, np.ndarray, Sequence[Sequence[float]]]:
         """(pixels uint8 [H, W, 3], placement [2, 3], erased rectangles) of one sample."""
         epoch, index, copy = request
-        picture = self.data.picture(index, self.alpha)
+        picture = self.data.picture(index)
         rng = None
         if self.train:
             again = (copy,) if copy else ()
             rng = keyed.generator(self.seed, epoch, self.data.key(index), "augment", *again)
-        if hasattr(self.transform, "view"):
+        if self.rectangles:
             return self.transform.view(picture, rng)
         pixels, placement = self.transform(picture, rng)
         return pixels, placement, ()
@@ -138,11 +217,11 @@ class _Samples:
         skipped: list[tuple[str, str]] = []
         for request in requests:
             try:
-                pixels, where, boxes = self.sample(request)
+                pixels, where, boxes = self.view(request)
             except ImageError as error:
                 if not self.skip:
                     raise ImageError(
-                        f"{error} `everytoken doctor` finds all such images; --on-bad-image skip leaves them out."
+                        f"{error} (on_bad_image 'skip' leaves such images out; `everytoken doctor` finds them all.)"
                     ) from error
                 skipped.append((self.data.key(request.sample), str(error)))
                 continue
@@ -164,45 +243,65 @@ class _Samples:
             indices=torch.tensor(kept, dtype=torch.int64),
             keys=keys,
             erased=torch.from_numpy(erased[:n]) if self.rectangles else None,
-            maps=self.maps(keys) if n else None,
+            maps=self.read_maps(keys) if n else None,
             skipped=tuple(skipped),
         )
 
-    def maps(self, keys: Sequence[str]) -> Any:
+    def read_maps(self, keys: Sequence[str]) -> MapBatch | None:
         """The score maps of a batch."""
-        if self.store is None or self.collate is None:
+        if self.maps is None:
             return None
-        try:
-            maps = [None if self.missing and key not in self.store else self.store[key] for key in keys]
-        except (KeyError, EverytokenError) as error:
-            lacking = next((key for key in keys if key not in self.store), None)
-            if lacking is None:  # something else is wrong
-                raise
-            raise DataError(self.without_map(self.store, lacking)) from error
-        return self.collate(maps)
+        return collate_maps([self.maps[key] for key in keys], num_classes=self.maps.manifest.num_classes)
 
-    def without_map(self, store: MapStore, example: str) -> str:
-        """How many images have no map, and what to do about it."""
-        count = sum(key not in store for key in self.data.keys())  # noqa: SIM118
-        where = getattr(store, "path", "the store")
-        if count == len(self.data):
-            key = getattr(store, "key", None)
-            such = f" Its keys are paths relative to the annotated folder, such as {key(0)!r}." if key else ""
-            return f"{where} has no map of any of the {count:,} images of {self.data.name}, such as {example!r}.{such}"
-        why = getattr(store, "skipped", {}).get(example)
-        first = f"{example!r} was skipped ({why})" if why else f"{example!r} is not in it"
-        return (
-            f"{where} has no map of {count:,} of the {len(self.data):,} images of {self.data.name}: {first}. Images "
-            "that came later, or that another --val-split had set aside, need a new store of all images (`everytoken "
-            "annotate`); skipped ones are tried again with --retry-skipped. `everytoken doctor DATA MAPS` lists them."
+
+def _check_maps(data: DataSet, maps: MapStore) -> None:
+    """Every image has a score map; found out before the first batch, not in the middle of an epoch."""
+    without = [key for key in data.keys() if key not in maps]  # noqa: SIM118
+    if not without:
+        return
+    where, example = getattr(maps, "path", "the store of score maps"), without[0]
+    if len(without) == len(data):
+        key = getattr(maps, "key", None)
+        such = f" Its keys are paths relative to the annotated folder, such as {key(0)!r}." if key else ""
+        raise DataError(
+            f"{where} has no map of any of the {len(data):,} images of {data.name}, such as {example!r}.{such}"
         )
+    why = getattr(maps, "skipped", {}).get(example)
+    first = f"{example!r} was skipped ({why})" if why else f"{example!r} is not in it"
+    raise DataError(
+        f"{where} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {first}. Images that were "
+        "added later, or that another val_split had held out, need a new store of all images (`everytoken annotate`); "
+        "skipped ones are tried again with `everytoken annotate --retry-skipped`. `everytoken doctor DATA MAPS` lists "
+        "them."
+    )
+
+
+@dataclass
+class _Failure:
+    """An error on its way from a worker. As a value it keeps its type and its sentence; torch would wrap it."""
+
+    error: EverytokenError
+
+
+class _Guarded:
+    """A batch reader that returns its errors."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def __getitems__(self, requests: list[Request]) -> Batch | _Failure:
+        try:
+            batch: Batch = self.reader.__getitems__(requests)
+            return batch
+        except EverytokenError as error:
+            return _Failure(error)
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _quiet_worker(worker: int) -> None:
+def _ignore_signals(worker: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them.
 
     A worker ends when the main process asks it to (`Loader.close`) or is gone, which torch's own watchdog sees.
@@ -226,73 +325,65 @@ def _close_at_exit() -> None:
 
 
 class Loader:
-    """Batches of a data set.
+    """Batches of a dataset.
 
     Args:
-        data: the samples.
+        data: the samples; or a `BatchReader`, which reads batches itself (`transform`, `maps`, `erased` are then its
+            own business).
         transform: `TrainTransform`, `EvalTransform`, or any callable (Picture, generator or None) -> (uint8 [H, W, 3],
             placement [2, 3]).
         batch_size: samples per step and process.
         train: shuffled and augmented, or in order, every sample once, without a generator.
         seed: of order and augmentation.
         workers: processes that make batches; 0: this one.
-        rank, world: this process and the number of processes; see `sampler` for who gets what.
-        store: score maps by key.
-        collate_maps: makes `batch.maps` of the list of a batch's score maps (None for a sample without one); default:
-            `functional.collate_maps`.
-        missing_maps: allow samples without a map (their weight is 0); otherwise a missing one raises.
+        rank, world: this process and the number of processes; the top of this file says who gets what.
+        maps: score maps by key; every image must have one.
+        erased: fill `Batch.erased` with the rectangles that random erasing covered.
         bad_images: what happens to unreadable images.
-        drop_last, repeats: see `sampler`.
-        prefetch: batches that each worker prepares in advance.
+        repeats: repeated augmentation.
         pin_memory: page-locked batches, for CUDA.
-        alpha: what transparency is composited over.
-        samples: makes batches itself instead of `transform`, `store` and so on (dense tasks, whose targets are masks or
-            boxes): its `__getitems__(requests)` returns something with `skipped`, a length and `pin_memory`.
     """
 
     def __init__(
         self,
-        data: DataSet,
-        transform: Any,
-        batch_size: int,
+        data: DataSet | BatchReader,
+        transform: Any = None,
+        batch_size: int = 1,
         *,
         train: bool,
         seed: int = 0,
         workers: int = 0,
         rank: int = 0,
         world: int = 1,
-        store: MapStore | None = None,
-        collate_maps: Callable[[list[Any]], Any] | None = None,
-        missing_maps: bool = False,
+        maps: MapStore | None = None,
+        erased: bool = False,
         bad_images: BadImages | None = None,
-        drop_last: bool = True,
         repeats: int = 1,
-        prefetch: int = 4,
         pin_memory: bool = False,
-        alpha: Alpha = "white",
-        samples: Any = None,
     ) -> None:
-        self.data, self.train = data, train
-        self._upcoming = 0
+        self.train, self._upcoming = train, 0
         self.bad_images = bad_images or BadImages()
+        reader: Any = data
+        if isinstance(data, DataSet):
+            self.data = data
+            skip = self.bad_images.policy == "skip"
+            reader = _ImageBatches(data, transform, seed, train, skip, maps, erased)
+        else:
+            self.data = data.data
         self.sampler = BatchSampler(
-            len(data), batch_size, train=train, seed=seed, rank=rank, world=world, drop_last=drop_last, repeats=repeats
+            len(self.data), batch_size, train=train, seed=seed, rank=rank, world=world, repeats=repeats
         )
-        if store is not None and collate_maps is None:
-            collate_maps = partial(stack_maps, num_classes=store.manifest.num_classes)
-        skip = self.bad_images.policy == "skip"
-        self.samples: Any = samples or _Samples(
-            data, transform, seed, train, alpha, skip, store, collate_maps, missing_maps
-        )
-        self._loader: DataLoader[Batch] = DataLoader(
-            self.samples,  # type: ignore[arg-type]
+        if maps is not None:
+            _check_maps(self.data, maps)
+        self._loader: DataLoader[Batch | _Failure] = DataLoader(
+            _Guarded(reader),  # type: ignore[arg-type]
             batch_sampler=self.sampler,
             num_workers=workers,
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
-            prefetch_factor=prefetch if workers > 0 else None,
-            worker_init_fn=_quiet_worker,
+            prefetch_factor=_PREFETCH if workers > 0 else None,
+            worker_init_fn=_ignore_signals,
             generator=keyed.torch_generator(seed, "workers"),  # else torch draws from the global generator
         )
         if workers > 0:
@@ -308,6 +399,8 @@ class Loader:
         self.sampler.set_epoch(epoch, start)
         self._upcoming = epoch + 1
         for batch in self._loader:
+            if isinstance(batch, _Failure):
+                raise batch.error
             if batch.skipped:
                 self.bad_images.note(batch.skipped, len(self.data))
             if len(batch):

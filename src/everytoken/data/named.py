@@ -1,12 +1,12 @@
-"""Data sets that go by a name: torchvision's and Hugging Face's.
+"""Datasets that go by a name: torchvision's and Hugging Face's.
 
-    torchvision:CIFAR10           any classification data set of torchvision.datasets
+    torchvision:CIFAR10           any classification dataset of torchvision.datasets
     torchvision:CIFAR10:folder    the same, in a folder of yours
     hf:owner/name                 from the hub; hf:owner/name:config for one of several configurations
     hf:/path/to/folder            saved with `save_to_disk`
 
-Keys are "part/number" (train/00000012), because such samples have no path of their own. Images of torchvision are taken
-as Pillow images, those of Hugging Face as the encoded bytes they are stored as.
+Keys are "split/number" (train/00000012), because such samples have no path. Images of torchvision are taken as Pillow
+images, those of Hugging Face as the encoded bytes they are stored as.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from everytoken.data.decode import ImageError
-from everytoken.data.sources import DataError, DataSet, ImageSet
+from everytoken.data.datasets import DataError, DataSet, ImageSet
+from everytoken.data.decode import ImageError, Picture
 from everytoken.errors import did_you_mean, need
 
-# what the parts are called elsewhere, in the order of preference
-_TORCHVISION_PARTS = {
+# what the splits are called elsewhere, in the order of preference
+_TORCHVISION_SPLITS = {
     "train": ("train", "trainval", "train-standard"),
     "val": ("val", "valid", "test"),
     "test": ("test",),
 }
-_HF_PARTS = {
+_HF_SPLITS = {
     "train": ("train", "training"),
     "val": ("validation", "val", "valid", "dev", "test"),
     "test": ("test",),
@@ -39,31 +39,38 @@ _DEFAULT_ROOT = "~/.cache/everytoken/datasets"
 
 
 def open_named(spec: str, split: str, root: str | os.PathLike[str] | None, download: bool) -> DataSet:
-    """Open one part ("train", "val" or "test") of a data set by its name."""
+    """Open one split ("train", "val" or "test") of a dataset by its name."""
     kind, _, name = spec.partition(":")
-    if split not in _TORCHVISION_PARTS:
-        raise DataError(f"{spec}: the part {split!r} is none of {', '.join(_TORCHVISION_PARTS)}.")
+    if split not in _TORCHVISION_SPLITS:
+        raise DataError(f"{spec}: the split {split!r} is none of {', '.join(_TORCHVISION_SPLITS)}.")
     if kind == "hf":
         return _open_hf(name, split)
     name, _, folder = name.partition(":")
     return _open_torchvision(name, split, Path(folder or root or _DEFAULT_ROOT).expanduser(), download)
 
 
-class TorchvisionSet(ImageSet):
-    """A torchvision data set."""
+class NumberedSet(ImageSet):
+    """Samples of a split that are known by their numbers."""
 
-    def __init__(self, name: str, part: str, data: Any) -> None:
-        self.name, self.part, self.data = f"torchvision:{name}", part, data
-        self.labels = np.asarray(_torchvision_labels(data), dtype=np.int64)
-        self.class_names = _class_names(getattr(data, "classes", None), self.labels)
+    def __init__(self, name: str, split: str, data: Any) -> None:
+        self.name, self.split, self.data = name, split, data
 
     def key(self, i: int) -> str:
-        """part/number"""
-        return f"{self.part}/{i:08d}"
+        """split/number"""
+        return f"{self.split}/{i:08d}"
 
     def where(self, i: int) -> str:
-        """The data set and the number."""
-        return f"{self.name}, {self.part} image {i}"
+        """The dataset and the number."""
+        return f"{self.name}, {self.split} image {i}"
+
+
+class TorchvisionSet(NumberedSet):
+    """A torchvision dataset."""
+
+    def __init__(self, name: str, split: str, data: Any) -> None:
+        super().__init__(f"torchvision:{name}", split, data)
+        self.labels = np.asarray(_torchvision_labels(data), dtype=np.int64)
+        self.class_names = _class_names(getattr(data, "classes", None), self.labels)
 
     def image(self, i: int) -> Image.Image:
         """Sample i."""
@@ -79,10 +86,10 @@ class TorchvisionSet(ImageSet):
 def _open_torchvision(name: str, split: str, root: Path, download: bool) -> DataSet:
     from torchvision import datasets
 
-    known = {n.lower(): n for n in datasets.__all__ if inspect.isclass(getattr(datasets, n, None))}
-    if name.lower() not in known:
-        raise DataError(f"torchvision has no data set {name!r}.{did_you_mean(name, known.values())}")
-    name = known[name.lower()]
+    names = {n.lower(): n for n in datasets.__all__ if inspect.isclass(getattr(datasets, n, None))}
+    if name.lower() not in names:
+        raise DataError(f"torchvision has no dataset {name!r}.{did_you_mean(name, names.values())}")
+    name = names[name.lower()]
     make = getattr(datasets, name)
     accepted = inspect.signature(make).parameters
     options: dict[str, Any] = {}
@@ -95,30 +102,30 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
     if "train" in accepted:
         choices: list[dict[str, Any]] = [{"train": split == "train"}]
     elif "split" in accepted:
-        choices = [{"split": part} for part in _TORCHVISION_PARTS[split]]
+        choices = [{"split": spelling} for spelling in _TORCHVISION_SPLITS[split]]
     elif split == "train":
         choices = [{}]
     else:
         raise DataError(
-            f"torchvision:{name} is not divided into parts; set some aside with val_split (--val-split 0.1)."
+            f"torchvision:{name} is not divided into splits; hold some images out with val_split, such as 0.1."
         )
-    trouble: Exception | None = None
+    refusal: Exception | None = None
     for choice in choices:
         try:
             data = make(**options, **choice)
-        except ValueError as error:  # no part of that name
-            trouble = error
+        except ValueError as error:  # no split of that name
+            refusal = error
             continue
         except (RuntimeError, FileNotFoundError) as error:
             raise DataError(
-                f"torchvision:{name} was not found in {root}: {error}{'' if download else _ways(name, split, root)}"
+                f"torchvision:{name} is not in {root}: {error}{'' if download else _ways(name, split, root)}"
             ) from error
         return TorchvisionSet(name, str(choice.get("split", split)), data)
-    raise DataError(f"torchvision:{name} has no part for {split}: {trouble}")
+    raise DataError(f"torchvision:{name} has no images for {split}: {refusal}")
 
 
 def _ways(name: str, split: str, root: Path) -> str:
-    """How to get a data set that is not there."""
+    """How to get a dataset that is not there."""
     spec = f"torchvision:{name}" if root == Path(_DEFAULT_ROOT).expanduser() else f"torchvision:{name}:{root}"
     code = f"from everytoken.data import open_dataset; open_dataset({spec!r}, {split!r}, download=True)"
     return (
@@ -145,34 +152,24 @@ def _class_names(given: Iterable[Any] | None, labels: np.ndarray) -> list[str]:
     return names if len(names) > top else [str(k) for k in range(top + 1)]
 
 
-class HuggingFaceSet(ImageSet):
-    """One split of a Hugging Face data set, with an image column and a label column."""
+class HuggingFaceSet(NumberedSet):
+    """One split of a Hugging Face dataset, with an image column and a label column."""
 
-    def __init__(self, name: str, part: str, data: Any, library: Any) -> None:
-        self.name, self.part = f"hf:{name}", part
+    def __init__(self, name: str, split: str, data: Any, library: Any) -> None:
+        super().__init__(f"hf:{name}", split, data)
         kinds = {column: type(feature).__name__ for column, feature in data.features.items()}
         self.image_column = self._column(kinds, "Image", ("image", "img", "jpg", "png"))
-        self.label_column = self._column(kinds, "ClassLabel", ("label", "labels", "fine_label", "cls"))
-        self.labels = np.asarray(data[self.label_column], dtype=np.int64)
-        names = getattr(data.features[self.label_column], "names", None)
-        self.class_names = _class_names(names, self.labels)
+        label_column = self._column(kinds, "ClassLabel", ("label", "labels", "fine_label", "cls"))
+        self.labels = np.asarray(data[label_column], dtype=np.int64)
+        self.class_names = _class_names(getattr(data.features[label_column], "names", None), self.labels)
         if kinds[self.image_column] == "Image":  # keep the bytes as they are stored
-            data = data.cast_column(self.image_column, library.Image(decode=False))
-        self.data = data
+            self.data = data.cast_column(self.image_column, library.Image(decode=False))
 
     def _column(self, kinds: dict[str, str], kind: str, usual: tuple[str, ...]) -> str:
-        found = [column for column, value in kinds.items() if value == kind] or [c for c in usual if c in kinds]
-        if not found:
+        columns = [column for column, value in kinds.items() if value == kind] or [c for c in usual if c in kinds]
+        if not columns:
             raise DataError(f"{self.name} has no {kind} column; its columns are {', '.join(kinds)}.")
-        return found[0]
-
-    def key(self, i: int) -> str:
-        """part/number"""
-        return f"{self.part}/{i:08d}"
-
-    def where(self, i: int) -> str:
-        """The data set and the number."""
-        return f"{self.name}, {self.part} image {i}"
+        return columns[0]
 
     def _stored(self, i: int) -> Any:
         value = self.data[int(i)][self.image_column]
@@ -190,12 +187,11 @@ class HuggingFaceSet(ImageSet):
         value = self._stored(i)
         return value if isinstance(value, Image.Image) else Image.fromarray(np.asarray(value, dtype=np.uint8))
 
-    def picture(self, i: int, alpha: Any = "white") -> Any:
+    def picture(self, i: int) -> Picture:
         """From the stored bytes if there are any."""
-        value = self._stored(i)
-        if isinstance(value, bytes):
-            return DataSet.picture(self, i, alpha)
-        return super().picture(i, alpha)
+        if isinstance(self._stored(i), bytes):
+            return DataSet.picture(self, i)
+        return super().picture(i)
 
 
 def _open_hf(name: str, split: str) -> DataSet:
@@ -203,18 +199,20 @@ def _open_hf(name: str, split: str) -> DataSet:
     folder = Path(name).expanduser()
     try:
         if folder.is_dir() and any((folder / n).exists() for n in ("dataset_dict.json", "dataset_info.json")):
-            found = library.load_from_disk(str(folder))
+            splits = library.load_from_disk(str(folder))
         else:
             owner_name, _, config = name.partition(":")
-            found = library.load_dataset(owner_name, config or None)
+            splits = library.load_dataset(owner_name, config or None)
     except Exception as error:  # the library raises many kinds: network, unknown name, unknown configuration
         raise DataError(f"hf:{name} cannot be opened: {error}") from error
-    if not hasattr(found, "keys"):  # a single split
+    if not hasattr(splits, "keys"):  # a single one
         if split != "train":
-            raise DataError(f"hf:{name} is not divided into parts; set some aside with val_split (--val-split 0.1).")
-        return HuggingFaceSet(name, "train", found, library)
-    for part in _HF_PARTS[split]:
-        if part in found.keys():  # noqa: SIM118
-            return HuggingFaceSet(name, part, found[part], library)
-    raise DataError(f"hf:{name} has no part for {split}; its parts are {', '.join(found.keys())}. "
-                    "Set some images aside with val_split (--val-split 0.1).")  # fmt: skip
+            raise DataError(f"hf:{name} is not divided into splits; hold some images out with val_split, such as 0.1.")
+        return HuggingFaceSet(name, "train", splits, library)
+    for spelling in _HF_SPLITS[split]:
+        if spelling in splits.keys():  # noqa: SIM118
+            return HuggingFaceSet(name, spelling, splits[spelling], library)
+    raise DataError(
+        f"hf:{name} has no images for {split}; its splits are {', '.join(splits.keys())}. Hold some images out with "
+        "val_split, such as 0.1."
+    )

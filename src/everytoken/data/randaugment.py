@@ -1,4 +1,4 @@
-"""RandAugment in timm's words: `rand-m9-mstd0.5-inc1` means here what it means there.
+"""RandAugment and colour operations in timm's words: `rand-m9-mstd0.5-inc1` means here what it means there.
 
 Paper: Cubuk et al., "RandAugment: Practical automated data augmentation with a reduced search space", 2019. The string
 format, the lists of operations, the probabilities and the magnitude scales are timm's (tested against its functions).
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from everytoken.data import placement as pl
 from everytoken.errors import EverytokenError, did_you_mean
@@ -29,26 +30,23 @@ _TOP = 10.0  # magnitudes are given on a scale of 0 to 10
 _TRANSLATE = 0.45  # of the side, at full magnitude
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 
-_PLAIN = [
-    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd",
-    "Color", "Contrast", "Brightness", "Sharpness",
-]  # fmt: skip
+_PLAIN = (
+    *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd"),
+    *("Color", "Contrast", "Brightness", "Sharpness"),
+)
 _VARIANTS = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
 _MOVES = ["ShearX", "ShearY", "TranslateXRel", "TranslateYRel"]
-_SETS: dict[str, dict[str, float]] = {
-    "weights": {
-        "Rotate": 3, "ShearX": 2, "ShearY": 2, "TranslateXRel": 1, "TranslateYRel": 1, "ColorIncreasing": 0.25,
-        "SharpnessIncreasing": 0.25, "AutoContrast": 0.25, "SolarizeIncreasing": 0.05, "SolarizeAdd": 0.05,
-        "ContrastIncreasing": 0.05, "BrightnessIncreasing": 0.05, "Equalize": 0.05, "PosterizeIncreasing": 0.05,
-        "Invert": 0.05,
-    },
-    "3a": {"SolarizeIncreasing": 1, "Desaturate": 1, "GaussianBlur": 1},
-    "3aw": {
-        "SolarizeIncreasing": 6, "Desaturate": 6, "GaussianBlur": 6, "Rotate": 3, "ShearX": 2, "ShearY": 2,
-        "PosterizeIncreasing": 1, "AutoContrast": 1, "ColorIncreasing": 1, "SharpnessIncreasing": 1,
-        "ContrastIncreasing": 1, "BrightnessIncreasing": 1, "Equalize": 1, "Invert": 1,
-    },
-}  # fmt: skip
+_ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
+_SETS: dict[str, dict[str, float]] = {  # operation -> weight
+    "weights": {"Rotate": 3, "ShearX": 2, "ShearY": 2, "TranslateXRel": 1, "TranslateYRel": 1}
+    | dict.fromkeys(("ColorIncreasing", "SharpnessIncreasing", "AutoContrast"), 0.25)
+    | dict.fromkeys(("SolarizeIncreasing", "SolarizeAdd", "ContrastIncreasing", "BrightnessIncreasing"), 0.05)
+    | dict.fromkeys(("Equalize", "PosterizeIncreasing", "Invert"), 0.05),
+    "3a": {"SolarizeIncreasing": 1.0, "Desaturate": 1, "GaussianBlur": 1},
+    "3aw": {"SolarizeIncreasing": 6.0, "Desaturate": 6, "GaussianBlur": 6, "Rotate": 3, "ShearX": 2, "ShearY": 2}
+    | dict.fromkeys(("PosterizeIncreasing", "AutoContrast", "ColorIncreasing", "SharpnessIncreasing"), 1)
+    | dict.fromkeys(("ContrastIncreasing", "BrightnessIncreasing", "Equalize", "Invert"), 1),
+}
 
 Step = tuple[str, tuple[float, ...]]  # operation and its arguments
 
@@ -80,8 +78,8 @@ LEVELS: dict[str, Callable[[float, int], tuple[float, ...]]] = {
     "Solarize": lambda level, sign: (min(256, int(level / _TOP * 256)),),
     "SolarizeIncreasing": lambda level, sign: (256 - min(256, int(level / _TOP * 256)),),
     "SolarizeAdd": lambda level, sign: (min(128, int(level / _TOP * 110)),),
-    **dict.fromkeys(("Color", "Contrast", "Brightness", "Sharpness"), _enhance),
-    **{f"{name}Increasing": _enhance_increasing for name in ("Color", "Contrast", "Brightness", "Sharpness")},
+    **dict.fromkeys(_ENHANCE, _enhance),
+    **{f"{name}Increasing": _enhance_increasing for name in _ENHANCE},
     "ShearX": _signed(0.3),
     "ShearY": _signed(0.3),
     "TranslateXRel": _signed(_TRANSLATE),
@@ -160,7 +158,7 @@ def parse(text: str) -> RandAugment:
         names = tuple(f"{n}Increasing" if grow and n in _VARIANTS else n for n in _PLAIN) + tuple(_MOVES)
         weights = None
     std = values.get("mstd", 0.0)
-    made = RandAugment(
+    policy = RandAugment(
         names,
         weights,
         count=int(values.get("n", 2)),
@@ -169,11 +167,11 @@ def parse(text: str) -> RandAugment:
         std=math.inf if std > 100 else std,
         top=values.get("mmax", _TOP),
     )
-    if weights is not None and made.count > len(names):
-        raise EverytokenError(f"aa: {text!r} draws {made.count} different operations from a set of {len(names)}.")
-    if not 0 <= made.prob <= 1:
-        raise EverytokenError(f"aa: the probability p{made.prob} in {text!r} is not in 0..1.")
-    return made
+    if weights is not None and policy.count > len(names):
+        raise EverytokenError(f"aa: {text!r} draws {policy.count} different operations from a set of {len(names)}.")
+    if not 0 <= policy.prob <= 1:
+        raise EverytokenError(f"aa: the probability p{policy.prob} in {text!r} is not in 0..1.")
+    return policy
 
 
 def matrix(step: Step, size: tuple[int, int]) -> pl.Affine:
@@ -189,3 +187,85 @@ def matrix(step: Step, size: tuple[int, int]) -> pl.Affine:
     if name == "TranslateXRel":
         return np.array([[1.0, 0.0, value * width], [0.0, 1.0, 0.0]])
     return np.array([[1.0, 0.0, 0.0], [0.0, 1.0, value * height]])
+
+
+# Colour operations ----------------------------------------------------------------------------------------------------
+# None of them moves a pixel. The arithmetic is Pillow's, as in timm and torchvision, so that recipes mean the same,
+# with two exceptions, both tested against Pillow: sharpness is computed on arrays (a third of the time, the same values
+# to within one grey level), and posterizing to 0 bits is black, as it always was (Pillow 13 refuses it).
+
+
+def posterize(image: Image.Image, bits: int) -> Image.Image:
+    """Keep the `bits` highest bits of each channel; 0 gives black, 8 and more change nothing."""
+    if bits >= 8:
+        return image
+    mask = 256 - 2 ** (8 - bits)
+    return image.point([value & mask for value in range(256)] * 3)
+
+
+def solarize_add(image: Image.Image, add: int, threshold: int = 128) -> Image.Image:
+    """Add to the dark values only."""
+    return image.point([min(255, value + add) if value < threshold else value for value in range(256)] * 3)
+
+
+def sharpness(image: Image.Image, factor: float) -> Image.Image:
+    """Blend with a 3x3 smoothing (weights 1, centre 5): 0 smooth, 1 no change, above 1 sharper. The border stays."""
+    pixels = np.asarray(image)
+    if min(pixels.shape[:2]) < 3:
+        return image
+    wide = pixels.astype(np.uint16)
+    rows = wide[:-2] + wide[1:-1]
+    rows += wide[2:]
+    smooth = rows[:, :-2] + rows[:, 1:-1]
+    smooth += rows[:, 2:]
+    centre = wide[1:-1, 1:-1]
+    smooth += 4 * centre + 6  # + 6: rounds the division by 13
+    smooth //= 13
+    # smooth + factor * (centre - smooth), in fixed point with 8 bits: two factors need 17 bits of product
+    blend = centre.astype(np.int32)
+    blend -= smooth
+    blend *= round(factor * 256)
+    blend >>= 8
+    blend += smooth
+    sharpened = pixels.copy()
+    sharpened[1:-1, 1:-1] = blend.clip(0, 255, out=blend)
+    return Image.fromarray(sharpened)
+
+
+def _enhance_with(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Callable[..., Image.Image]:
+    return lambda image, factor: kind(image).enhance(factor)
+
+
+# operation (its variant "...Increasing" differs in the arguments only) -> function of an RGB image and the arguments
+OPERATIONS: dict[str, Callable[..., Image.Image]] = {
+    "AutoContrast": ImageOps.autocontrast,
+    "Equalize": ImageOps.equalize,
+    "Invert": ImageOps.invert,
+    "Posterize": posterize,
+    "Solarize": ImageOps.solarize,
+    "SolarizeAdd": solarize_add,
+    "Color": _enhance_with(ImageEnhance.Color),  # 0: grey, 1: no change
+    "Contrast": _enhance_with(ImageEnhance.Contrast),
+    "Brightness": _enhance_with(ImageEnhance.Brightness),
+    "Sharpness": sharpness,
+    "Desaturate": lambda image, amount: ImageEnhance.Color(image).enhance(min(1.0, max(0.0, 1.0 - amount))),
+    "GaussianBlur": lambda image, radius: image.filter(ImageFilter.GaussianBlur(radius)),
+}
+
+
+def recolour(image: Image.Image, step: Step) -> Image.Image:
+    """Do a colour operation."""
+    name, arguments = step
+    return OPERATIONS[name.removesuffix("Increasing")](image, *arguments)
+
+
+def jitter(strength: float, rng: np.random.Generator) -> list[Step]:
+    """Draw a colour jitter as torchvision's `ColorJitter` does: brightness, contrast and saturation in random order.
+
+    Args:
+        strength: the factors are uniform in 1 - strength..1 + strength (not below 0).
+    """
+    low, high = max(0.0, 1.0 - strength), 1.0 + strength
+    factors = (low + (high - low) * rng.random(4)).tolist()  # the fourth was the hue's once; runs stay the same
+    steps: list[Step] = [(name, (u,)) for name, u in zip(("Brightness", "Contrast", "Color"), factors, strict=False)]
+    return [steps[k] for k in rng.permutation(3).tolist()]

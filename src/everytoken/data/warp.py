@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 from everytoken.data.decode import Picture
-from everytoken.data.pixels import full, turn, view
 from everytoken.data.placement import Affine, compose, invert
 
 _MARGIN = 2  # middle-image pixels beyond the visible part, so that interpolation never sees a false edge
@@ -46,8 +45,7 @@ class _Scratch(threading.local):
         """The pixels as float32, valid until the next call."""
         if self.memory.numel() < pixels.size:
             self.memory = torch.empty(pixels.size)
-        made = self.memory[: pixels.size].view(pixels.shape)
-        return made.copy_(torch.from_numpy(pixels))
+        return self.memory[: pixels.size].view(pixels.shape).copy_(torch.from_numpy(pixels))
 
 
 _scratch = _Scratch()
@@ -73,27 +71,24 @@ def render(
     per_pixel = math.hypot(a, b), math.hypot(d, e)  # stored pixels per output pixel, along stored x and y
     reduce = picture.reduction(min(per_pixel))
     if (b == 0 and d == 0) or (a == 0 and e == 0):
-        made = _cut(picture, raw, size, reduce, bicubic)
-        if made is not None:
-            pixels, used = made
-            return pixels, compose(invert(picture.to_raw), used) if picture.turned else used
+        cut = _cut(picture, raw, size, reduce, bicubic)
+        if cut is not None:
+            pixels, used = cut
+            return pixels, compose(invert(picture.to_raw), used) if picture.orientation != 1 else used
     return _warp(picture, raw, size, per_pixel, reduce, bicubic, fill), matrix
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], bicubic: bool) -> np.ndarray:
-    """Anti-aliased resize of uint8 [h, w, 3] to (height, width); four bytes per pixel stay four (see `pixels`).
+    """Anti-aliased resize of uint8 [h, w, 3] to (height, width).
 
     Equal to Pillow's filters to one grey level, a little more at a few pixels if one side grows and the other shrinks
     (the order of the two passes differs, and bicubic overshoots are clipped in between).
     """
     if pixels.shape[:2] == size:
         return pixels
-    h, w, _ = pixels.shape
-    row, step = pixels.strides[:2]
-    # The batch stride is spelt out because torch looks at it to recognise channels_last, its fast path here.
-    image = torch.as_strided(torch.from_numpy(full(pixels)), (1, step, h, w), (h * row, 1, row, step))
-    made = F.interpolate(image, size, mode="bicubic" if bicubic else "bilinear", antialias=True)
-    return made[0].permute(1, 2, 0).numpy()[..., :3]
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+    resized = F.interpolate(image, size, mode="bicubic" if bicubic else "bilinear", antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
 
 
 def _cut(
@@ -111,10 +106,10 @@ def _cut(
     out = resize(part, (width, height) if turned else size, bicubic)
     backwards = (y[0] > y[1], x[0] > x[1])  # along stored y and x, which are the output's rows and columns, or turned
     down, across = backwards[::-1] if turned else backwards
-    if turned or down or across:
-        out = turn(out, turned, down, across)
-    elif out is part:  # the picture's own memory must not be written to later
-        out = out.copy()
+    out = np.ascontiguousarray(out.swapaxes(0, 1) if turned else out)
+    if down or across:
+        axes = [axis for axis, reverse in enumerate((down, across)) if reverse]
+        out = torch.from_numpy(out).flip(axes).numpy()  # ten times faster than NumPy
     dx, dy = x[1] - x[0], y[1] - y[0]
     if turned:
         used = np.array([[0.0, dx / height, x[0]], [dy / width, 0.0, y[0]]])
@@ -165,9 +160,7 @@ def _warp(
         box[k], box[k + 2] = low, high
     pixels = resize(picture.region((box[0], box[1], box[2], box[3]), reduce), (middle[1], middle[0]), bicubic)
 
-    source = _scratch.floats(full(pixels))
-    step = source.shape[2]
-    source = torch.as_strided(source, (1, 3, middle[1], middle[0]), (0, 1, step * middle[0], step))
+    source = _scratch.floats(pixels)[None].permute(0, 3, 1, 2)
     grid = np.empty((1, height, width, 2), dtype=np.float32)
     across, down = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)
     for k in range(2):
@@ -183,4 +176,4 @@ def _warp(
         for plane, value in zip(planes, fill, strict=True):
             plane[beyond] = value
     # Pillow interleaves planes several times faster than a strided copy does
-    return view(Image.merge("RGB", [Image.fromarray(plane) for plane in planes]))
+    return np.array(Image.merge("RGB", [Image.fromarray(plane) for plane in planes]))

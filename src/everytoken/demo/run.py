@@ -28,7 +28,7 @@ from everytoken.errors import EverytokenError
 from everytoken.reports.groups import Estimate
 
 if TYPE_CHECKING:
-    from everytoken.data.sources import DataSet
+    from everytoken.data.datasets import DataSet
 
 Run = Callable[[list[str]], int]
 
@@ -122,9 +122,9 @@ def train_words(
 
 
 def _has_val(data: str) -> bool:
-    from everytoken.data.places import part
+    from everytoken.data.datasets import find_split
 
-    return data.startswith(("torchvision:", "hf:")) or part(data, "val") is not None
+    return data.startswith(("torchvision:", "hf:")) or find_split(data, "val") is not None
 
 
 def _prepare(out: Path, scale: Scale) -> Path:
@@ -151,7 +151,7 @@ def budget(scale: Scale, count: int) -> Scale:
 
 def _show(out: Path, images: str) -> int:
     """A picture of the data, to look at while the rest runs; returns the number of images."""
-    from everytoken.data.find import open_dataset
+    from everytoken.data.datasets import open_dataset
 
     file = out / "data.png"
     train = open_dataset(images, "train")

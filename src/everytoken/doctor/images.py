@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image
 
 from everytoken.data.decode import Picture
-from everytoken.data.find import open_dataset
-from everytoken.data.places import part
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import open_dataset
+from everytoken.data.datasets import find_split
+from everytoken.data.datasets import DataSet
 from everytoken.doctor.findings import Finding, counted, some
 from everytoken.errors import EverytokenError, did_you_mean
 
@@ -47,8 +47,8 @@ def open_images(spec: str) -> tuple[Images, list[Finding]]:
     images, findings = Images(spec), list[Finding]()
     named = spec.startswith(("torchvision:", "hf:"))
     try:
-        held = None if named else part(spec, "val")
-        train = None if named else part(spec, "train")
+        held = None if named else find_split(spec, "val")
+        train = None if named else find_split(spec, "train")
         names = None
         if held is not None and train is not None:
             names, more = _compare_names(train.folders(), held.folders(), train.name, held.name)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everytoken.classes import class_finder
-from everytoken.data.sources import DataSet, split_off
+from everytoken.data.datasets import DataSet, split_off
 from everytoken.doctor.findings import Finding, some
 from everytoken.doctor.images import Images
 from everytoken.errors import EverytokenError

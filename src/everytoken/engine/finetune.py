@@ -74,7 +74,7 @@ def _other_classes(options: TrainOptions, about: Description | None, weights: Pa
     """Whether the data has other classes than the weights were trained on, by name, or by number for foreign ones."""
     if not options.data:
         return False
-    from everytoken.data.find import open_dataset
+    from everytoken.data.datasets import open_dataset
 
     data = open_dataset(options.data, "train", val_split=options.dataset.val_split)
     if about is not None and about.class_names:

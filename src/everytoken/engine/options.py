@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import tyro
 
+from everytoken.data.augment import AugmentOptions
 from everytoken.machine import default_workers
 
 
@@ -62,38 +63,6 @@ class DataOptions:
     """Show every image this many times per epoch, differently augmented (DeiT uses 3)."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image that cannot be read. Skipped ones are counted, named in a log, and bounded."""
-
-
-@dataclass(frozen=True)
-class AugmentOptions:
-    """Augmentation."""
-
-    scale: tuple[float, float] = (0.08, 1.0)
-    """Area of the random crop, as part of the image."""
-    ratio: tuple[float, float] = (0.75, 4 / 3)
-    """Proportions of the random crop."""
-    hflip: float = 0.5
-    """Chance of a left-right flip."""
-    vflip: float = 0.0
-    """Chance of an up-down flip."""
-    aa: str = "rand-m9-mstd0.5-inc1"
-    """RandAugment in timm's notation; empty for none."""
-    color_jitter: float = 0.0
-    """Strength of brightness, contrast and saturation jitter (ordinary only without RandAugment)."""
-    reprob: float = 0.25
-    """Chance of erasing a rectangle."""
-    remode: Literal["const", "rand", "pixel"] = "pixel"
-    """What erased pixels become."""
-    recount: int = 1
-    """Number of rectangles."""
-    train_interpolation: Literal["random", "bilinear", "bicubic"] = "random"
-    """Resampling in training."""
-    interpolation: str = ""
-    """Resampling in validation; empty: the model's own."""
-    crop_pct: float = 0.0
-    """Centre crop in validation; 0: the model's own."""
-    smoothing: float = 0.1
-    """Label smoothing."""
 
 
 @dataclass(frozen=True)

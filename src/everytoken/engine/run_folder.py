@@ -34,7 +34,7 @@ import yaml
 
 from everytoken import schema
 from everytoken._version import version
-from everytoken.data.places import DEFAULT_VAL_SPLIT
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, plain_json, write_atomically
 

@@ -20,8 +20,8 @@ import torch
 from timm.task import TrainingTask
 from torch import Tensor, nn
 
-from everytoken.data.loader import BadImages, Loader
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet
+from everytoken.data.loader import BadImages, BatchReader, Loader
 from everytoken.engine.distributed import World
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.run_folder import RunFolder
@@ -98,7 +98,9 @@ class Task(TrainingTask):
         optim = self.options.optim
         return torch.autocast(self.world.device.type, getattr(torch, optim.amp_dtype), enabled=optim.amp)
 
-    def loader(self, data: DataSet, transform: Any, batch_size: int, train: bool, **more: Any) -> Loader:
+    def loader(
+        self, data: DataSet | BatchReader, transform: Any = None, batch_size: int = 1, *, train: bool, **more: Any
+    ) -> Loader:
         """A loader of this process's share of `data`; bad images are handled as the options say."""
         log = self.folder.path / "skipped-images.jsonl" if self.folder.writable else None
         loader = Loader(

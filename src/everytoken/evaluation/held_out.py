@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everytoken.data.places import named
+from everytoken.data.datasets import split_folder
 from everytoken.engine.run_folder import Run, run_of
 from everytoken.errors import EverytokenError
 
@@ -39,7 +39,7 @@ class HeldOut:
             return f"{self.trained[0]} was trained on {data}: {part}"
         if self.trained:
             return f"{self.trained[0]} was trained on {data}: these are its training images"
-        if self.unknown and not named([Path(data).stem], "val"):
+        if self.unknown and not split_folder([Path(data).stem], "val"):
             return (
                 f"all {images:,} images of {data} are used; it is not known what {self.unknown[0]} was trained on, so "
                 "its training images may be among them"

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from everytoken.data.batch import Prefetcher
-from everytoken.data.evaluation import EvalTransform
-from everytoken.data.given import gather_images
+from everytoken.data.datasets import FolderReader, ReaderSet, gather_images
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.sources import FolderReader, ReaderSet
 from everytoken.evaluation.run import Voter, check_vote, eval_view
 from everytoken.models.open import open_model
 
@@ -59,7 +57,7 @@ def predict_images(
     check_vote(loaded, token_vote)
     view, bad = eval_view(loaded, crop_pct), BadImages(on_bad_image)
     data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
-    loader = Loader(data, EvalTransform(view), batch_size, train=False, workers=workers, bad_images=bad)
+    loader = Loader(data, view, batch_size, train=False, workers=workers, bad_images=bad)
     model = Voter(loaded.model, token_vote).to(device).eval()
     known = loaded.class_names
     out: dict[int, Answer] = {}

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.classes import imagenet_numbers, match_classes
-from everytoken.data.augment import AugmentConfig
+from everytoken.data.augment import EvalTransform
 from everytoken.data.batch import Batch, Prefetcher
-from everytoken.data.evaluation import EvalTransform
-from everytoken.data.find import open_dataset
+from everytoken.data.datasets import DataError, DataSet, find_split, open_dataset
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.places import part
-from everytoken.data.sources import DataError, DataSet
 from everytoken.engine.run_folder import DATASET_NAMES, Run
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.accuracy import Predictions, predict, read_real, real_accuracy
@@ -108,17 +105,17 @@ def evaluate_on(
     check_vote(loaded, token_vote)
     lookup = torch.from_numpy(match_classes(loaded.classes, dataset.class_names, dataset.name).labels)
     imagenet = imagenet_numbers(loaded.classes) if real else None
-    augment = eval_view(loaded, crop_pct)
+    view = eval_view(loaded, crop_pct)
     bad = BadImages(on_bad_image)
     loader = Loader(
-        dataset, EvalTransform(augment), batch_size, train=False, workers=workers, bad_images=bad,
+        dataset, view, batch_size, train=False, workers=workers, bad_images=bad,
         pin_memory=device.startswith("cuda"),
     )  # fmt: skip
     model = Voter(loaded.model, token_vote).to(device).eval()
 
     def batches() -> Iterator[Batch]:
         done = 0
-        for batch in Prefetcher(loader.epoch(0), device, augment.mean, augment.std):
+        for batch in Prefetcher(loader.epoch(0), device, view.mean, view.std):
             assert batch.labels is not None
             yield replace(batch, labels=lookup.to(batch.labels.device)[batch.labels])
             done += len(batch)
@@ -142,14 +139,14 @@ def evaluate_on(
     return Evaluation(numbers, predictions, names, keys, dict(bad.seen))
 
 
-def eval_view(loaded: OpenModel, crop_pct: float = 0.0) -> AugmentConfig:
+def eval_view(loaded: OpenModel, crop_pct: float = 0.0) -> EvalTransform:
     """How a model wants to see images in evaluation; `crop_pct` 0: the model's own."""
     return view_of(loaded.info, crop_pct)
 
 
-def view_of(about: Description, crop_pct: float = 0.0) -> AugmentConfig:
+def view_of(about: Description, crop_pct: float = 0.0) -> EvalTransform:
     """The same, from what weights say about themselves."""
-    return AugmentConfig(
+    return EvalTransform(
         img_size=(about.img_size[0], about.img_size[1]),
         crop_pct=crop_pct or about.crop_pct,
         interpolation=about.interpolation,
@@ -172,13 +169,13 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
         return _own_part(data, split), ""
     if data.startswith(DATASET_NAMES):
         return _named_part(sources, data)
-    if part(data, "val"):
+    if find_split(data, "val"):
         return open_dataset(data, "val"), ""
     known = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _share)
     if known.share:
         found = open_dataset(data, "val", val_split=known.share)
         return found, known.note(data, len(found))
-    train = part(data, "train")
+    train = find_split(data, "train")
     if train:
         raise EverytokenError(
             f"{data} has no images for validation, only {train.name}, and it is not known that a part of them was held "
@@ -190,7 +187,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
 
 def _own_part(data: str, split: str) -> DataSet:
     """A part that the data has a place for, or all of it."""
-    if split == "test" and not data.startswith(DATASET_NAMES) and part(data, split) is None:
+    if split == "test" and not data.startswith(DATASET_NAMES) and find_split(data, split) is None:
         raise EverytokenError(
             f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another --split"
         )
@@ -212,13 +209,13 @@ def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
 def _share(run: Run) -> float:
     """The part that a run held out; 0 if its data has a part for validation."""
     there = run.place()
-    return 0.0 if there is not None and part(str(there), "val") else run.val_split
+    return 0.0 if there is not None and find_split(str(there), "val") else run.val_split
 
 
 def _train_folder(path: Path) -> Path:
     """The folder that training images come from: data with train/ and that train/ itself hold the same."""
     try:
-        found = part(str(path), "train")
+        found = find_split(str(path), "train")
     except DataError:
         found = None
     return found.folder.resolve() if found and found.folder else path

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from everytoken.classes import ClassList
 from everytoken.data import placement as pl
+from everytoken.data.augment import EvalTransform
 from everytoken.data.decode import Picture
-from everytoken.data.evaluation import EvalTransform
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import view_of
 from everytoken.models import TokenModel
@@ -65,8 +65,7 @@ class ExplainedModel:
             raise EverytokenError(f"there is no image file {path}.{more}")
         pixels, placement = self.view(Picture(path, str(path)))
         pixels = np.ascontiguousarray(pixels)
-        config = self.view.config
-        mean, std = (torch.tensor(v)[:, None, None] for v in (config.mean, config.std))
+        mean, std = (torch.tensor(v)[:, None, None] for v in (self.view.mean, self.view.std))
         device = next(self.model.parameters()).device
         images = (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - mean) / std
         return ModelInput(pixels, images[None].to(device), pl.box(placement))
@@ -123,7 +122,7 @@ def open_explained(
         classes = ClassList(len(names), tuple(names))
         token_classes = classes if same else token_classes
     remark = "random weights: this means nothing" if untrained else ""
-    view = EvalTransform(view_of(opened.info))
+    view = view_of(opened.info)
     title = _short(source, opened.info.architecture)
     return ExplainedModel(title, source, opened.model, classes, token_classes, view, remark)
 

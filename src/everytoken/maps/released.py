@@ -149,12 +149,12 @@ def import_released(options: ImportOptions, progress: Progress | None = None) ->
         progress: called with (maps done, maps in all).
     """
     from everytoken.classes import read_class_names
-    from everytoken.data.places import walk
+    from everytoken.data.datasets import list_files
 
     root, images = options.source, options.images
     if not root.is_dir():
         raise StoreError(f"there is no folder {root} with released maps.")
-    label_files = sorted(walk(root, lambda name: name.lower().endswith(".pt")))
+    label_files = sorted(list_files(root, lambda name: name.lower().endswith(".pt")))
     if not label_files:
         raise StoreError(f"{root} has no .pt files; give the folder that holds the class folders of released maps.")
     class_names = read_class_names(options.class_names)
@@ -283,13 +283,13 @@ def _match(
     label_files: list[str], images: Path | None
 ) -> tuple[dict[str, str | None], dict[str, list[str]], list[str]]:
     """Label file by key (None: no map for this image), images by disputed label file, images without label file."""
-    from everytoken.data.places import walk
+    from everytoken.data.datasets import list_files
 
     if images is None:
         return {file[: -len(".pt")]: file for file in label_files}, {}, []
     if not images.is_dir():
         raise StoreError(f"there is no image folder {images}.")
-    keys = sorted(walk(images))
+    keys = sorted(list_files(images))
     claims = Counter(map(released_path, keys))
     there = set(label_files)
     ambiguous: dict[str, list[str]] = {}

@@ -93,11 +93,11 @@ def make_sheet(options: SheetOptions) -> SheetResult:
 def find_images(images: Path, keys: Sequence[str]) -> tuple[Path, int]:
     """The folder that the keys are relative to (the given one, or the folder of its training images or of another
     split), and how many of them are not there."""
-    from everytoken.data.places import SPLITS, part
+    from everytoken.data.datasets import SPLITS, find_split
 
     if not images.is_dir():
         raise EverytokenError(f"there is no image folder {images}.")
-    parts = [part(str(images), split) for split in SPLITS]
+    parts = [find_split(str(images), split) for split in SPLITS]
     folders = [place.folder for place in parts if place is not None and place.folder is not None] + [images]
     there = [sum((folder / key).is_file() for key in keys) for folder in folders]
     best = folders[there.index(max(there))]

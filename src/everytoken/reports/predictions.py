@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet
 from everytoken.engine.run_folder import Run
 from everytoken.evaluation.accuracy import Predictions
 from everytoken.evaluation.kept import keep, kept

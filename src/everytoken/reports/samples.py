@@ -18,8 +18,7 @@ from PIL import Image
 
 from everytoken.classes import class_finder, shown_name
 from everytoken.data.batch import normalise
-from everytoken.data.evaluation import EvalTransform
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import eval_view
 from everytoken.maps import Maps
@@ -129,7 +128,7 @@ def token_maps(
     """The network's view of some images of the data, and what its tokens say."""
     loaded = predicted.model()
     model = loaded.model.to(device)
-    view = EvalTransform(eval_view(loaded))
+    view = eval_view(loaded)
     pixels = [view(predicted.data.picture(index))[0] for index in indices]
     pictures = [Image.fromarray(image) for image in pixels]
     if not pictures:
@@ -138,7 +137,7 @@ def token_maps(
     names = list(loaded.info.token_class_names) or list(loaded.info.class_names)
     source = "token head"
     with torch.no_grad():
-        images = normalise(batch, view.config.mean, view.config.std)
+        images = normalise(batch, view.mean, view.std)
         logits = model(images).token_logits
         if logits is None:
             source, names = "class head", list(loaded.info.class_names)

@@ -16,12 +16,11 @@ from PIL import Image
 from everytoken import keyed
 from everytoken.classes import ClassList, ClassMatch, imagenet_numbers
 from everytoken.classes import match_classes as match_folders
-from everytoken.data.augment import AugmentConfig, View
+from everytoken.data.augment import EvalTransform
 from everytoken.data.batch import Batch, Prefetcher
+from everytoken.data.datasets import DataSet, Subset
 from everytoken.data.decode import Picture
-from everytoken.data.evaluation import EvalTransform
 from everytoken.data.loader import BadImages, Loader
-from everytoken.data.sources import DataSet, Subset
 from everytoken.evaluation.accuracy import Predictions, predict, read_real, real_sets
 from everytoken.evaluation.kept import keep, kept
 from everytoken.evaluation.run import open_part
@@ -87,36 +86,35 @@ class Result:
 class _KeyedSet(Subset):
     """Pictures that know the key of their image."""
 
-    def picture(self, i: int, alpha: Any = "white") -> Picture:
-        made = super().picture(i, alpha)
+    def picture(self, i: int) -> Picture:
+        made = super().picture(i)
         made.key = self.key(i)  # type: ignore[attr-defined]
         return made
 
 
-class CorruptTransform(EvalTransform):
+class CorruptTransform:
     """The evaluation view, corrupted; random numbers are keyed by the image, and the same for all severities."""
 
-    def __init__(self, config: AugmentConfig, suite: Suite, settings: Settings) -> None:
-        super().__init__(config)
-        self.suite, self.settings = suite, settings
+    def __init__(self, view: EvalTransform, suite: Suite, settings: Settings) -> None:
+        self.view, self.suite, self.settings = view, suite, settings
 
-    def view(self, image: Image.Image | Picture, rng: np.random.Generator | None = None) -> View:
+    def __call__(self, image: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The view; everything is decided by the key."""
-        pixels, placement, erased = super().view(image, rng)
+        pixels, placement = self.view(image)
         dice = keyed.generator(0, getattr(image, "key", ""), "corrupt", self.suite.corruption)
         textures = self.settings.frost_textures
         made = corrupt(pixels, self.suite.corruption, self.suite.severity, dice, frost_textures=textures)
         if self.settings.as_stored:
             made = np.array(stored(Image.fromarray(made), STORED_QUALITY))
-        return View(made, placement, erased)
+        return made, placement
 
 
-def view_of(subject: Subject) -> AugmentConfig:
+def view_of(subject: Subject) -> EvalTransform:
     """How the model wants its images."""
     return view_of_weights(subject.about)
 
 
-def published_view(subject: Subject, suite: Suite) -> AugmentConfig:
+def published_view(subject: Subject, suite: Suite) -> EvalTransform:
     """ImageNet-C's images are the 224 px centre already: resized to the model's input, nothing is cut off."""
     view = view_of(subject)
     return replace(view, crop_pct=1.0) if suite.kind == "c" else view
@@ -186,14 +184,14 @@ def _predict(
     data: DataSet,
     suite: Suite,
     pair: ClassMatch,
-    config: AugmentConfig,
+    config: EvalTransform,
     settings: Settings,
     tell: Tell,
 ) -> tuple[Predictions, dict[str, str]]:
     """Predictions, and the images that could not be read (key -> reason)."""
     made = suite.kind == "corrupt"
     bad = BadImages(settings.on_bad_image)
-    transform = CorruptTransform(config, suite, settings) if made else EvalTransform(config)
+    transform = CorruptTransform(config, suite, settings) if made else config
     loader = Loader(
         data, transform, settings.batch_size, train=False, workers=settings.workers,
         bad_images=bad, pin_memory=subject.device.startswith("cuda"),
@@ -291,7 +289,7 @@ def _attack(
     parts = auto.attacks(settings.attack, settings.budget)
     bad = BadImages(settings.on_bad_image)
     loader = Loader(
-        data, EvalTransform(config), size, train=False, workers=min(1, settings.workers), bad_images=bad
+        data, config, size, train=False, workers=min(1, settings.workers), bad_images=bad
     )  # fmt: skip
 
     def add(records: list[Record]) -> None:

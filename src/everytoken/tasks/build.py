@@ -11,10 +11,9 @@ import torch
 from timm.data import resolve_data_config
 from torch import nn
 
-from everytoken.data.augment import AugmentConfig
-from everytoken.data.find import open_dataset
-from everytoken.data.places import DEFAULT_VAL_SPLIT, part
-from everytoken.data.sources import DataSet
+from everytoken.data import datasets
+from everytoken.data.augment import EvalTransform, TrainTransform
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, find_split
 from everytoken.engine.checks import ContradictionError, check_objectives, check_options
 from everytoken.engine.distributed import World
 from everytoken.engine.options import TrainOptions
@@ -46,7 +45,8 @@ class Parts:
     store: Maps | None
     step: TokenStep
     grid: tuple[int, int]
-    augment: AugmentConfig
+    train_view: TrainTransform
+    eval_view: EvalTransform
     description: Description
     notes: list[str]
 
@@ -83,7 +83,7 @@ def build(options: TrainOptions, world: World) -> Parts:
     objectives = build_objectives(settings, model, options.augment.smoothing)
     notes += check_objectives(options, objectives)
     config = resolve_data_config({}, model=backbone)
-    augment = build_augment(options, config)
+    train_view, eval_view = build_views(options, config)
     if any("distill_logits" in o.needs for o in objectives):
         backbone.set_distilled_training(True)  # type: ignore[operator]
     teacher = build_teacher(options, config, num_classes, class_names)
@@ -107,10 +107,10 @@ def build(options: TrainOptions, world: World) -> Parts:
         img_size=(size, size),
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
-        crop_pct=augment.crop_pct,
-        interpolation=augment.interpolation,
+        crop_pct=eval_view.crop_pct,
+        interpolation=eval_view.interpolation,
     )
-    return Parts(train_set, val_set, store, step, grid, augment, description, notes)
+    return Parts(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
 
 
 def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
@@ -120,12 +120,12 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     """
     share, notes = options.dataset.val_split, []
     named = options.data.startswith(("torchvision:", "hf:"))
-    if not share and not named and part(options.data, "val") is None:
+    if not share and not named and find_split(options.data, "val") is None:
         share = DEFAULT_VAL_SPLIT
         notes.append(f"{options.data} has no validation images: 10 % of each class are held out (val_split)")
     # held out by the images' names alone: the same ones for every seed, and for `everytoken annotate`
-    found = [open_dataset(options.data, s, val_split=share) for s in ("train", "val")]
-    return found[0], found[1], notes
+    train_set, val_set = datasets.open_splits(options.data, share)
+    return train_set, val_set, notes
 
 
 def _needs(name: str, fields: dict[str, Any]) -> frozenset[str]:
@@ -214,26 +214,13 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
     return backbone, arguments
 
 
-def build_augment(options: TrainOptions, config: dict[str, Any]) -> AugmentConfig:
-    """Augmentation from the options, with the model's own normalisation and evaluation crop."""
-    chosen = options.augment
-    return AugmentConfig(
-        img_size=options.model.img_size,
-        scale=chosen.scale,
-        ratio=chosen.ratio,
-        hflip=chosen.hflip,
-        vflip=chosen.vflip,
-        aa=chosen.aa or None,
-        color_jitter=chosen.color_jitter or None,
-        reprob=chosen.reprob,
-        remode=chosen.remode,
-        recount=chosen.recount,
-        train_interpolation=chosen.train_interpolation,
-        interpolation=chosen.interpolation or config["interpolation"],
-        crop_pct=chosen.crop_pct or config["crop_pct"],
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-    )
+def build_views(options: TrainOptions, config: dict[str, Any]) -> tuple[TrainTransform, EvalTransform]:
+    """Training and evaluation views, with the model's own normalisation and evaluation crop."""
+    size, mean, std = options.model.img_size, tuple(config["mean"]), tuple(config["std"])
+    crop_pct = options.augment.crop_pct or config["crop_pct"]
+    interpolation = options.augment.interpolation or config["interpolation"]
+    evaluation = EvalTransform(size, crop_pct, interpolation=interpolation, mean=mean, std=std)
+    return TrainTransform(size, options.augment, mean=mean, std=std), evaluation
 
 
 def build_teacher(

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everytoken.data.augment import TrainTransform
 from everytoken.data.batch import Batch, Prefetcher
-from everytoken.data.evaluation import EvalTransform
 from everytoken.engine.distributed import World, join_world
 from everytoken.engine.loop import run
 from everytoken.engine.options import TrainOptions
@@ -37,14 +35,14 @@ class Classification(Task):
         data = options.dataset
         self.train_loader = self.loader(
             parts.train_set,
-            TrainTransform(parts.augment),
+            parts.train_view,
             data.batch_size,
             train=True,
-            store=parts.store,
+            maps=parts.store,
             repeats=data.repeat_augment,
         )
         size = data.val_batch_size or data.batch_size
-        self.val_loader = self.loader(parts.val_set, EvalTransform(parts.augment), size, train=False)
+        self.val_loader = self.loader(parts.val_set, parts.eval_view, size, train=False)
         self.batches_per_epoch = len(self.train_loader)
         self.latest: Predictions | None = None  # of the last validation
 
@@ -58,8 +56,8 @@ class Classification(Task):
         yield from self._on_device(batch.plan(self.parts.grid) for batch in self.train_loader.epoch(epoch, start))
 
     def _on_device(self, batches: Iterator[Batch]) -> Prefetcher:
-        augment, last = self.parts.augment, self.options.model.channels_last
-        return Prefetcher(batches, self.world.device, augment.mean, augment.std, channels_last=last)
+        view, last = self.parts.eval_view, self.options.model.channels_last
+        return Prefetcher(batches, self.world.device, view.mean, view.std, channels_last=last)
 
     def validate(self, module: nn.Module) -> dict[str, float]:
         """Every validation image exactly once, over all processes; "score" is top-1."""

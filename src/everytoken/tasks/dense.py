@@ -24,11 +24,9 @@ from torch import Tensor, nn
 
 from everytoken import schema
 from everytoken.data.batch import Batch, Prefetcher
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataError, DataSet, Strings, split_off
 from everytoken.data.decode import ImageError
-from everytoken.data.loader import BadImages, Loader
-from everytoken.data.places import DEFAULT_VAL_SPLIT
-from everytoken.data.sampler import Request
-from everytoken.data.sources import DataError, DataSet, Strings, split_off
+from everytoken.data.loader import BadImages, Loader, Request
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import run
 from everytoken.engine.progress import watched
@@ -226,8 +224,8 @@ class DenseTask(Task):
         self.train_set, self.val_set = sets
         skip = options.dataset.on_bad_image == "skip"
         batch_size = options.dataset.batch_size
-        self.train_loader = self.loader(self.train_set, None, batch_size, train=True, samples=self.train_views(skip))
-        self.val_loader = self.loader(self.val_set, None, 1, train=False, samples=self.val_views(skip))
+        self.train_loader = self.loader(self.train_views(skip), batch_size=batch_size, train=True)
+        self.val_loader = self.loader(self.val_views(skip), train=False)
         self.batches_per_epoch = len(self.train_loader)
 
     def network(self, module: nn.Module) -> Any:
@@ -326,9 +324,7 @@ class EvalPass(Generic[A]):
 
     def __init__(self, views: Views[Any], workers: int, on_bad_image: str = "raise") -> None:
         self.bad_images = BadImages(on_bad_image)
-        self.loader = Loader(
-            views.data, None, 1, train=False, workers=workers, bad_images=self.bad_images, samples=views
-        )
+        self.loader = Loader(views, train=False, workers=workers, bad_images=self.bad_images)
         self.images, self.seconds = 0, 0.0
 
     def run(self, network: Callable[[Batch], A], device: str, amp: bool) -> Iterator[tuple[Batch, A]]:

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from everytoken import keyed
+from everytoken.data.datasets import is_image
 from everytoken.data.decode import FORMATS
-from everytoken.data.sources import is_image
 from everytoken.errors import EverytokenError
 from everytoken.robust.corruptions.filters import gaussian, sample
 

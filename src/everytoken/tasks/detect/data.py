@@ -33,10 +33,9 @@ from typing_extensions import TypedDict
 
 from everytoken import keyed, schema
 from everytoken.data import placement as pl
+from everytoken.data.datasets import DataError, DataSet, Strings, gather_images
 from everytoken.data.decode import Picture
-from everytoken.data.given import gather_images
-from everytoken.data.sampler import Request
-from everytoken.data.sources import DataError, DataSet, Strings
+from everytoken.data.loader import Request
 from everytoken.data.warp import render
 from everytoken.tasks.dense import FileSet, Views, check_relative, split_by_name, whole_set
 from everytoken.tasks.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through

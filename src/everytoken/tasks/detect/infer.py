@@ -18,8 +18,7 @@ from PIL import Image
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from everytoken.data.batch import Batch, normalise
-from everytoken.data.given import gather_images, result_stems
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet, gather_images, result_stems
 from everytoken.engine.distributed import pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from everytoken import schema
 from everytoken.data import placement as pl
 from everytoken.data.decode import ImageError
-from everytoken.data.masks import sample_mask
+from everytoken.data.placement import sample_mask
 from everytoken.errors import need
 
 Segmentation = list[list[float]] | dict[str, Any]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet
 from everytoken.engine.distributed import World
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.errors import EverytokenError

@@ -19,8 +19,7 @@ from PIL import Image
 
 from everytoken.data import placement as pl
 from everytoken.data.decode import Picture
-from everytoken.data.masks import sample_mask
-from everytoken.data.pixels import to_image, view
+from everytoken.data.placement import sample_mask
 from everytoken.data.warp import render
 from everytoken.tasks.segment.options import SegmentAugment
 
@@ -88,7 +87,7 @@ class SegmentTransform:
 def distort(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Photometric distortion of uint8 [h, w, 3]."""
     u = rng.random(9).tolist()
-    image = to_image(pixels)
+    image = Image.fromarray(np.ascontiguousarray(pixels))
     levels = np.arange(256)
     if u[0] < 0.5:
         image = _levels(image, levels + (64 * u[1] - 32))
@@ -102,7 +101,7 @@ def distort(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         image = image.convert("HSV").point(table).convert("RGB")
     if u[2] < 0.5 <= u[8]:
         image = _levels(image, contrast)
-    return view(image)
+    return np.array(image)
 
 
 def _levels(image: Image.Image, table: np.ndarray) -> Image.Image:

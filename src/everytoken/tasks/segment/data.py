@@ -25,10 +25,9 @@ from PIL import Image
 from typing_extensions import TypedDict
 
 from everytoken import keyed, schema
+from everytoken.data.datasets import DataError, DataSet, Strings, is_image
 from everytoken.data.decode import FORMATS, ImageError, Picture
-from everytoken.data.pixels import view
-from everytoken.data.sampler import Request
-from everytoken.data.sources import DataError, DataSet, Strings, is_image
+from everytoken.data.loader import Request
 from everytoken.errors import did_you_mean
 from everytoken.tasks.dense import FileSet, Views, check_relative, split_by_name, whole_set
 from everytoken.tasks.segment.augment import SegmentTransform
@@ -218,7 +217,7 @@ class WholeViews(_MaskViews):
         """The image as it is."""
         picture = self.data.picture(request.sample)
         mask = mask_of(self.data, request.sample, picture) if self.masks else np.zeros((1, 1), np.int16)
-        return view(picture.upright()), mask, np.array([[1.0, 0, 0], [0, 1, 0]])
+        return np.asarray(picture.upright()), mask, np.array([[1.0, 0, 0], [0, 1, 0]])
 
 
 def mask_of(data: DataSet, i: int, picture: Picture) -> np.ndarray:

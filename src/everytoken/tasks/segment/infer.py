@@ -23,8 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from everytoken.data.batch import Batch, normalise
-from everytoken.data.given import gather_images, result_stems
-from everytoken.data.sources import DataSet
+from everytoken.data.datasets import DataSet, gather_images, result_stems
 from everytoken.engine.distributed import pick_device
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.held_out import held_out
