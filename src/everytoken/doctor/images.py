@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
+from everytoken.data.datasets import DataSet, find_split, open_dataset
 from everytoken.data.decode import Picture
-from everytoken.data.datasets import open_dataset
-from everytoken.data.datasets import find_split
-from everytoken.data.datasets import DataSet
 from everytoken.doctor.findings import Finding, counted, some
 from everytoken.errors import EverytokenError, did_you_mean
 
