@@ -126,6 +126,19 @@ def test_model_prints_what_it_costs(capsys):
     assert any(key.startswith("training on") for key in facts)
 
 
+def test_model_takes_arguments_of_the_architecture(capsys):
+    words = ["model", "lvvit_t", "--seconds", "0", "--img-size", "64", "--num-classes", "10", "--json"]
+    sizes = ["--set", "depth=2", "--set", "stem_kernels=[16]", "--set", "stem_strides=[16]", "--set", "token_classes=0"]
+    assert main([*words, *sizes]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    blocks = 2 * (4 * 240**2 + 240 + 2 * 3 * 240**2 + 4 * 240 + 4 * 240)
+    outside = 3 * 16**2 * 240 + 240 + 240 + 17 * 240 + 2 * 240 + 240 * 10 + 10
+    assert facts["parameters"] == blocks + outside
+    assert facts["brings a token head"] == "no"
+    assert main([*words, "--set", "dpeth=2"]) == 2
+    assert "dpeth" in capsys.readouterr().err
+
+
 def test_an_unknown_or_unsupported_model_is_explained(capsys):
     assert main(["model", "lvvit_x"]) == 2
     assert "lvvit_" in capsys.readouterr().err

@@ -1,27 +1,33 @@
-"""`everytoken model NAME`: what one model costs, and how fast it is here."""
+"""`everytoken model NAME`: what a model costs, and how fast it is on this machine."""
 
 from __future__ import annotations
 
 import json
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from everytoken.cli._parse import parse
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from everytoken.models import TokenModel
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelOptions:
     """Print parameters, multiply-adds, the token grid, and throughput on this machine.
 
     Examples:
         everytoken model lvvit_s
         everytoken model swin_tiny_patch4_window7_224 --img-size 224 320
+        everytoken model lvvit_s --seconds 0 --set depth=12 --set 'stem_kernels=[16]' --set 'stem_strides=[16]'
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
@@ -30,6 +36,8 @@ class Model:
     """Side of the image in pixels, or height and width. Default: the model's own."""
     num_classes: int = 1000
     """Classes of the class head."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE for other arguments of the model, such as depth=12; may be repeated."""
     batch_size: int = 8
     """Images per step when measuring throughput."""
     seconds: float = 3.0
@@ -42,10 +50,10 @@ class Model:
 
 def main(argv: list[str], prog: str) -> None:
     """Parse, measure, print."""
-    options = parse(Model, prog, argv)
+    options = parse(ModelOptions, prog, argv)
     if len(options.img_size) > 2:
         raise EverytokenError(f"--img-size takes one number or height and width, not {options.img_size}")
-    facts = _facts(options)
+    facts = measure(options)
     if options.json:
         print(json.dumps(facts, indent=1))
         return
@@ -55,32 +63,33 @@ def main(argv: list[str], prog: str) -> None:
     Console().print(table)
 
 
-def _facts(options: Model) -> dict[str, Any]:
-    import timm
+def measure(options: ModelOptions) -> dict[str, Any]:
+    """Size, cost and speed of a model, by the words that are printed."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from everytoken.engine.distributed import pick_device
-    from everytoken.models import TokenModel, family_of_name
-    from everytoken.models.open import create_sized
+    from everytoken.engine.recipe import overrides
+    from everytoken.models import TokenModel, family_of
+    from everytoken.models.open import check_architecture, create_sized
 
-    if not timm.is_model(options.name.split(".")[0]):
-        near = did_you_mean(options.name, timm.list_models())
-        raise EverytokenError(f"timm knows no model {options.name!r}.{near}")
+    check_architecture(options.name)
     device = torch.device(pick_device(options.device))
-    arguments: dict[str, Any] = {"num_classes": options.num_classes}
+    arguments = {"num_classes": options.num_classes, **overrides(options.set, {})}
     if options.img_size:
         arguments["img_size"] = options.img_size if len(options.img_size) == 2 else options.img_size[0]
-    backbone: Any = create_sized(options.name, arguments)[0]
+    try:
+        backbone: Any = create_sized(options.name, arguments)[0]
+    except (TypeError, ValueError) as error:
+        raise EverytokenError(f"{options.name} cannot be made with {arguments}: {error}") from error
     model = TokenModel(backbone).to(device).eval()
     size = options.img_size or backbone.pretrained_cfg["input_size"][1:]
     height, width = size if len(size) == 2 else (size[0], size[0])
-    image = torch.zeros(1, 3, height, width, device=device)
+    channels = int(arguments.get("in_chans", 3))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        view = model(image)
-    family = family_of_name(options.name.split(".")[0])
+        view = model(torch.zeros(1, channels, height, width, device=device))
     facts: dict[str, Any] = {
-        "family": family.title if family else "",
+        "family": family_of(backbone).title,
         "parameters": sum(p.numel() for p in backbone.parameters()),
         "input": f"{height} x {width}",
         "multiply-adds": f"{counter.get_total_flops() / 2e9:.2f} G",
@@ -91,24 +100,25 @@ def _facts(options: Model) -> dict[str, Any]:
         "MixToken": "yes" if model.can_mix_tokens else "no, use CutMix",
     }
     if options.seconds > 0:
-        batch = torch.zeros(options.batch_size, 3, height, width, device=device)
-        facts[f"evaluation on {device}"] = f"{_rate(model, batch, options.seconds / 2, False):.1f} images/s"
-        facts[f"training on {device}"] = f"{_rate(model, batch, options.seconds / 2, True):.1f} images/s"
+        images = torch.zeros(options.batch_size, channels, height, width, device=device)
+        for label, training in (("evaluation", False), ("training", True)):
+            rate = _images_per_second(model, images, options.seconds / 2, training)
+            facts[f"{label} on {device}"] = f"{rate:.1f} images/s"
     return facts
 
 
-def _rate(model: Any, batch: Any, seconds: float, training: bool) -> float:
-    """Images per second over at least `seconds`, after one step to warm up."""
+def _images_per_second(model: TokenModel, images: Tensor, seconds: float, training: bool) -> float:
+    """Over at least `seconds`, after one step to warm up."""
     import torch
 
     model.train(training)
 
     def step() -> None:
         with torch.set_grad_enabled(training):
-            logits = model(batch).logits
+            logits = model(images).logits
         if training:
             logits.sum().backward()
-        if batch.is_cuda:
+        if images.is_cuda:
             torch.cuda.synchronize()
 
     step()
@@ -116,4 +126,4 @@ def _rate(model: Any, batch: Any, seconds: float, training: bool) -> float:
     while steps == 0 or time.perf_counter() - start < seconds:
         step()
         steps += 1
-    return steps * batch.shape[0] / (time.perf_counter() - start)
+    return steps * len(images) / (time.perf_counter() - start)

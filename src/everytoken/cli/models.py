@@ -16,8 +16,8 @@ from everytoken.errors import EverytokenError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Models:
-    """List the backbones that have a token view, which all objectives but alignment and transmix work on.
+class ModelsOptions:
+    """List the backbones that have a token view, which all objectives but tl_align and transmix work on.
 
     Without a pattern: one line per family. With one: the matching model names.
 
@@ -34,38 +34,46 @@ class Models:
 
 
 def main(argv: list[str], prog: str) -> None:
-    """Parse, collect, print."""
-    options = parse(Models, prog, argv)
-    import timm
-
-    from everytoken.models import FAMILIES, family_of_name
-
-    titles = {family.title: family for family in FAMILIES.values()}
-    names: dict[str, list[str]] = defaultdict(list)
-    pattern = options.pattern
-    if pattern and not set("*?[") & set(pattern):
-        pattern = f"*{pattern}*"
-    for name in timm.list_models(pattern):
-        family = family_of_name(name)
-        if family is not None:
-            names[family.title].append(name)
+    """Parse, list, print."""
+    options = parse(ModelsOptions, prog, argv)
+    names = names_by_family(options.pattern)
     if not names:
-        beginnings = {name.split("_")[0] for name in timm.list_models() if family_of_name(name) is not None}
+        beginnings = {name.split("_")[0] for group in names_by_family("").values() for name in group}
         raise EverytokenError(
             f"no supported model matches {options.pattern!r}.{did_you_mean(options.pattern, beginnings)} `everytoken "
             "models` lists the families; other timm models have no token view yet."
         )
     if options.json:
         print(json.dumps(names, indent=1))
-        return
-    if pattern:
+    elif options.pattern:
         print("\n".join(name for group in names.values() for name in group))
-        return
+    else:
+        Console().print(_families(names))
+
+
+def names_by_family(pattern: str) -> dict[str, list[str]]:
+    """Title of a family -> its model names that match; a pattern without * and ? is part of a name."""
+    import timm
+
+    from everytoken.models import family_of_name
+
+    if pattern and not set("*?[") & set(pattern):
+        pattern = f"*{pattern}*"
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in timm.list_models(pattern):
+        family = family_of_name(name)
+        if family is not None:
+            names[family.title].append(name)
+    return dict(names)
+
+
+def _families(names: dict[str, list[str]]) -> Table:
+    from everytoken.models import FAMILIES
+
     table = Table(title="Backbones with a token view", caption="`everytoken models PATTERN` lists the names")
     for column in ("family", "models", "MixToken", "for example"):
         table.add_column(column, justify="right" if column == "models" else "left")
-    for title, known in titles.items():
-        group = names[title]
-        example = min(group, key=lambda name: (len(name), name))
-        table.add_row(title, str(len(group)), "yes" if known.embed else "use CutMix", example)
-    Console().print(table)
+    for title, family in {family.title: family for family in FAMILIES.values()}.items():
+        example = min(names[title], key=lambda name: (len(name), name))
+        table.add_row(title, str(len(names[title])), "yes" if family.embed else "use CutMix", example)
+    return table
