@@ -153,7 +153,7 @@ def test_drop_path_and_dropout_stay_out_of_the_shares():
     ("build", "backend"),
     [
         (lambda: make(depth=1), "aot_eager"),
-        (lambda: make("swin_tiny_patch4_window7_224", depths=(2,), num_heads=(2,)), "eager"),
+        (lambda: make("swin_tiny_patch4_window7_224", depths=(1,), num_heads=(2,)), "eager"),
         (resnet, "eager"),
     ],
     ids=["deit", "swin", "resnet"],
@@ -177,7 +177,7 @@ def test_the_whole_token_view_can_be_compiled_as_one_graph():
     model.align()
     images, mix = batch()
     view = model(images, mix)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     for _ in range(2):
         again = compiled(images, mix)
         torch.testing.assert_close(again.logits, view.logits)
@@ -237,7 +237,7 @@ def test_copies_and_pickles_of_a_watched_model_are_plain_models():
             for p in twin.parameters():
                 p.mul_(1.01)
         with aligner.watch(mix):
-            twin_logits = twin(images)  # the twin has its own idle tape
+            twin_logits = twin(images)  # the twin has its own idle state
             model(images)
         fresh = make()
         fresh.load_state_dict(twin.state_dict())

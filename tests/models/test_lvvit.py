@@ -1,7 +1,5 @@
 """LV-ViT: the published sizes, the timm protocol, and the released state dict."""
 
-import copy
-
 import pytest
 import timm
 import torch
@@ -18,9 +16,13 @@ def tiny(**kwargs) -> LVViT:
     return timm.create_model("lvvit_t", **{**TINY, **kwargs})
 
 
-def count(name: str, **kwargs) -> int:
+def on_meta(name: str, **kwargs) -> LVViT:
     with torch.device("meta"):
-        return sum(p.numel() for p in timm.create_model(name, **kwargs).parameters())
+        return timm.create_model(name, **kwargs)
+
+
+def count(model: LVViT) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -30,31 +32,24 @@ def count(name: str, **kwargs) -> int:
         ("lvvit_s", 224, 26_151_824, 204),
         ("lvvit_s", 384, 26_297_744, 204),
         ("lvvit_m", 224, 55_830_544, 248),
-        ("lvvit_m", 384, 56_025_104, 248),
         ("lvvit_m", 448, 56_131_600, 248),
         ("lvvit_l", 224, 150_021_968, 292),
-        ("lvvit_l", 288, 150_120_272, 292),
-        ("lvvit_l", 448, 150_473_552, 292),
         ("lvvit_l", 512, 150_657_872, 292),
     ],
 )
 def test_parameters_and_number_of_keys_are_the_published_ones(name, size, parameters, keys):
-    assert count(name, img_size=size) == parameters
-    with torch.device("meta"):
-        assert len(timm.create_model(name, img_size=size).state_dict()) == keys
+    model = on_meta(name, img_size=size)
+    assert count(model) == parameters
+    assert len(model.state_dict()) == keys
 
 
 @pytest.mark.parametrize(
     ("name", "size", "gmac"),
     [
         ("lvvit_t", 224, 2.87),
-        ("lvvit_s", 224, 6.57),
         ("lvvit_s", 384, 22.17),
         ("lvvit_m", 224, 12.74),  # one paper prints 16.0
-        ("lvvit_m", 384, 42.16),
-        ("lvvit_l", 288, 59.04),
         ("lvvit_l", 448, 157.0),
-        ("lvvit_l", 512, 214.78),
     ],
 )
 def test_multiply_adds_are_those_of_the_papers(name, size, gmac):
@@ -101,13 +96,12 @@ TABLES = {
 @pytest.mark.parametrize("row", TABLES)
 def test_each_row_of_the_ablation_tables_can_be_built_with_its_parameter_count(row):
     arguments, exact, printed = TABLES[row]
-    assert count("lvvit_s", token_classes=0, **arguments) == exact
+    model = on_meta("lvvit_s", token_classes=0, **arguments)
+    assert "aux_head.weight" not in model.state_dict()
+    assert count(model) == exact
     # The papers round up, down and to the nearest; the 28 M of "more blocks" is 29.1 M by any counting.
     assert abs(exact / 1e6 - printed) < 1.2
-    with torch.device("meta"):
-        model = timm.create_model("lvvit_s", token_classes=0, **arguments)
-        assert model(torch.empty(1, 3, 224, 224)).shape == (1, 1000)
-        assert model.patch_embed(torch.empty(1, 3, 224, 224)).shape == (1, 196, 384)
+    assert model.patch_embed(torch.empty(1, 3, 224, 224, device="meta")).shape == (1, 196, 384)
 
 
 def test_residual_branches_are_divided_by_the_divisor():
@@ -147,10 +141,8 @@ def test_a_stem_with_unequal_lists_is_refused():
         ConvStem(kernels=[7, 3], strides=[2])
 
 
-def test_plain_training_gives_every_trained_weight_a_gradient_and_a_token_model_trains_the_token_head():
+def test_the_token_head_is_trained_only_by_a_token_model():
     model = tiny().train()
-    model(torch.randn(2, 3, 64, 64)).sum().backward()
-    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
     assert not model.aux_head.weight.requires_grad
     view = TokenModel(model, 5)(torch.randn(2, 3, 64, 64))
     assert view.token_logits.shape == (2, 4, 4, 5)
@@ -168,16 +160,14 @@ def test_the_token_vote_adds_the_strongest_token_of_each_class_in_evaluation():
     assert torch.allclose(model(x), view.logits + 0.5 * view.token_logits.amax((1, 2)), atol=1e-6)
 
 
-def test_a_model_without_token_head_has_no_weights_for_it():
-    assert "aux_head.weight" not in tiny(token_classes=0).state_dict()
-
-
 def test_ordinary_timm_arguments_work():
     model = tiny(img_size=(64, 96), in_chans=1, global_pool="avg", drop_path_rate=0.2)
     assert model(torch.randn(2, 1, 64, 96)).shape == (2, 5)
     rates = [getattr(b.drop_path1, "drop_prob", 0.0) for b in model.blocks]
     assert rates == pytest.approx([0.0, 0.2])
     assert tiny(pretrained_cfg_overlay={"crop_pct": 0.7}).pretrained_cfg["crop_pct"] == 0.7
+    padded = tiny(dynamic_img_size=True, dynamic_img_pad=True)
+    assert padded(torch.randn(1, 3, 33, 80)).shape == (1, 5)
 
 
 def test_reset_classifier_renews_both_heads():
@@ -193,65 +183,6 @@ def test_reset_classifier_renews_both_heads():
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 48)
 
 
-def test_the_input_size_can_change_and_positions_follow():
-    model = tiny()
-    model.set_input_size((96, 128))
-    assert model.pos_embed.shape == (1, 1 + 6 * 8, 48)
-    assert model(torch.randn(1, 3, 96, 128)).shape == (1, 5)
-    with pytest.raises(AssertionError, match="set_input_size"):
-        model(torch.randn(1, 3, 64, 64))
-    any_size = tiny(dynamic_img_size=True)
-    assert any_size(torch.randn(1, 3, 32, 80)).shape == (1, 5)
-    padded = tiny(dynamic_img_size=True, dynamic_img_pad=True)
-    assert padded(torch.randn(1, 3, 33, 80)).shape == (1, 5)
-
-
-def test_features_and_intermediates_follow_timm():
-    model = tiny()
-    x = torch.randn(2, 3, 64, 64)
-    features = model.forward_features(x)
-    assert features.shape == (2, 17, 48)
-    assert torch.allclose(model.eval().forward_head(model.forward_features(x)), model(x))
-    final, intermediates = model.forward_intermediates(x)
-    assert [tuple(i.shape) for i in intermediates] == [(2, 48, 4, 4)] * 2
-    assert torch.allclose(final, model.forward_features(x))
-    backbone = tiny(features_only=True, out_indices=(0, 1))
-    assert [tuple(f.shape) for f in backbone(x)] == [(2, 48, 4, 4)] * 2
-
-
-def test_weight_decay_and_layer_groups_are_known_to_timm():
-    from timm.optim import create_optimizer_v2, param_groups_layer_decay
-
-    model = tiny()
-    assert {"pos_embed", "cls_token"} <= model.no_weight_decay()
-    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
-    scale_of = {name: g["lr_scale"] for g in groups for name in g["param_names"]} if "param_names" in groups[0] else {}
-    assert len({g["lr_scale"] for g in groups}) == 4  # stem, two blocks, heads
-    assert not scale_of or scale_of["patch_embed.conv1.weight"] < scale_of["head.weight"]
-    decayed = {
-        id(p)
-        for g in create_optimizer_v2(model, "adamw", weight_decay=0.05).param_groups
-        if g["weight_decay"]
-        for p in g["params"]
-    }
-    assert id(model.pos_embed) not in decayed
-    assert id(model.head.bias) not in decayed
-    assert id(model.head.weight) in decayed
-
-
-def test_gradient_checkpointing_gives_the_same_gradients():
-    torch.manual_seed(0)
-    model = tiny().eval()
-    other = copy.deepcopy(model)
-    other.set_grad_checkpointing()
-    x = torch.randn(2, 3, 64, 64)
-    model(x).sum().backward()
-    other(x).sum().backward()
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        if p.grad is not None:
-            assert torch.allclose(p.grad, q.grad, atol=1e-6), name
-
-
 def test_initial_weights_follow_the_papers():
     model = tiny(embed_dim=96, num_heads=4)
     assert float(model.cls_token.std()) == pytest.approx(0.02, rel=0.4)
@@ -262,31 +193,15 @@ def test_initial_weights_follow_the_papers():
     assert model.norm.eps == 1e-5
 
 
-def test_attention_is_fused():
-    model = tiny().eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.randn(1, 3, 64, 64))
-    assert any("scaled_dot_product" in str(op) for op in counter.get_flop_counts()["Global"])
-
-
-def test_it_compiles_as_one_graph():
-    model = tiny()
-    x = torch.randn(2, 3, 64, 64)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    compiled(x).sum().backward()
-    assert torch.allclose(torch.compile(model.eval(), fullgraph=True, backend="aot_eager")(x), model(x), atol=1e-5)
-
-
 def test_it_exports_and_runs_in_onnx(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model = tiny().eval()
+    model = tiny(depth=1).eval()
     x = torch.randn(3, 3, 64, 64)
-    dynamic = ({0: torch.export.Dim("batch")},)
-    program = torch.export.export(model, (x[:2],), dynamic_shapes=dynamic)
+    program = torch.export.export(model, (x[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},))
     assert torch.allclose(program.module()(x), model(x), atol=1e-5)
     path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (x[:2],), path, dynamo=True, dynamic_shapes=dynamic, verbose=False)
+    torch.onnx.export(program, (), path, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(path)
     (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.allclose(torch.from_numpy(out), model(x), atol=1e-4)
