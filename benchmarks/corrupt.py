@@ -16,7 +16,7 @@ from PIL import Image
 
 from everytoken import keyed
 from everytoken.robust.corruptions import CORRUPTIONS, SEVERITIES, STANDARD, corrupt
-from everytoken.robust.corruptions.filters import gaussian
+from everytoken.robust.filters import gaussian
 
 
 def scene(size: int) -> np.ndarray:

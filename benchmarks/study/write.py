@@ -11,16 +11,16 @@ the raw results alone.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from everytoken import stats
+
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
 PLOT = PAGE.parent / "img" / "results.png"
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 PARTS = {
     "main": "CIFAR-10, 3,000 training images, a small LV-ViT at 32 pixels",
     "imagenette": "Imagenette, 3,000 training images, LV-ViT at 64 pixels",
@@ -42,7 +42,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """(mean, half of the 95 % interval) of a mean; None for fewer than two values."""
     if len(values) < 2:
         return None
-    return statistics.mean(values), T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    estimate = stats.mean(values)
+    return estimate.value, (estimate.high or 0.0) - estimate.value
 
 
 def by_row(rows: list[dict]) -> dict[str, dict[int, dict]]:

@@ -9,7 +9,6 @@ import torch
 from everytoken.classes import ClassList, imagenet_numbers
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.accuracy import Predictions, calibration_error, read_real, real_accuracy
-from everytoken.evaluation.kept import keep, kept
 
 
 def predictions(n=50, k=7, seed=0):
@@ -63,8 +62,7 @@ def test_the_class_table_counts_recall_precision_and_confusion():
 def test_the_interval_is_wilsons():
     label = np.zeros(100, int)
     p = Predictions(np.arange(100), label, (np.arange(100) >= 80).astype(int)[:, None], np.ones(100), np.zeros(100))
-    low, high = p.interval()
-    assert (low, high) == (pytest.approx(71.11, abs=0.01), pytest.approx(86.66, abs=0.01))
+    assert (p.accuracy.low, p.accuracy.high) == (pytest.approx(71.11, abs=0.01), pytest.approx(86.66, abs=0.01))
 
 
 def test_real_labels_judge_by_sets_and_leave_out_empty_ones(tmp_path):
@@ -87,14 +85,14 @@ def test_real_labels_judge_by_sets_and_leave_out_empty_ones(tmp_path):
 def test_kept_predictions_are_used_for_the_same_note_alone(tmp_path):
     _, _, made = predictions()
     path = tmp_path / "deep" / "p.npz"
-    keep(path, made, "a note", {"x.png": "broken"})
-    found, skipped = kept(path, "a note")
+    made.save(path, "a note", {"x.png": "broken"})
+    found, skipped = Predictions.saved(path, "a note")
     assert np.array_equal(found.top, made.top)
     assert skipped == {"x.png": "broken"}
-    assert kept(path, "another note") is None
-    assert kept(tmp_path / "none.npz", "a note") is None
+    assert Predictions.saved(path, "another note") is None
+    assert Predictions.saved(tmp_path / "none.npz", "a note") is None
     path.write_bytes(path.read_bytes()[:-40])
-    assert kept(path, "a note") is None
+    assert Predictions.saved(path, "a note") is None
 
 
 def test_real_labels_are_compared_with_imagenets_number_of_each_answer():

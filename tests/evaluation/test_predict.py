@@ -3,13 +3,14 @@
 import csv
 import json
 
+import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
 
 from everytoken.cli import main
-from everytoken.evaluation.run import evaluate
+from everytoken.evaluation import evaluate, load, predict
 from everytoken.models.open import Description
 
 NAMES = ("class-0", "class-1", "class-2")
@@ -100,3 +101,51 @@ def test_a_table_never_lands_on_an_image(photos, weights, tmp_path, capsys):
     assert main(["predict", str(weights), str(image), "--out", str(image), *FAST]) == 2
     assert "one of the images" in capsys.readouterr().err
     assert image.read_bytes() == kept
+
+
+def test_python_and_the_command_line_say_the_same(photos, weights, tmp_path, capsys):
+    assert main(["predict", str(weights), str(photos / "val"), "--out", str(tmp_path / "a.csv"), *FAST]) == 0
+    model = load(weights)
+    assert model.class_names == NAMES
+    result = model.predict(photos / "val", device="cpu", workers=0)
+    result.to_csv(tmp_path / "b.csv")
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+    assert [image.path for image in result] == [image.path for image in predict(weights, photos / "val", workers=0)]
+    assert len(result[0].classes) == len(result[0].probabilities) == 3
+    numbers = model.evaluate(photos, device="cpu", workers=0).numbers
+    assert numbers["top1"] == evaluate(weights, photos, device="cpu", workers=0).numbers["top1"]
+
+
+def test_names_are_no_formulas_and_no_markup(photos, tmp_path, capsys):
+    """A class called [/red] ended `eval` with an error of rich's, and =1+1 was a formula in a spreadsheet."""
+    names = ("=1+1", "[/red]", "@home")
+    model = timm.create_model("test_vit", num_classes=3, img_size=32)
+    info = Description("test_vit", {"num_classes": 3, "img_size": 32}, names, img_size=(32, 32))
+    save_file(model.state_dict(), tmp_path / "best.safetensors", metadata=info.to_metadata())
+    (tmp_path / "data").mkdir()
+    for name, folder in zip(names, sorted((photos / "val").iterdir()), strict=True):
+        # a folder cannot be called [/red]; `eval` compares by name, so the other two are enough for it
+        if "/" not in name:
+            (tmp_path / "data" / name).symlink_to(folder)
+    out = tmp_path / "e"
+    assert main(["eval", str(tmp_path / "best.safetensors"), str(tmp_path / "data"), "--out", str(out), *FAST]) == 0
+    assert "=1+1" in capsys.readouterr().out
+    assert main(["predict", str(tmp_path / "best.safetensors"), str(photos), "--out", str(out), *FAST]) == 0
+    for file in (tmp_path / "e.csv", out):
+        cells = [cell for row in csv.reader(file.read_text().splitlines()) for cell in row]
+        assert "'=1+1" in cells or "'@home" in cells
+        assert not any(cell.startswith(("=", "@")) for cell in cells)
+
+
+def test_markup_in_class_names_is_shown_as_it_is(capsys):
+    from everytoken.cli.eval import _print
+    from everytoken.evaluation.accuracy import Predictions
+    from everytoken.evaluation.run import Evaluation
+
+    predictions = Predictions(np.arange(2), np.array([0, 1]), np.array([[1], [1]]), np.ones(2), np.zeros(2))
+    result = Evaluation(predictions.summary(), predictions, ["[/red]", "[bold]x"], ["a", "b"])
+    _print(result, "[/blue] on data", 10)
+    text = capsys.readouterr().out
+    assert "[/red]" in text
+    assert "[bold]x" in text
+    assert "[/blue]" in text

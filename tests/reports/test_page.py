@@ -9,10 +9,10 @@ from importlib import resources
 import numpy as np
 import pytest
 
+from everytoken import stats
 from everytoken.cli import main
 from everytoken.engine.run_folder import read_run
 from everytoken.reports.charts import Series, interval_chart, line_chart, thin, ticks
-from everytoken.reports.groups import Estimate
 from everytoken.reports.page import contrast, level_colours
 from everytoken.reports.predictions import CACHE, predict_run, validation_set
 
@@ -202,7 +202,7 @@ def test_a_line_is_where_its_numbers_are():
 
 
 def test_an_interval_is_drawn_around_its_mean_and_one_seed_has_none():
-    chart = interval_chart("t", " %", [("a", Estimate.of([50.0, 52.0, 54.0]), 0), ("b", Estimate.of([51.0]), 1)])
+    chart = interval_chart("t", " %", [("a", stats.mean([50.0, 52.0, 54.0]), 0), ("b", stats.mean([51.0]), 1)])
     first, second = chart.marks
     assert sum(first["bar"]) / 2 == pytest.approx(first["mean"], abs=0.2)
     assert second["bar"] is None

@@ -5,15 +5,21 @@ import torch
 from torch import nn
 
 from everytoken.errors import EverytokenError
-from everytoken.robust.attacks import auto
-from everytoken.robust.attacks.apgd import checkpoints
-from everytoken.robust.attacks.balls import distance, project
-from everytoken.robust.attacks.fab import boundary, reach_plane
-from everytoken.robust.attacks.losses import dlr, rivals, targeted_dlr
-from everytoken.robust.attacks.square import area, bump
+from everytoken.robust import autoattack
+from everytoken.robust.gradient_attacks import (
+    boundary,
+    checkpoints,
+    distance,
+    dlr,
+    project,
+    reach_plane,
+    rivals,
+    targeted_dlr,
+)
+from everytoken.robust.square_attack import area, bump
 
-SMALL = auto.Budget(steps=25, pgd_steps=10, queries=300, targets=3)
-TINY = auto.Budget(steps=8, pgd_steps=5, queries=30, targets=2)
+SMALL = autoattack.Budget(steps=25, pgd_steps=10, queries=300, targets=3)
+TINY = autoattack.Budget(steps=8, pgd_steps=5, queries=30, targets=2)
 NORMS = ("linf", "l2")
 
 
@@ -64,7 +70,7 @@ def test_a_linear_model_breaks_exactly_beyond_its_distance(name, norm):
     far = exact_distance(model, images, labels, norm)
     for eps in far.sort().values[[3, 8]].tolist():
         eps *= 1.02
-        out = auto.run(model, images, labels, keys, auto.attacks(name, SMALL), eps, norm)
+        out = autoattack.run(model, images, labels, keys, autoattack.attacks(name, SMALL), eps, norm)
         broken = torch.tensor([by != "" for by in out.by])
         assert not broken[far > eps].any()  # impossible
         sure = far < eps * 0.97
@@ -78,7 +84,7 @@ def test_square_breaks_a_linear_model_with_ample_eps():
     model, images, labels, keys = linear(classes=2)
     for norm in NORMS:
         eps = float(exact_distance(model, images, labels, norm).max()) * (2 if norm == "linf" else 4)
-        out = auto.run(model, images, labels, keys, auto.attacks("square", SMALL), eps, norm)
+        out = autoattack.run(model, images, labels, keys, autoattack.attacks("square", SMALL), eps, norm)
         assert sum(by == "square" for by in out.by) >= 9
 
 
@@ -89,19 +95,19 @@ def test_accuracy_never_rises_with_eps_and_the_ensemble_is_at_least_as_strong(ne
     last = None
     for eps in (unit, 8 * unit):
         broken = {}
-        for name in (*auto.SINGLE, *auto.ENSEMBLES):
-            out = auto.run(model, images, labels, keys, auto.attacks(name, TINY), eps, norm)
+        for name in (*autoattack.SINGLE, *autoattack.ENSEMBLES):
+            out = autoattack.run(model, images, labels, keys, autoattack.attacks(name, TINY), eps, norm)
             broken[name] = {i for i, by in enumerate(out.by) if by}
             assert float(out.distance.max()) <= eps * (1 + 1e-4)
             assert out.images.min() >= 0
             assert out.images.max() <= 1
             wrong = model(out.images).argmax(1) != labels
             assert wrong.tolist() == [bool(by) for by in out.by]
-        for ensemble in auto.ENSEMBLES:
+        for ensemble in autoattack.ENSEMBLES:
             for name in ("apgd-ce", "apgd-t", "fab-t", "square"):
                 assert broken[name] <= broken[ensemble]
         if last is not None:
-            assert all(last[name] <= broken[name] for name in auto.ENSEMBLES)
+            assert all(last[name] <= broken[name] for name in autoattack.ENSEMBLES)
         last = broken
     assert last["autoattack"]
     assert len(last["autoattack"]) >= len(last["fgsm"])
@@ -111,10 +117,10 @@ def test_what_happens_to_an_image_does_not_depend_on_its_batch(network):
     model, images, labels, keys = (m.double() if isinstance(m, torch.Tensor) and m.is_floating_point() else m
                                    for m in network)  # fmt: skip
     model = model.double()
-    parts = auto.attacks("autoattack", SMALL)
-    whole = auto.run(model, images, labels, keys, parts, 0.02, "linf")
+    parts = autoattack.attacks("autoattack", SMALL)
+    whole = autoattack.run(model, images, labels, keys, parts, 0.02, "linf")
     pick = torch.tensor([7, 2, 5])
-    some = auto.run(model, images[pick], labels[pick], [keys[i] for i in pick], parts, 0.02, "linf")
+    some = autoattack.run(model, images[pick], labels[pick], [keys[i] for i in pick], parts, 0.02, "linf")
     model.float()
     assert [whole.by[i] for i in pick] == some.by
     assert whole.images[pick] == pytest.approx(some.images, abs=1e-6)
@@ -183,9 +189,9 @@ def test_hidden_gradients_are_counted_and_square_gets_through():
     images = 0.5 + 0.02 * torch.rand(4, 3, 8, 8)
     labels = torch.zeros(4, dtype=torch.long)
     keys = list("abcd")
-    out = auto.run(Stepped(), images, labels, keys, auto.attacks("pgd", SMALL), 0.05, "linf")
+    out = autoattack.run(Stepped(), images, labels, keys, autoattack.attacks("pgd", SMALL), 0.05, "linf")
     assert out.no_gradient == 4
-    out = auto.run(Stepped(), images, labels, keys, auto.attacks("autoattack", SMALL), 0.05, "linf")
+    out = autoattack.run(Stepped(), images, labels, keys, autoattack.attacks("autoattack", SMALL), 0.05, "linf")
     assert set(out.by) == {"square"}
 
 
@@ -193,13 +199,13 @@ def test_random_models_wrong_names_and_zero_eps_are_refused(network):
     model, images, labels, keys = network
     noisy = lambda x: model(x) + 0.1 * torch.rand(len(x), 5)  # noqa: E731
     with pytest.raises(EverytokenError, match="differently each time"):
-        auto.run(noisy, images, labels, keys, auto.attacks("fgsm"), 0.1, "linf")
+        autoattack.run(noisy, images, labels, keys, autoattack.attacks("fgsm"), 0.1, "linf")
     with pytest.raises(EverytokenError, match="autoattack"):
-        auto.attacks("auto-attack")
+        autoattack.attacks("auto-attack")
     with pytest.raises(EverytokenError, match="above 0"):
-        auto.run(model, images, labels, keys, auto.attacks("fgsm"), 0.0, "linf")
+        autoattack.run(model, images, labels, keys, autoattack.attacks("fgsm"), 0.0, "linf")
     with pytest.raises(EverytokenError, match="steps"):
-        auto.Budget(steps=0)
+        autoattack.Budget(steps=0)
 
 
 @pytest.mark.parametrize("norm", NORMS)

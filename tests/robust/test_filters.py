@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from everytoken.robust.corruptions import blur, edges, filters, weather
+from everytoken.robust import corruptions, filters
 
 ndimage = pytest.importorskip("scipy.ndimage")
 
@@ -61,7 +61,7 @@ def test_sampling_is_linear_interpolation(border):
 
 
 def test_the_disk_is_a_smoothed_mean_over_a_circle():
-    kernel = blur.disk(4, 0.5)
+    kernel = corruptions.disk(4, 0.5)
     assert kernel.shape == (17, 17)
     assert kernel.sum() == pytest.approx(1, abs=1e-5)
     flat = np.array([[x * x + y * y <= 16 for x in range(-8, 9)] for y in range(-8, 9)], float)
@@ -69,12 +69,12 @@ def test_the_disk_is_a_smoothed_mean_over_a_circle():
     taps /= taps.sum()
     wanted = ndimage.correlate(flat / flat.sum(), np.outer(taps, taps), mode="mirror")
     assert np.abs(kernel - wanted).max() < 1e-6
-    assert blur.disk(10, 0.5).shape == (21, 21)
+    assert corruptions.disk(10, 0.5).shape == (21, 21)
 
 
 @pytest.mark.parametrize(("height", "width", "reach"), [(20, 27, 1), (31, 24, 4), (6, 5, 4)])
 def test_glass_copies_pixels_in_the_published_order(height, width, reach):
-    got = blur.shuffle_sources(height, width, reach, np.random.default_rng(5))
+    got = corruptions.shuffle_sources(height, width, reach, np.random.default_rng(5))
     inner = (max(0, height - 2 * reach), max(0, width - 2 * reach))
     moves = np.random.default_rng(5).integers(-reach, reach, (2, *inner)) if min(inner) else None
     x = np.arange(height * width).reshape(height, width)
@@ -105,29 +105,29 @@ def test_plasma_is_diamond_and_square_on_a_torus():
         step, wobble = half, wobble / decay
     wanted = np.array([[field[y, x] for x in range(size)] for y in range(size)])
     wanted = (wanted - wanted.min()) / np.ptp(wanted)
-    assert np.abs(weather.plasma(size, decay, np.random.default_rng(2)) - wanted).max() < 1e-6
+    assert np.abs(corruptions.plasma(size, decay, np.random.default_rng(2)) - wanted).max() < 1e-6
 
 
 def test_distances_to_edges_are_exact_up_to_the_limit():
     mask = np.random.default_rng(0).random((40, 50)) < 0.004
     wanted = ndimage.distance_transform_edt(~mask)
-    got = edges.distance_to(mask, 12)
+    got = filters.distance_to(mask, 12)
     assert np.abs(np.minimum(got, 12) - np.minimum(wanted, 12)).max() < 1e-4
-    assert (edges.distance_to(np.zeros((9, 9), bool), 5) >= 5).all()
+    assert (filters.distance_to(np.zeros((9, 9), bool), 5) >= 5).all()
 
 
 def test_canny_finds_the_outline_of_a_square_and_drops_weak_lines_that_touch_nothing():
     grey = np.zeros((40, 40))
     grey[10:30, 10:30] = 200
-    found = edges.canny(grey, 50, 150)
+    found = filters.canny(grey, 50, 150)
     assert found.any()
     ys, xs = np.nonzero(found)
     border = np.minimum.reduce([abs(ys - 9.5), abs(ys - 29.5), abs(xs - 9.5), abs(xs - 29.5)])
     assert border.max() <= 1
-    assert not edges.canny(grey / 200 * 25, 50, 150).any()  # gradient 100: above the low threshold only
+    assert not filters.canny(grey / 200 * 25, 50, 150).any()  # gradient 100: above the low threshold only
 
 
 def test_equalising_stretches_the_cumulative_histogram():
     levels = np.array([[3, 3, 5, 9]], np.uint8)
-    assert edges.equalise(levels).tolist() == [[0, 0, 128, 255]]
-    assert edges.equalise(np.full((2, 2), 7, np.uint8)).tolist() == [[7, 7], [7, 7]]
+    assert filters.equalise(levels).tolist() == [[0, 0, 128, 255]]
+    assert filters.equalise(np.full((2, 2), 7, np.uint8)).tolist() == [[7, 7], [7, 7]]

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from everytoken import draw
+from everytoken import draw, stats
 from everytoken.demo.images import find_images, write_tree
 from everytoken.errors import EverytokenError
-from everytoken.reports.groups import Estimate
 
 if TYPE_CHECKING:
     from everytoken.data.datasets import DataSet
@@ -203,17 +202,17 @@ def _tell(out: Path, page: Path, scores: dict[str, list[float]], seconds: float)
 
 def verdict(gains: Sequence[float]) -> str:
     """One honest sentence: the mean, the spread, and what more seeds would be needed for."""
-    e = Estimate.of(gains)
+    e = stats.mean(gains)
     if e.low is None or e.high is None:
-        return f"Every token: {e.mean:+.2f} points with one seed, which proves nothing yet; try --seeds 3."
+        return f"Every token: {e.value:+.2f} points with one seed, which proves nothing yet; try --seeds 3."
     spread = (
         f"{min(gains):+.2f} to {max(gains):+.2f} over {len(gains)} seeds, 95 % interval {e.low:+.2f} to {e.high:+.2f}"
     )
     if e.clear:
-        done = f"gained {e.mean:.2f}" if e.mean > 0 else f"lost {-e.mean:.2f}"
+        done = f"gained {e.value:.2f}" if e.value > 0 else f"lost {-e.value:.2f}"
         return f"Training on every token {done} points ({spread})."
     if min(gains) > 0 or max(gains) < 0:
-        way = "ahead" if e.mean > 0 else "behind"
+        way = "ahead" if e.value > 0 else "behind"
         few = "So few seeds leave room for chance; try --seeds 5."
-        return f"Training on every token was {way} with every seed, by {abs(e.mean):.2f} points ({spread}). {few}"
-    return f"No clear difference here: {e.mean:+.2f} points ({spread})."
+        return f"Training on every token was {way} with every seed, by {abs(e.value):.2f} points ({spread}). {few}"
+    return f"No clear difference here: {e.value:+.2f} points ({spread})."

@@ -8,26 +8,31 @@ left out.
 
 from __future__ import annotations
 
+import io
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everytoken import schema
 from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically
+from everytoken.stats import Estimate, percentage
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model said of each image, in the data set's order.
+    """What a model answered for each labelled image, in the dataset's order.
 
     Attributes:
-        index: [N] position in the data set.
+        index: [N] position in the dataset.
         label: [N] the folder's class.
         top: [N, 5] (or fewer) predicted classes, best first.
         confidence: [N] softmax probability of the first.
@@ -84,27 +89,43 @@ class Predictions:
         rows = []
         guess = self.top[:, 0]
         for number, name in enumerate(names):
-            own, said = self.label == number, guess == number
-            wrong = guess[own & (guess != number)]
+            labelled, predicted = self.label == number, guess == number
+            wrong = guess[labelled & ~predicted]
             taken = names[int(np.bincount(wrong).argmax())] if len(wrong) else ""
             rows.append(
                 {
                     "class": name,
-                    "images": int(own.sum()),
-                    "recall": 100 * float(said[own].mean()) if own.any() else None,
-                    "precision": 100 * float(own[said].mean()) if said.any() else None,
+                    "images": int(labelled.sum()),
+                    "recall": 100 * float(predicted[labelled].mean()) if labelled.any() else None,
+                    "precision": 100 * float(labelled[predicted].mean()) if predicted.any() else None,
                     "taken for": taken,
                 }
             )
         return rows
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Wilson interval of top-1, percent."""
-        n, p = len(self), float(self.correct.mean())
-        z = 1.959964 if level == 0.95 else float(torch.special.ndtri(torch.tensor((1 + level) / 2)))
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-        return 100 * (centre - half), 100 * (centre + half)
+    @property
+    def accuracy(self) -> Estimate:
+        """Top-1 in percent with its 95 % interval."""
+        return percentage(self.correct)
+
+    def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
+        """Write an .npz file in one step, with unreadable images (key -> reason) and a note of what it belongs to."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = io.BytesIO()
+        np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(self))
+        write_atomically(path, file.getbuffer())
+
+    @staticmethod
+    def saved(path: Path, note: str) -> tuple[Predictions, dict[str, str]] | None:
+        """What `save` wrote, with the unreadable images; None if there is no whole file with this very note."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if str(arrays["note"]) != note:
+                    return None
+                skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
+                return Predictions(**{field.name: arrays[field.name] for field in fields(Predictions)}), skipped
+        except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
+            return None  # torn or of an older version: it is made again
 
 
 def calibration_error(confidence: np.ndarray, correct: np.ndarray, bins: int = 15) -> float:
@@ -140,30 +161,15 @@ def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[
     """The right classes of each image, found by its file name with any ending; () for images without labels."""
     names = [PurePosixPath(key) for key in keys]
     sets = [labels.get(name.name, labels.get(f"{name.stem}.JPEG")) for name in names]
-    if all(found is None for found in sets):
+    if all(entry is None for entry in sets):
         raise EverytokenError(
             "none of the images has ReaL labels: they are found by the names of the original validation files "
             f"(ILSVRC2012_val_00000001.JPEG), the first image here is {keys[0]}"
         )
-    return [found or () for found in sets]
+    return [entry or () for entry in sets]
 
 
 def read_real(path: str | Path) -> dict[str, list[int]]:
     """`real.json`: 50,000 lists in the order of the validation files -> file name -> classes."""
-    try:
-        lists = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise EverytokenError(f"the ReaL labels {path} cannot be read: {error}") from error
-    if not isinstance(lists, list) or not all(isinstance(entry, list) for entry in lists):
-        raise EverytokenError(f"{path} does not hold one list of classes per image")
+    lists = schema.read_json(Path(path), list[list[int]])
     return {f"ILSVRC2012_val_{number:08d}.JPEG": entry for number, entry in enumerate(lists, start=1)}
-
-
-@torch.no_grad()
-def predict(model: Any, batches: Iterable[Any]) -> Predictions:
-    """Run `model` (images -> logits) over batches with `.images`, `.labels` and `.indices`, on their device."""
-    was = model.training
-    model.eval()
-    parts = [Predictions.of_batch(b.indices, b.labels, model(b.images)) for b in batches]
-    model.train(was)
-    return Predictions.join(parts)

@@ -1,4 +1,4 @@
-"""Which images of a data set a model has not been trained on: the part that its run held out, for every task.
+"""Which images of a dataset a model has not been trained on: the part that its run held out, for every task.
 
 Data without a validation part is divided by the names of its images, so the part can be made again from what the run
 folder says: `data` and `val_split` in config.yaml, and, for a relative path, the folder in which it was typed, in
@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everytoken.data.datasets import split_folder
-from everytoken.engine.run_folder import Run, run_of
+from everytoken.data.datasets import DataError, DataSet, find_split, open_dataset, split_folder
+from everytoken.engine.run_folder import DATASET_NAMES, Run, run_of
 from everytoken.errors import EverytokenError
 
-_PUBLISHED = ("timm:", "registry:")  # weights that were not trained on a folder of the user's
+_PUBLISHED = ("timm:", "registry:", "hf-hub:")  # weights that were not trained on a folder of the user's
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is known about models and a data set without a validation part.
+    """What is known about models and a dataset without a validation part.
 
     Attributes:
         share: the part of the data that the runs held out; 0 if they were not trained on it.
@@ -76,3 +76,67 @@ def held_out(
             f"({' and '.join(f'{part:.0%}' for part in shares.values())}), so no images are new to both"
         )
     return HeldOut(next(iter(shares.values()), 0.0), tuple(shares), tuple(unknown))
+
+
+def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: bool = True) -> tuple[DataSet, str]:
+    """The images to evaluate models on, and what to say about them.
+
+    Of data without a part for validation, these are the images that the runs held out, if they were trained on it. If
+    they were trained on something else, all images are new to them.
+
+    Args:
+        sources: the models: run folders, weights files, timm:NAME.
+        doubt: say it if it cannot be known whether they were trained on these images.
+    """
+    if split != "val":
+        return _own_part(data, split), ""
+    if data.startswith(DATASET_NAMES):
+        return _named_part(sources, data)
+    if find_split(data, "val"):
+        return open_dataset(data, "val"), ""
+    known = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _share)
+    if known.share:
+        dataset = open_dataset(data, "val", val_split=known.share)
+        return dataset, known.note(data, len(dataset))
+    train = find_split(data, "train")
+    if train:
+        raise EverytokenError(
+            f"{data} has no images for validation, only {train.name}, and it is not known that a part of them was held "
+            "out. Give the run folder of a model that was trained on it, other images, or split='train' for all of them"
+        )
+    dataset = open_dataset(data, "all")
+    return dataset, known.note(data, len(dataset)) if known.trained or doubt else ""
+
+
+def _own_part(data: str, split: str) -> DataSet:
+    """A part that the data has a place for, or all of it."""
+    if split == "test" and not data.startswith(DATASET_NAMES) and find_split(data, split) is None:
+        raise EverytokenError(f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another split")
+    return open_dataset(data, split)
+
+
+def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
+    """The validation part that data with a name brings; without one, what the runs held out."""
+    try:
+        return open_dataset(data, "val"), ""
+    except DataError:
+        known = held_out(sources, data)
+        if not known.share:
+            raise
+    dataset = open_dataset(data, "val", val_split=known.share)
+    return dataset, known.note(data, len(dataset))
+
+
+def _share(run: Run) -> float:
+    """The part that a run held out; 0 if its data has a part for validation."""
+    there = run.place()
+    return 0.0 if there is not None and find_split(str(there), "val") else run.val_split
+
+
+def _train_folder(path: Path) -> Path:
+    """The folder that training images come from: data with train/ and that train/ itself hold the same."""
+    try:
+        train = find_split(str(path), "train")
+    except DataError:
+        train = None
+    return train.folder.resolve() if train and train.folder else path

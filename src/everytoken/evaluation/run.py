@@ -1,33 +1,55 @@
-"""Evaluate a trained model on a folder of images: numbers, a class table, throughput."""
+"""A model over images: evaluation with labels, prediction without."""
 
 from __future__ import annotations
 
-import sys
+import csv
+import io
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from everytoken.classes import imagenet_numbers, match_classes
 from everytoken.data.augment import EvalTransform
 from everytoken.data.batch import Batch, Prefetcher
-from everytoken.data.datasets import DataError, DataSet, find_split, open_dataset
+from everytoken.data.datasets import DataSet, FolderReader, ReaderSet, gather_images
 from everytoken.data.loader import BadImages, Loader
-from everytoken.engine.run_folder import DATASET_NAMES, Run
+from everytoken.engine.distributed import pick_device
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.accuracy import Predictions, predict, read_real, real_accuracy
-from everytoken.evaluation.held_out import held_out
-from everytoken.models import TokenModel
+from everytoken.evaluation import EvalOptions, InferenceOptions, PredictOptions, Progress
+from everytoken.evaluation.accuracy import Predictions, read_real, real_accuracy
+from everytoken.evaluation.held_out import open_part
+from everytoken.files import write_atomically
 from everytoken.models.open import Description, OpenModel, open_model
+from everytoken.stats import Estimate
+
+
+@dataclass(frozen=True)
+class LoadedModel(OpenModel):
+    """An opened model that can be asked: `et.load`."""
+
+    def predict(self, images: str | Path | Sequence[str | Path], **options: Any) -> ImagePredictions:
+        """The classes of images: files and folders. Options: fields of `PredictOptions`."""
+        from everytoken.evaluation import predict
+
+        return predict(self, images, **options)
+
+    def evaluate(self, data: str | Path | DataSet, **options: Any) -> Evaluation:
+        """Accuracy on labelled images. Options: fields of `EvalOptions`."""
+        from everytoken.evaluation import evaluate
+
+        return evaluate(self, data, **options)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of evaluating one model on one set.
+    """The result of evaluating one model on one dataset.
 
     Attributes:
         numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters.
@@ -35,21 +57,93 @@ class Evaluation:
         class_names: of the model's answers.
         keys: of the images.
         skipped: unreadable images, key -> reason.
+        notes: what to know about the images that were used.
     """
 
     numbers: dict[str, float]
     predictions: Predictions
     class_names: list[str]
     keys: list[str]
-    skipped: dict[str, str]
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def top1(self) -> Estimate:
+        """Top-1 accuracy in percent with its 95 % interval."""
+        return self.predictions.accuracy
+
+    def per_class(self) -> list[dict[str, Any]]:
+        """For each class that has images: images, recall, precision (percent) and what it is taken for most."""
+        return [row for row in self.predictions.per_class(self.class_names) if row["images"]]
+
+    def to_csv(self, path: str | Path) -> None:
+        """One line per image: key, label, prediction, confidence, loss."""
+        p, names = self.predictions, self.class_names
+        rows = [
+            [self.keys[i], names[label], names[top[0]], f"{confidence:.4f}", f"{loss:.4f}"]
+            for i, label, top, confidence, loss in zip(p.index, p.label, p.top, p.confidence, p.loss, strict=True)
+        ]
+        write_csv(Path(path), ["key", "label", "prediction", "confidence", "loss"], rows)
+
+
+@dataclass(frozen=True)
+class ImagePrediction:
+    """The most likely classes of one image, best first."""
+
+    path: str
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ImagePredictions(Sequence[ImagePrediction]):
+    """Predictions in the order of the images; `skipped` says which images could not be read, and why."""
+
+    images: tuple[ImagePrediction, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.images[i]
+
+    def __iter__(self) -> Iterator[ImagePrediction]:
+        return iter(self.images)
+
+    def to_csv(self, path: str | Path) -> None:
+        """One line per image: its path, class, probability, and the next best classes."""
+        count = max((len(image.classes) for image in self.images), default=1)
+        more = [f"{what} {i}" for i in range(2, count + 1) for what in ("class", "probability")]
+        rows = []
+        for image in self.images:
+            pairs = zip(image.classes, image.probabilities, strict=True)
+            rows.append([image.path, *(cell for name, p in pairs for cell in (name, f"{p:.4f}"))])
+        write_csv(Path(path), ["image", "class", "probability", *more], rows)
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table; a cell that a spreadsheet would take for a formula gets a quote before it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in (header, *rows):
+        writer.writerow([f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell for cell in row])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text.getvalue().encode())
 
 
 class Voter(nn.Module):
     """Images -> class logits, plus `vote` times the strongest token logit of each class (the released evaluation)."""
 
-    def __init__(self, model: TokenModel, vote: float = 0.0) -> None:
+    def __init__(self, opened: OpenModel, vote: float = 0.0) -> None:
         super().__init__()
-        self.model, self.vote = model, vote
+        self.model, self.vote = opened.model, vote
+        if vote and not (opened.model.uses_own_head or opened.model.token_head is not None):
+            raise EverytokenError(f"{opened.source} has no token head, so token_vote cannot be used")
+        if vote and opened.token_classes.count != opened.classes.count:
+            raise EverytokenError(
+                f"the token head of {opened.source} has other classes than its class head, so token_vote cannot be used"
+            )
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, K]"""
@@ -59,182 +153,145 @@ class Voter(nn.Module):
         return view.logits + self.vote * view.token_logits.flatten(1, 2).amax(1)
 
 
-def evaluate(
-    source: str,
-    data: str,
-    *,
-    split: str = "val",
-    architecture: str = "",
-    img_size: int | None = None,
-    crop_pct: float = 0.0,
-    batch_size: int = 64,
-    workers: int = 4,
-    device: str = "cpu",
-    amp: bool = False,
-    token_vote: float = 0.0,
-    real: str = "",
-    on_bad_image: str = "raise",
-    tell: Callable[[int, int], None] = lambda done, total: None,
-) -> Evaluation:
-    """Evaluate a run, a weights file or timm:NAME on a data set. See `everytoken eval --help` for the options."""
-    loaded = open_model(source, architecture=architecture, img_size=img_size)
-    dataset, note = open_part([source], data, split)
-    if note:
-        print(f"note: {note}", file=sys.stderr)
-    return evaluate_on(
-        loaded, dataset, crop_pct=crop_pct, batch_size=batch_size, workers=workers, device=device, amp=amp,
-        token_vote=token_vote, real=real, on_bad_image=on_bad_image, tell=tell,
-    )  # fmt: skip
-
-
-def evaluate_on(
-    loaded: OpenModel,
-    dataset: DataSet,
-    *,
-    crop_pct: float = 0.0,
-    batch_size: int = 64,
-    workers: int = 4,
-    device: str = "cpu",
-    amp: bool = False,
-    token_vote: float = 0.0,
-    real: str = "",
-    on_bad_image: str = "raise",
-    tell: Callable[[int, int], None] = lambda done, total: None,
-) -> Evaluation:
-    """Evaluate a loaded model on an open data set; `tell` hears how many images are done, of how many."""
-    check_vote(loaded, token_vote)
-    lookup = torch.from_numpy(match_classes(loaded.classes, dataset.class_names, dataset.name).labels)
-    imagenet = imagenet_numbers(loaded.classes) if real else None
-    view = eval_view(loaded, crop_pct)
-    bad = BadImages(on_bad_image)
-    loader = Loader(
-        dataset, view, batch_size, train=False, workers=workers, bad_images=bad,
-        pin_memory=device.startswith("cuda"),
-    )  # fmt: skip
-    model = Voter(loaded.model, token_vote).to(device).eval()
-
-    def batches() -> Iterator[Batch]:
-        done = 0
-        for batch in Prefetcher(loader.epoch(0), device, view.mean, view.std):
-            assert batch.labels is not None
-            yield replace(batch, labels=lookup.to(batch.labels.device)[batch.labels])
-            done += len(batch)
-            tell(done, len(dataset))
-
-    started = time.perf_counter()
-    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
-        predictions = predict(model, batches())
-    seconds = time.perf_counter() - started
-    loader.close()
-    keys = [dataset.key(i) for i in range(len(dataset))]
-    numbers: dict[str, float] = predictions.summary()
-    numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
-    numbers["parameters"] = sum(p.numel() for p in loaded.model.backbone.parameters())
-    if real:
-        numbers |= real_accuracy(predictions, keys, read_real(real), imagenet)
-    names = list(loaded.class_names)
-    if not loaded.classes.or_imagenet().names:
-        for folder, output in zip(dataset.class_names, lookup.tolist(), strict=True):
-            names[output] = folder
-    return Evaluation(numbers, predictions, names, keys, dict(bad.seen))
-
-
-def eval_view(loaded: OpenModel, crop_pct: float = 0.0) -> EvalTransform:
-    """How a model wants to see images in evaluation; `crop_pct` 0: the model's own."""
-    return view_of(loaded.info, crop_pct)
-
-
-def view_of(about: Description, crop_pct: float = 0.0) -> EvalTransform:
-    """The same, from what weights say about themselves."""
+def eval_view(info: Description) -> EvalTransform:
+    """How a model wants to see images in evaluation."""
     return EvalTransform(
-        img_size=(about.img_size[0], about.img_size[1]),
-        crop_pct=crop_pct or about.crop_pct,
-        interpolation=about.interpolation,
-        mean=_three(about.mean),
-        std=_three(about.std),
+        img_size=(info.img_size[0], info.img_size[1]),
+        crop_pct=info.crop_pct,
+        interpolation=info.interpolation,
+        mean=info.mean,
+        std=info.std,
     )
 
 
-def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: bool = True) -> tuple[DataSet, str]:
-    """The images to evaluate models on, and what to say about them.
+def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> OpenModel:
+    """The model that options ask for, on their device; a loaded one is used as it is, but for crop and device."""
+    device = pick_device(options.device)
+    if isinstance(source, OpenModel):
+        source.model.to(device)
+        crop_pct = options.crop_pct or source.info.crop_pct
+        return replace(source, info=replace(source.info, crop_pct=crop_pct))
+    return open_model(
+        source,
+        architecture=options.model,
+        checkpoint=options.checkpoint,
+        img_size=options.img_size,
+        crop_pct=options.crop_pct,
+        device=device,
+    )
 
-    Of data without a part for validation, these are the images that the runs held out, if they were trained on it. If
-    they were trained on something else, all images are new to them.
+
+class Inference:
+    """A model over images. `batches` gives (batch, logits), each image once.
 
     Args:
-        sources: the models: run folders, weights files, timm:NAME.
-        doubt: say it if it cannot be known whether they were trained on these images.
+        model: normalised images -> logits.
+        view: how it wants to see them.
+        options: batch size, workers, what to do with images that cannot be read.
+        transform: another way to make the view, which may change the pixels.
     """
-    if split != "val":
-        return _own_part(data, split), ""
-    if data.startswith(DATASET_NAMES):
-        return _named_part(sources, data)
-    if find_split(data, "val"):
-        return open_dataset(data, "val"), ""
-    known = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _share)
-    if known.share:
-        found = open_dataset(data, "val", val_split=known.share)
-        return found, known.note(data, len(found))
-    train = find_split(data, "train")
-    if train:
-        raise EverytokenError(
-            f"{data} has no images for validation, only {train.name}, and it is not known that a part of them was held "
-            "out. Give the run folder of a model that was trained on it, other images, or --split train for all of them"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: DataSet,
+        view: EvalTransform,
+        options: InferenceOptions,
+        amp: bool = False,
+        progress: Progress | None = None,
+        transform: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None,
+    ) -> None:
+        self.model, self.data, self.view, self.amp, self.progress = model, data, view, amp, progress
+        self.device = next(model.parameters()).device
+        self.bad_images = BadImages(options.on_bad_image)
+        self.loader = Loader(
+            data,
+            transform or view,
+            options.batch_size,
+            train=False,
+            workers=options.workers,
+            bad_images=self.bad_images,
+            pin_memory=self.device.type == "cuda",
         )
-    found = open_dataset(data, "all")
-    return found, known.note(data, len(found)) if known.trained or doubt else ""
+
+    @torch.no_grad()
+    def batches(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Every image once."""
+        done = 0
+        with closing(self.loader):
+            for batch in Prefetcher(self.loader.epoch(0), self.device, self.view.mean, self.view.std):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+                    logits = self.model(batch.images)
+                yield batch, logits.float()
+                done += len(batch)
+                if self.progress is not None:
+                    self.progress(done, len(self.data))
+
+    def predictions(self, labels: Tensor, columns: Tensor | None = None) -> Predictions:
+        """What each image got.
+
+        Args:
+            labels: the class of the model (or column) for each class of the data.
+            columns: outputs that may be answered; None: all.
+        """
+        parts = []
+        labels = labels.to(self.device)
+        for batch, logits in self.batches():
+            assert batch.labels is not None
+            assert batch.indices is not None
+            chosen = logits if columns is None else logits[:, columns.to(logits.device)]
+            parts.append(Predictions.of_batch(batch.indices, labels[batch.labels], chosen))
+        return Predictions.join(parts)
 
 
-def _own_part(data: str, split: str) -> DataSet:
-    """A part that the data has a place for, or all of it."""
-    if split == "test" and not data.startswith(DATASET_NAMES) and find_split(data, split) is None:
-        raise EverytokenError(
-            f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another --split"
-        )
-    return open_dataset(data, split)
+def run_evaluation(
+    source: str | Path | OpenModel, data: str | Path | DataSet, options: EvalOptions, progress: Progress | None
+) -> Evaluation:
+    """See `evaluate`."""
+    opened = open_with(source, options)
+    notes: tuple[str, ...] = ()
+    if isinstance(data, DataSet):
+        dataset = data
+    else:
+        name = opened.source if isinstance(source, OpenModel) else options.checkpoint or str(source)
+        dataset, note = open_part([name], str(data), options.split)
+        notes = (note,) if note else ()
+    labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)
+    imagenet = imagenet_numbers(opened.classes) if options.real else None
+    model = Voter(opened, options.token_vote).eval()
+    inference = Inference(model, dataset, eval_view(opened.info), options, options.amp, progress)
+    started = time.perf_counter()
+    predictions = inference.predictions(labels)
+    seconds = time.perf_counter() - started
+    keys = [dataset.key(i) for i in range(len(dataset))]
+    numbers: dict[str, float] = predictions.summary()
+    numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
+    numbers["parameters"] = opened.parameters
+    if options.real:
+        numbers |= real_accuracy(predictions, keys, read_real(options.real), imagenet)
+    names = list(opened.class_names)
+    if not opened.classes.or_imagenet().names:
+        for folder, output in zip(dataset.class_names, labels.tolist(), strict=True):
+            names[output] = folder
+    return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes)
 
 
-def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
-    """The validation part that data with a name brings; without one, what the runs held out."""
-    try:
-        return open_dataset(data, "val"), ""
-    except DataError:
-        known = held_out(sources, data)
-        if not known.share:
-            raise
-    found = open_dataset(data, "val", val_split=known.share)
-    return found, known.note(data, len(found))
-
-
-def _share(run: Run) -> float:
-    """The part that a run held out; 0 if its data has a part for validation."""
-    there = run.place()
-    return 0.0 if there is not None and find_split(str(there), "val") else run.val_split
-
-
-def _train_folder(path: Path) -> Path:
-    """The folder that training images come from: data with train/ and that train/ itself hold the same."""
-    try:
-        found = find_split(str(path), "train")
-    except DataError:
-        found = None
-    return found.folder.resolve() if found and found.folder else path
-
-
-def check_vote(loaded: OpenModel, vote: float) -> None:
-    """Refuse a vote of tokens that have no say; attach the token head that a backbone brought."""
-    if not vote:
-        return
-    own = getattr(loaded.model.backbone, "aux_head", None)
-    classes: Any = loaded.model.backbone.num_classes
-    if loaded.model.token_head is None and not loaded.model.uses_own_head:
-        if own is None or own.out_features != classes:
-            raise EverytokenError(f"{loaded.source} has no token head, so --token-vote cannot be used")
-        loaded.model.add_token_head(classes)  # the one that the backbone brought
-    tokens = loaded.model.token_head or own
-    if tokens is None or tokens.out_features != classes:
-        raise EverytokenError("the token head speaks other classes than the class head, so --token-vote cannot be used")
-
-
-def _three(values: tuple[float, ...]) -> tuple[float, float, float]:
-    return values[0], values[1], values[2]
+def run_prediction(
+    source: str | Path | OpenModel, images: Sequence[str], options: PredictOptions, progress: Progress | None
+) -> ImagePredictions:
+    """See `predict`."""
+    if options.top < 1:
+        raise EverytokenError(f"top is {options.top}; it takes 1 or more")
+    root, names = gather_images(images)
+    opened = open_with(source, options)
+    data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
+    model = Voter(opened, options.token_vote).eval()
+    inference = Inference(model, data, eval_view(opened.info), options, options.amp, progress)
+    out: dict[int, ImagePrediction] = {}
+    for batch, logits in inference.batches():
+        assert batch.indices is not None
+        values, classes = logits.softmax(-1).topk(min(options.top, logits.shape[1]))
+        for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), classes.tolist(), strict=True):
+            named = tuple(opened.class_names[number] for number in numbers)
+            out[i] = ImagePrediction(str(root / names[i]), named, tuple(row))
+    return ImagePredictions(tuple(out[i] for i in sorted(out)), dict(inference.bad_images.seen))

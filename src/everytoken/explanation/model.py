@@ -15,7 +15,7 @@ from everytoken.data import placement as pl
 from everytoken.data.augment import EvalTransform
 from everytoken.data.decode import Picture
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.run import view_of
+from everytoken.evaluation.run import eval_view
 from everytoken.models import TokenModel
 from everytoken.models.open import open_model
 
@@ -122,7 +122,7 @@ def open_explained(
         classes = ClassList(len(names), tuple(names))
         token_classes = classes if same else token_classes
     remark = "random weights: this means nothing" if untrained else ""
-    view = view_of(opened.info)
+    view = eval_view(opened.info)
     title = _short(source, opened.info.architecture)
     return ExplainedModel(title, source, opened.model, classes, token_classes, view, remark)
 

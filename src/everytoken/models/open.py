@@ -92,7 +92,7 @@ class Description:
                 )
         sizes = all(0 < side <= 1 << 14 for side in info.img_size)
         colours = len(info.mean) == len(info.std) == 3 and min(info.std) > 0
-        if not sizes or not colours or not 0 < info.crop_pct <= 2 or info.interpolation not in INTERPOLATIONS:
+        if not sizes or not colours or not 0 < info.crop_pct <= 1 or info.interpolation not in INTERPOLATIONS:
             raise schema.SchemaError(
                 f"{where}: its description has img_size {info.img_size}, mean {info.mean}, std {info.std}, crop_pct "
                 f"{info.crop_pct} and interpolation {info.interpolation!r}, with which no image can be prepared."

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everytoken.reports.groups import Estimate
+from everytoken.stats import Estimate
 
 WIDTH, HEIGHT = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 12, 36
@@ -161,7 +161,7 @@ def interval_chart(
                 "colour": colour % COLOURS,
                 "y": TOP + ROW * number + 32,
                 "bar": None if e.low is None or e.high is None else (px(e.low), px(e.high)),
-                "mean": px(e.mean),
+                "mean": px(e.value),
                 "dots": [px(v) for v in e.values],
             }
         )
@@ -183,8 +183,8 @@ def describe(e: Estimate, unit: str) -> str:
     """An estimate in words."""
     count = f"{len(e.values)} seed{'s' if len(e.values) > 1 else ''}"
     if e.low is None or e.high is None:
-        return f"{e.mean:.2f}{unit} ({count}, no interval)"
-    return f"{e.mean:.2f}{unit} (95 % interval {e.low:.2f} to {e.high:.2f}, {count})"
+        return f"{e.value:.2f}{unit} ({count}, no interval)"
+    return f"{e.value:.2f}{unit} (95 % interval {e.low:.2f} to {e.high:.2f}, {count})"
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

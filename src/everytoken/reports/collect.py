@@ -15,6 +15,7 @@ from everytoken.classes import shown_name
 from everytoken.engine.run_folder import Run, find_runs
 from everytoken.errors import EverytokenError
 from everytoken.reports.groups import Difference, Group, config_differences, difference, group_runs
+from everytoken.stats import Estimate
 
 if TYPE_CHECKING:
     from everytoken.reports.predictions import PredictedRun
@@ -29,14 +30,14 @@ class Classes:
 
     Attributes:
         confusion: [classes, classes], rows are labels; runs: how many were added.
-        interval: Wilson interval of a single run's top-1 over its images, percent.
+        top1: of a single run over its images, percent, with Wilson's interval.
     """
 
     group: Group
     names: list[str]
     confusion: np.ndarray
     runs: int
-    interval: tuple[float, float]
+    top1: Estimate
 
     def recall(self) -> np.ndarray:
         """[classes] percent of each class's images that were found; nan without images."""
@@ -210,7 +211,7 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
                     [shown_name(name) for name in first.class_names],
                     np.sum([predicted.confusion() for predicted in same_classes], axis=0),
                     len(same_classes),
-                    first.predictions.interval(),
+                    first.predictions.accuracy,
                 )
             )
     # pictures are of the same images for all groups

@@ -1,56 +1,16 @@
-"""Runs that differ in the seed only belong together: their mean, its interval, and paired differences.
-
-The interval of a mean over n seeds is Student's, mean ± t · s / √n at 95 %; with few seeds it is wide.
-A difference between two groups is taken seed by seed where the seeds match, so that what a seed does to both (the order
-of images, the first weights) cancels; the interval is that of the mean of the differences.
-"""
+"""Runs that differ in the seed only belong together: their mean, its interval, and differences paired by seed."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from everytoken import stats
 from everytoken.engine.run_folder import Run
-
-# 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom; beyond, by the expansion in 1 / degrees.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-      2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-
-
-def t_quantile(degrees: int) -> float:
-    """97.5 % quantile of Student's t."""
-    if degrees < 1:
-        raise ValueError(f"an interval needs one degree of freedom at least, not {degrees}")
-    return _T[degrees - 1] if degrees <= len(_T) else 1.959964 + 2.372 / degrees + 2.82 / degrees**2
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds; low and high are its 95 % interval, None with a single value."""
-
-    values: tuple[float, ...]
-    mean: float
-    low: float | None = None
-    high: float | None = None
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Estimate:
-        """From one value per seed."""
-        mean = statistics.mean(values)
-        if len(values) < 2:
-            return Estimate(tuple(values), mean)
-        half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-        return Estimate(tuple(values), mean, mean - half, mean + half)
-
-    @property
-    def clear(self) -> bool:
-        """Whether the interval leaves zero out."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+from everytoken.stats import Estimate
 
 
 @dataclass(frozen=True)
@@ -73,7 +33,7 @@ class Group:
     def accuracy(self) -> Estimate | None:
         """Validation score after the last epoch, over the finished runs."""
         values = [run.score for run in self.finished if run.score is not None]
-        return Estimate.of(values) if values else None
+        return stats.mean(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -116,7 +76,7 @@ def difference(base: Group, other: Group) -> Difference | None:
     second = {run.seed: run.score for run in other.finished if run.seed is not None}
     seeds = tuple(sorted(s for s in first if s in second))
     gains = [b - a for s in seeds if (a := first[s]) is not None and (b := second[s]) is not None]
-    return Difference(base, other, Estimate.of(gains), seeds) if gains else None
+    return Difference(base, other, stats.mean(gains), seeds) if gains else None
 
 
 def config_differences(groups: Sequence[Group]) -> list[tuple[str, list[Any]]]:

@@ -20,7 +20,6 @@ import numpy as np
 from everytoken.data.datasets import DataSet
 from everytoken.engine.run_folder import Run
 from everytoken.evaluation.accuracy import Predictions
-from everytoken.evaluation.kept import keep, kept
 
 if TYPE_CHECKING:
     from everytoken.models.open import OpenModel
@@ -105,16 +104,16 @@ def predict_run(
     keys = list(images.keys())
     stamp = _stamp(weights, keys, images)
     about = describe(weights)
-    known = kept(run.path / CACHE, stamp)
+    known = Predictions.saved(run.path / CACHE, stamp)
     if known is not None and about is not None and about.class_names:
         predictions, skipped = known
         return PredictedRun(predictions, list(about.class_names), keys, images, skipped, weights)
-    from everytoken.evaluation.run import evaluate_on
+    from everytoken.evaluation import evaluate
 
     loaded = open_model(weights)
-    result = evaluate_on(loaded, images, device=device, workers=workers, on_bad_image="skip", tell=tell)
+    result = evaluate(loaded, images, device=device, workers=workers, on_bad_image="skip", progress=tell)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
-        keep(run.path / CACHE, result.predictions, stamp, result.skipped)
+        result.predictions.save(run.path / CACHE, stamp, result.skipped)
     return PredictedRun(result.predictions, result.class_names, keys, images, result.skipped, weights, loaded)
 
 

@@ -128,7 +128,7 @@ def token_maps(
     """The network's view of some images of the data, and what its tokens say."""
     loaded = predicted.model()
     model = loaded.model.to(device)
-    view = eval_view(loaded)
+    view = eval_view(loaded.info)
     pixels = [view(predicted.data.picture(index))[0] for index in indices]
     pictures = [Image.fromarray(image) for image in pixels]
     if not pictures:

@@ -46,7 +46,7 @@ def group_table(report: Report) -> Table:
         gain = "–"
         if d is not None:
             e = d.estimate
-            gain = f"{e.mean:+.2f}" + ("" if e.low is None else f" ({e.low:+.2f} to {e.high:+.2f})")
+            gain = f"{e.value:+.2f}" + ("" if e.low is None else f" ({e.low:+.2f} to {e.high:+.2f})")
         seconds = [run.seconds for run in group.runs if run.seconds is not None]
         rows.append(
             [

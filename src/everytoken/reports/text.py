@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from everytoken.engine.run_folder import Run
 from everytoken.reports.charts import describe
 from everytoken.reports.collect import Report
-from everytoken.reports.groups import Difference, Estimate, Group
+from everytoken.reports.groups import Difference, Group
+from everytoken.stats import Estimate
 
 if TYPE_CHECKING:
     from everytoken.reports.samples import Agreement
@@ -34,26 +35,26 @@ OLD_NAMES = {
 def headline(report: Report) -> str:
     """The result in one line."""
     if report.differences:
-        best = max(report.differences, key=lambda d: d.estimate.mean)
+        best = max(report.differences, key=lambda d: d.estimate.value)
         return difference_words(best)
     ranked = [(g, e) for g in report.groups if (e := g.accuracy) is not None]
     if not ranked:
         return "No run is finished yet."
-    group, estimate = max(ranked, key=lambda pair: pair[1].mean)
-    return f"{group.name}: {report.metric} {estimate.mean:.2f} % on the validation images"
+    group, estimate = max(ranked, key=lambda pair: pair[1].value)
+    return f"{group.name}: {report.metric} {estimate.value:.2f} % on the validation images"
 
 
 def difference_words(difference: Difference) -> str:
     """What a group gained over the first, honestly."""
     e, other, base = difference.estimate, difference.other.name, difference.base.name
     if len(e.values) < 2:
-        return f"{other} against {base}: {e.mean:+.2f} points with one seed, which proves nothing yet"
+        return f"{other} against {base}: {e.value:+.2f} points with one seed, which proves nothing yet"
     if e.clear:
-        return f"{other} is {abs(e.mean):.2f} points {'better' if e.mean > 0 else 'worse'} than {base}"
+        return f"{other} is {abs(e.value):.2f} points {'better' if e.value > 0 else 'worse'} than {base}"
     if min(e.values) > 0 or max(e.values) < 0:
-        way = "ahead of" if e.mean > 0 else "behind"
-        return f"{other} is {way} {base} with every seed, by {abs(e.mean):.2f} points, but the interval includes zero"
-    return f"No clear difference between {other} and {base}: {e.mean:+.2f} points"
+        way = "ahead of" if e.value > 0 else "behind"
+        return f"{other} is {way} {base} with every seed, by {abs(e.value):.2f} points, but the interval includes zero"
+    return f"No clear difference between {other} and {base}: {e.value:+.2f} points"
 
 
 def how_sure(difference: Difference) -> str:
@@ -64,7 +65,7 @@ def how_sure(difference: Difference) -> str:
     text = f"{difference.other.name} minus {difference.base.name}, seed by seed ({seeds}): {each} points"
     if e.low is None or e.high is None:
         return f"{text}. One pair of runs says nothing about chance; train more seeds of each."
-    text += f"; mean {e.mean:+.2f}, 95 % interval {e.low:+.2f} to {e.high:+.2f}."
+    text += f"; mean {e.value:+.2f}, 95 % interval {e.low:+.2f} to {e.high:+.2f}."
     if not e.clear:
         text += " The interval includes zero" + (
             ": with so few seeds it is wide; more seeds would narrow it." if len(e.values) < 5 else "."
@@ -132,5 +133,5 @@ def interval_words(e: Estimate | None) -> str:
     if e is None:
         return "–"
     if e.low is None or e.high is None:
-        return f"{e.mean:.2f}"
-    return f"{e.mean:.2f} ({e.low:.2f} to {e.high:.2f})"
+        return f"{e.value:.2f}"
+    return f"{e.value:.2f} ({e.low:.2f} to {e.high:.2f})"

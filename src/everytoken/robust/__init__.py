@@ -1,1 +1,88 @@
-"""Robustness and generalisation: test sets, corruptions, attacks, and one table of them."""
+"""Robustness and generalisation: shifted test sets, corruptions, adversarial attacks, transfer, in one table.
+
+    result = everytoken.robust.robustness("runs/first", suite=("val=photos/val", "corrupt"), severities=(1, 3, 5))
+    print(result.table)
+
+Nothing heavy is imported until something is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from everytoken.evaluation import InferenceOptions
+
+if TYPE_CHECKING:
+    from everytoken.robust.run import Robustness
+
+__all__ = ["RobustOptions", "robustness"]
+
+Progress = Callable[..., None]
+"""Hears model and suite, how many images are done, of how many, and perhaps which attack is at work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustOptions(InferenceOptions):
+    """What a model is tested on, and how."""
+
+    suite: tuple[str, ...] = ()
+    """What to test on: NAME=FOLDER ...; corrupt, attack and real use val's folder if they have none of their own."""
+    root: str = ""
+    """A folder that holds test sets under their usual names (val, imagenetv2, imagenet-a, imagenet-r, ...)."""
+    compare: str = ""
+    """A second model: side by side, with paired differences."""
+    compare_checkpoint: str = ""
+    """Weights for a second model timm:NAME, instead of the pretrained ones."""
+    limit: int = 0
+    """Images per suite, chosen by a hash of their names; 0: all."""
+    restrict: bool = False
+    """Let the model answer among the data's classes only (a and r always do so with their 200)."""
+    real: str = ""
+    """ReaL labels (real.json) for the suite `real`; default: timm's copy."""
+    corruptions: tuple[str, ...] = ("standard",)
+    """standard (15), extra (4), all, noise, blur, weather, digital, or names."""
+    severities: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """Which severities."""
+    each_severity: bool = False
+    """A row for each severity too."""
+    as_stored: bool = True
+    """Send generated corruptions through a JPEG of quality 85, as the published images were."""
+    frost_textures: str = ""
+    """Folder of photographs of frost; without it, textures are drawn."""
+    attack: str = "autoattack"
+    """autoattack, autoattack-plus, fgsm, pgd, apgd-ce, apgd-dlr, apgd-t, fab, fab-t or square."""
+    norm: Literal["linf", "l2"] = "linf"
+    """Of the attack's ball."""
+    eps: tuple[str, ...] = ()
+    """Radii of the ball, such as 4/255 or 0.5, pixels being 0 to 1. Default: 4/255 for linf, 3 for l2."""
+    attack_limit: int = 0
+    """Images to attack; 0: as limit."""
+    attack_steps: int = 100
+    """Steps of APGD and FAB."""
+    pgd_steps: int = 20
+    """Steps of PGD."""
+    queries: int = 5000
+    """Queries of Square."""
+    targets: int = 9
+    """Classes that targeted attacks aim at."""
+    attack_batch_size: int = 16
+    """Images that are attacked together."""
+
+
+def robustness(
+    source: str | Path, out: str | Path = "", *, progress: Progress | None = None, **options: Any
+) -> Robustness:
+    """Test a model, or two side by side, on several suites. Predictions and logs of attacks are kept and used again.
+
+    Args:
+        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:NAME.
+        out: folder for tables, predictions and logs; default: RUN/robust, else robust/NAME.
+        progress: see `Progress`.
+        options: fields of `RobustOptions`.
+    """
+    from everytoken.robust.run import run_robustness
+
+    return run_robustness(str(source), str(out), RobustOptions(**options), progress or (lambda *_: None))

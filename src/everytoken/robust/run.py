@@ -1,133 +1,168 @@
-"""Evaluate a model on suites: predictions of each, kept on disk, so that a stopped evaluation goes on."""
+"""Evaluate a model on suites: predictions of each, and logs of attacks, kept on disk, so that a stopped job resumes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from everytoken import keyed
-from everytoken.classes import ClassList, ClassMatch, imagenet_numbers
-from everytoken.classes import match_classes as match_folders
+from everytoken.annotators.annotator import weights_hash
+from everytoken.classes import ClassMatch, imagenet_numbers, match_classes
 from everytoken.data.augment import EvalTransform
-from everytoken.data.batch import Batch, Prefetcher
+from everytoken.data.batch import Batch
 from everytoken.data.datasets import DataSet, Subset
 from everytoken.data.decode import Picture
 from everytoken.data.loader import BadImages, Loader
-from everytoken.evaluation.accuracy import Predictions, predict, read_real, real_sets
-from everytoken.evaluation.kept import keep, kept
-from everytoken.evaluation.run import open_part
-from everytoken.evaluation.run import view_of as view_of_weights
-from everytoken.robust.attack_log import AttackLog, Record
-from everytoken.robust.attacks import auto
-from everytoken.robust.attacks.balls import Norm
-from everytoken.robust.corruptions import corrupt
-from everytoken.robust.corruptions.digital import stored
-from everytoken.robust.models import Normalised, Subject
-from everytoken.robust.suites import Suite
+from everytoken.errors import EverytokenError
+from everytoken.evaluation import InferenceOptions
+from everytoken.evaluation.accuracy import Predictions, read_real, real_sets
+from everytoken.evaluation.held_out import open_part
+from everytoken.evaluation.run import Inference, Voter, eval_view, open_with
+from everytoken.models.open import OpenModel
+from everytoken.robust import Progress, RobustOptions, autoattack
+from everytoken.robust.corruptions import corrupt, stored
+from everytoken.robust.suites import Suite, corruption_names, parse_suites
+from everytoken.robust.tables import Result, Table, make_table
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
-Tell = Callable[..., None]  # what, done, of how many, and perhaps which attack
-_OWN = ("val", "own", "corrupt", "attack")  # suites whose images may be the user's training images
+_OWN_IMAGES = ("val", "own", "corrupt", "attack")  # suites whose images may be the user's training images
+Record = dict[str, Any]
+
+
+# The model
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How suites are evaluated.
+class TestedModel:
+    """A model under test.
 
     Attributes:
-        limit: images per suite, 0: all; chosen by a hash of their keys. attack_limit: likewise for attacks.
-        as_stored: generated corruptions go through a JPEG file of quality 85, as the published ones did.
-        frost_textures: folder of photographs. restrict: answers among the data's classes only. real: real.json.
-        attack, norm, budget: see `attacks`.
-        sources: what is compared; of data that one of these runs was trained on, only what it held out is used.
+        name: how tables call it.
+        opened: what is known about it.
+        net: normalised images -> logits, with the vote of the tokens, in evaluation mode.
+        weights: a hash of all weights.
     """
 
-    limit: int = 0
-    attack_limit: int = 0
-    batch_size: int = 64
-    attack_batch_size: int = 16
-    workers: int = 4
-    as_stored: bool = True
-    frost_textures: str = ""
-    restrict: bool = False
-    real: str = ""
-    on_bad_image: str = "raise"
-    attack: str = "autoattack"
-    norm: Norm = "linf"
-    budget: auto.Budget = field(default_factory=auto.Budget)
-    sources: tuple[str, ...] = ()
+    __test__ = False  # for pytest, which takes the name for a test's
+
+    name: str
+    opened: OpenModel
+    net: Voter
+    weights: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return next(self.net.parameters()).device
+
+    @property
+    def view(self) -> EvalTransform:
+        """How it wants its images."""
+        return eval_view(self.opened.info)
+
+    @property
+    def folder(self) -> str:
+        """A folder's name for its results, which is another one for other weights or another vote."""
+        vote = f"-vote{self.net.vote:g}" if self.net.vote else ""
+        return slug(f"{self.name}-{self.weights[:6]}{vote}")
+
+    @torch.no_grad()
+    def throughput(self, batch: int = 32, seconds: float = 1.0) -> float:
+        """Images per second of the network alone, from noise."""
+        images = torch.randn(batch, 3, *self.opened.info.img_size, device=self.device)
+        self.net(images)
+        done, started = 0, time.perf_counter()
+        while done == 0 or time.perf_counter() - started < seconds:
+            self.net(images)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            done += batch
+        return done / (time.perf_counter() - started)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a model did on one suite.
+def open_tested(source: str, options: InferenceOptions) -> TestedModel:
+    """Open what `source` names."""
+    opened = open_with(source, options)
+    net = Voter(opened, options.token_vote).eval().requires_grad_(False)
+    path = Path(source)
+    name = source if ":" in source or path.is_dir() else path.name
+    return TestedModel(name, opened, net, weights_hash(net)[:24])
 
-    Attributes:
-        correct: [N] right or wrong. keys: [N] names of the images.
-        top5: percent, or None. ece: percent, or None.
+
+def slug(name: str) -> str:
+    """A name that can be a folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+class Normalised(nn.Module):
+    """Images in 0..1 -> logits of some classes: what attacks see, which is what evaluation sees.
+
+    Args:
+        net: normalised images -> logits.
+        columns: outputs to keep; None: all.
     """
 
-    suite: Suite
-    correct: np.ndarray
-    keys: list[str]
-    top5: float | None = None
-    ece: float | None = None
-    notes: tuple[str, ...] = ()
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, net: nn.Module, view: EvalTransform, columns: np.ndarray | None = None) -> None:
+        super().__init__()
+        self.net = net
+        device = next(net.parameters()).device
+        self.register_buffer("mean", torch.tensor(view.mean, device=device).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(view.std, device=device).view(1, -1, 1, 1))
+        self.columns = None if columns is None else torch.from_numpy(columns).to(device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] in 0..1 -> [B, K]"""
+        logits: Tensor = self.net((images - self.mean) / self.std).float()
+        return logits if self.columns is None else logits[:, self.columns]
+
+
+# Its images
 
 
 class _KeyedSet(Subset):
     """Pictures that know the key of their image."""
 
     def picture(self, i: int) -> Picture:
-        made = super().picture(i)
-        made.key = self.key(i)  # type: ignore[attr-defined]
-        return made
+        picture = super().picture(i)
+        picture.key = self.key(i)  # type: ignore[attr-defined]
+        return picture
 
 
 class CorruptTransform:
     """The evaluation view, corrupted; random numbers are keyed by the image, and the same for all severities."""
 
-    def __init__(self, view: EvalTransform, suite: Suite, settings: Settings) -> None:
-        self.view, self.suite, self.settings = view, suite, settings
+    def __init__(self, view: EvalTransform, suite: Suite, options: RobustOptions) -> None:
+        self.view, self.suite, self.textures, self.as_stored = view, suite, options.frost_textures, options.as_stored
 
     def __call__(self, image: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The view; everything is decided by the key."""
+        """(pixels, placement); everything is decided by the key."""
         pixels, placement = self.view(image)
-        dice = keyed.generator(0, getattr(image, "key", ""), "corrupt", self.suite.corruption)
-        textures = self.settings.frost_textures
-        made = corrupt(pixels, self.suite.corruption, self.suite.severity, dice, frost_textures=textures)
-        if self.settings.as_stored:
-            made = np.array(stored(Image.fromarray(made), STORED_QUALITY))
-        return made, placement
+        generator = keyed.generator(0, getattr(image, "key", ""), "corrupt", self.suite.corruption)
+        pixels = corrupt(pixels, self.suite.corruption, self.suite.severity, generator, frost_textures=self.textures)
+        if self.as_stored:
+            pixels = np.array(stored(Image.fromarray(pixels), STORED_QUALITY))
+        return pixels, placement
 
 
-def view_of(subject: Subject) -> EvalTransform:
-    """How the model wants its images."""
-    return view_of_weights(subject.about)
-
-
-def published_view(subject: Subject, suite: Suite) -> EvalTransform:
-    """ImageNet-C's images are the 224 px centre already: resized to the model's input, nothing is cut off."""
-    view = view_of(subject)
-    return replace(view, crop_pct=1.0) if suite.kind == "c" else view
-
-
-def open_images(suite: Suite, limit: int, sources: Sequence[str] = ()) -> DataSet:
-    """The suite's images, or `limit` of them; never those that one of the runs `sources` was trained on."""
-    return _open(suite, limit, sources)[0]
-
-
-def _open(suite: Suite, limit: int, sources: Sequence[str]) -> tuple[DataSet, list[str]]:
-    """The same, with what to say about them."""
-    data, note = open_part(sources, suite.path, doubt=suite.kind in _OWN)
+def open_images(suite: Suite, limit: int = 0, sources: Sequence[str] = ()) -> tuple[DataSet, list[str]]:
+    """The suite's images, or `limit` of them, never those that one of the runs `sources` was trained on; and notes."""
+    data, note = open_part(sources, suite.path, doubt=suite.kind in _OWN_IMAGES)
     chosen = np.arange(len(data))
     if limit and limit < len(data):
         draws = [keyed.uniform(0, "limit", key) for key in data.keys()]  # noqa: SIM118
@@ -135,212 +170,363 @@ def _open(suite: Suite, limit: int, sources: Sequence[str]) -> tuple[DataSet, li
     return _KeyedSet(data, chosen), [note] if note else []
 
 
-def notes_on(suites: Sequence[Suite], sources: Sequence[str]) -> list[str]:
-    """What to say about the images of suites before they are evaluated, each folder once; test sets say it after."""
-    places = {suite.path: suite for suite in suites if suite.kind in _OWN}
-    return [note for suite in places.values() for note in _open(suite, 0, sources)[1]]
+# Suites
 
 
-def evaluate_suite(subject: Subject, suite: Suite, settings: Settings, folder: Path, tell: Tell) -> Result:
-    """Predictions on one suite (not an attack), from the folder if they are there."""
-    data, notes = _open(suite, settings.limit, settings.sources)
-    pair = match_classes(subject, data, suite, settings)
-    keys = list(data.keys())
-    config = published_view(subject, suite)
-    facts = {**_facts(subject, data, pair, keys), "view": asdict(config)}
-    if suite.kind == "corrupt":
-        facts |= {"corruption": suite.corruption, "severity": suite.severity, "as_stored": settings.as_stored}
-        facts |= {"frost": settings.frost_textures} if suite.corruption == "frost" else {}
-        stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
-    else:  # by place, so that val and real share theirs
-        stem = f"{Path(suite.path).name}-{_digest([suite.path, facts['keys'], suite.subset])[:8]}"
-    path = folder / "predictions" / f"{stem}.npz"
-    about = json.dumps(facts, sort_keys=True, default=str)
-    known = kept(path, about)
-    if known is None:
-        known = _predict(subject, data, suite, pair, config, settings, tell)
-        keep(path, known[0], about, known[1])
-    if known[1]:
-        notes.append(f"{suite.name}: {len(known[1])} unreadable images are left out")
-    if suite.kind == "real":
-        numbers = imagenet_numbers(ClassList(subject.outputs, subject.about.class_names))
-        made = _real_result(suite, known[0], keys, settings, numbers if pair.columns is None else numbers[pair.columns])
-    else:
-        made = _result(suite, known[0], keys)
-    return replace(made, notes=tuple(notes))
+class SuiteRunner:
+    """One model on suites.
 
+    Args:
+        tested: the model.
+        options: how suites are evaluated.
+        folder: for predictions and logs, which are used again while everything that decides them is the same.
+        sources: what is compared; of data that one of these runs was trained on, only what it held out is used.
+        progress: hears the suite, how many images are done, of how many, and perhaps the attack.
+    """
 
-def _facts(subject: Subject, data: DataSet, pair: ClassMatch, keys: Sequence[str]) -> dict[str, Any]:
-    """What decides the answers of a model, as far as predictions and attacks have it in common."""
-    return {
-        "weights": subject.weights, "token vote": subject.token_vote, "keys": _digest(keys),
-        "labels": _digest(map(str, pair.labels[data.labels])),
-        "columns": None if pair.columns is None else _digest(map(str, pair.columns)),
-    }  # fmt: skip
+    def __init__(
+        self,
+        tested: TestedModel,
+        options: RobustOptions,
+        folder: Path,
+        sources: Sequence[str] = (),
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        self.tested, self.options, self.folder = tested, options, folder
+        self.sources, self.progress = sources, progress
 
+    def run(self, suites: Sequence[Suite]) -> list[Result]:
+        """All of them."""
+        attacks = [suite for suite in suites if suite.kind == "attack"]
+        return [self.evaluate(s) for s in suites if s.kind != "attack"] + (self.attack(attacks) if attacks else [])
 
-def _predict(
-    subject: Subject,
-    data: DataSet,
-    suite: Suite,
-    pair: ClassMatch,
-    config: EvalTransform,
-    settings: Settings,
-    tell: Tell,
-) -> tuple[Predictions, dict[str, str]]:
-    """Predictions, and the images that could not be read (key -> reason)."""
-    made = suite.kind == "corrupt"
-    bad = BadImages(settings.on_bad_image)
-    transform = CorruptTransform(config, suite, settings) if made else config
-    loader = Loader(
-        data, transform, settings.batch_size, train=False, workers=settings.workers,
-        bad_images=bad, pin_memory=subject.device.startswith("cuda"),
-    )  # fmt: skip
-    labels = torch.from_numpy(pair.labels).to(subject.device)
+    def match(self, data: DataSet, suite: Suite) -> ClassMatch:
+        """The data's classes among the model's."""
+        where = f"{suite.name} ({suite.path})"
+        classes, restrict = self.tested.opened.classes, self.options.restrict
+        return match_classes(classes, data.class_names, where, subset=suite.subset, restrict=restrict)
 
-    def batches() -> Iterator[Batch]:
-        done = 0
-        for batch in Prefetcher(loader.epoch(0), subject.device, config.mean, config.std):
-            yield replace(batch, labels=labels[batch.labels])
-            done += len(batch)
-            tell(suite.name, done, len(data))
+    def evaluate(self, suite: Suite) -> Result:
+        """Predictions on one suite (not an attack), from the folder if they are there."""
+        data, notes = open_images(suite, self.options.limit, self.sources)
+        match = self.match(data, suite)
+        keys = list(data.keys())
+        view = self.tested.view
+        if suite.kind == "c":  # images are the 224 px centre already: resized to the input, nothing is cut off
+            view = replace(view, crop_pct=1.0)
+        facts = {**self._facts(data, match, keys), "view": asdict(view)}
+        if suite.kind == "corrupt":
+            facts |= {"corruption": suite.corruption, "severity": suite.severity, "as_stored": self.options.as_stored}
+            facts |= {"frost": self.options.frost_textures} if suite.corruption == "frost" else {}
+            stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
+        else:  # by path, so that val and real share theirs
+            stem = f"{Path(suite.path).name}-{_digest([suite.path, facts['keys'], suite.subset])[:8]}"
+        path = self.folder / "predictions" / f"{stem}.npz"
+        note = json.dumps(facts, sort_keys=True, default=str)
+        saved = Predictions.saved(path, note)
+        if saved is None:
+            saved = self._predict(data, suite, match, view)
+            saved[0].save(path, note, saved[1])
+        predictions, skipped = saved
+        if skipped:
+            notes.append(f"{suite.name}: {len(skipped)} unreadable images are left out")
+        result = self._real(suite, predictions, keys, match) if suite.kind == "real" else None
+        if result is None:
+            numbers = predictions.summary()
+            seen_keys = [keys[i] for i in predictions.index]
+            result = Result(suite, predictions.correct, seen_keys, numbers["top5"], numbers["ece"])
+        return replace(result, notes=tuple(notes))
 
-    class Kept(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = subject.net(images)
-            return logits if pair.columns is None else logits[:, torch.from_numpy(pair.columns).to(logits.device)]
+    def _facts(self, data: DataSet, match: ClassMatch, keys: Sequence[str]) -> dict[str, Any]:
+        """What decides the answers of a model, as far as predictions and attacks have it in common."""
+        return {
+            "weights": self.tested.weights,
+            "token vote": self.tested.net.vote,
+            "keys": _digest(keys),
+            "labels": _digest(map(str, match.labels[data.labels])),
+            "columns": None if match.columns is None else _digest(map(str, match.columns)),
+        }
 
-    try:
-        return predict(Kept(), batches()), dict(bad.seen)
-    finally:
-        loader.close()
+    def _predict(
+        self, data: DataSet, suite: Suite, match: ClassMatch, view: EvalTransform
+    ) -> tuple[Predictions, dict[str, str]]:
+        """Predictions, and the images that could not be read (key -> reason)."""
+        corrupted = CorruptTransform(view, suite, self.options) if suite.kind == "corrupt" else None
+        inference = Inference(
+            self.tested.net,
+            data,
+            view,
+            self.options,
+            progress=lambda done, total: self.progress(suite.name, done, total),
+            transform=corrupted,
+        )
+        columns = None if match.columns is None else torch.from_numpy(match.columns)
+        predictions = inference.predictions(torch.from_numpy(match.labels), columns)
+        return predictions, dict(inference.bad_images.seen)
 
+    def _real(self, suite: Suite, predictions: Predictions, keys: list[str], match: ClassMatch) -> Result:
+        """Judged by ReaL labels: from a file, or the copy that timm carries."""
+        path = self.options.real
+        if not path:
+            import timm.data
 
-def match_classes(subject: Subject, data: DataSet, suite: Suite, settings: Settings) -> ClassMatch:
-    """The data's classes among the model's."""
-    classes = ClassList(subject.outputs, subject.about.class_names)
-    where = f"{suite.name} ({suite.path})"
-    return match_folders(classes, data.class_names, where, subset=suite.subset, restrict=settings.restrict)
+            path = str(Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json")
+        numbers = imagenet_numbers(self.tested.opened.classes)
+        numbers = numbers if match.columns is None else numbers[match.columns]
+        image_keys = [keys[i] for i in predictions.index]
+        sets = real_sets(image_keys, read_real(path))
+        judged = [i for i, labels in enumerate(sets) if labels]
+        hits = np.array([numbers[predictions.top[i, 0]] in sets[i] for i in judged], dtype=np.bool_)
+        return Result(suite, hits, [image_keys[i] for i in judged])
 
+    def attack(self, suites: Sequence[Suite]) -> list[Result]:
+        """Robust accuracy for each eps, smallest first. An image that fell at a smaller eps has fallen at a larger."""
+        results: list[Result] = []
+        fallen: dict[str, str] = {}
+        for suite in sorted(suites, key=lambda s: s.eps):
+            data, notes = open_images(suite, self.options.attack_limit or self.options.limit, self.sources)
+            every = self._attack(data, suite, self.match(data, suite), fallen)
+            records = [r for r in every if "unreadable" not in r]
+            fallen |= {r["key"]: r["by"] for r in records if r["by"]}
+            correct = np.array([not r["by"] for r in records], dtype=np.bool_)
+            attacked = [r for r in records if r["by"] != "clean"]
+            names = sorted({r["by"] for r in attacked if r["by"]})
+            counts = [f"{name} broke {sum(r['by'] == name for r in attacked)}" for name in names]
+            notes.append(f"{suite.name}: " + (", ".join(counts) or "nothing broke"))
+            no_gradient = sum(r.get("no gradient", 0) for r in records)
+            if no_gradient:
+                notes.append(f"{suite.name}: {no_gradient} images have no gradient; only Square can be believed there")
+            if len(records) < len(every):
+                notes.append(f"{suite.name}: {len(every) - len(records)} unreadable images are left out")
+            results.append(Result(suite, correct, [r["key"] for r in records], notes=tuple(notes)))
+        return results
 
-def _result(suite: Suite, known: Predictions, keys: list[str]) -> Result:
-    numbers = known.summary()
-    return Result(suite, known.correct, [keys[i] for i in known.index], numbers["top5"], numbers["ece"])
+    def _attack(self, data: DataSet, suite: Suite, match: ClassMatch, fallen: dict[str, str]) -> list[Record]:
+        """One record for each image, from the log as far as it goes."""
+        options, view, size = self.options, self.tested.view, self.options.attack_batch_size
+        budget = budget_of(options)
+        keys = list(data.keys())
+        facts = {
+            **self._facts(data, match, keys),
+            "view": _digest([json.dumps(asdict(view))]),
+            "attack": options.attack,
+            "norm": options.norm,
+            "eps": suite.eps,
+            "batch": size,
+            "budget": asdict(budget),
+            "fallen": _digest(sorted(fallen)),
+        }
+        digest = _digest([json.dumps(facts, sort_keys=True, default=str)])[:8]  # other settings, another log
+        name = f"{options.attack}-{options.norm}-{suite.eps:.6g}-{digest}.jsonl"
+        sizes = [min(size, len(data) - start) for start in range(0, len(data), size)]
+        log = AttackLog(self.folder / "attacks" / name, facts, sizes)
+        model = Normalised(self.tested.net, view, match.columns)
+        attacks = autoattack.attacks(options.attack, budget)
+        bad = BadImages(options.on_bad_image)
+        workers = min(1, options.workers)
+        loader = Loader(data, view, size, train=False, workers=workers, bad_images=bad)
 
+        def add(records: list[Record]) -> None:
+            """Append a whole batch: what was attacked, and a record of each image that could not be read."""
+            start = len(log.batches) * size
+            by_key = {record["key"]: record for record in records}
+            log.add(
+                [
+                    by_key.get(key) or {"key": key, "by": "", "unreadable": bad.seen.get(key, "")}
+                    for key in keys[start : start + size]
+                ]
+            )
+            self.progress(suite.name, sum(sizes[: len(log.batches)]), len(data))
 
-def _real_result(suite: Suite, known: Predictions, keys: list[str], settings: Settings, numbers: np.ndarray) -> Result:
-    """Judged by ReaL labels; `numbers` are ImageNet's classes of the answers."""
-    own = [keys[i] for i in known.index]
-    sets = real_sets(own, real_labels(settings.real))
-    judged = [i for i, s in enumerate(sets) if s]
-    hits = np.array([numbers[known.top[i, 0]] in sets[i] for i in judged], dtype=np.bool_)
-    return Result(suite, hits, [own[i] for i in judged])
+        with closing(loader):
+            for batch in loader.epoch(0, len(log.batches)) if len(log.batches) < len(sizes) else ():
+                assert batch.indices is not None
+                assert batch.labels is not None
+                while len(log.batches) < int(batch.indices[0]) // size:
+                    add([])  # nothing of a batch could be read
+                labels = torch.from_numpy(match.labels)[batch.labels].to(self.tested.device)
+                done = (len(log.batches) * size, len(data))
+                add(self._attack_batch(model, batch, labels, attacks, suite, fallen, done))
+            while len(log.batches) < len(sizes):
+                add([])
+        return [record for records in log.batches for record in records]
 
-
-def real_labels(path: str) -> dict[str, list[int]]:
-    """ReaL labels by file name: from a file, or the copy that timm carries."""
-    if path:
-        return read_real(path)
-    import timm.data
-
-    return read_real(Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json")
-
-
-def attack_suites(subject: Subject, suites: list[Suite], settings: Settings, folder: Path, tell: Tell) -> list[Result]:
-    """Robust accuracy for each eps, smallest first. An image that fell at a smaller eps has fallen at a larger one."""
-    out: list[Result] = []
-    fallen: dict[str, str] = {}
-    for suite in sorted(suites, key=lambda s: s.eps):
-        data, notes = _open(suite, settings.attack_limit or settings.limit, settings.sources)
-        pair = match_classes(subject, data, suite, settings)
-        every = _attack(subject, data, suite, pair, settings, folder, fallen, tell)
-        records = [r for r in every if "unreadable" not in r]
-        fallen |= {r["key"]: r["by"] for r in records if r["by"]}
-        correct = np.array([not r["by"] for r in records], dtype=np.bool_)
-        tried = [r for r in records if r["by"] != "clean"]
-        counts = {name: sum(r["by"] == name for r in tried) for name in sorted({r["by"] for r in tried if r["by"]})}
-        notes.append(f"{suite.name}: " + (", ".join(f"{k} broke {v}" for k, v in counts.items()) or "nothing broke"))
-        no_gradient = sum(r.get("no gradient", 0) for r in records)
-        if no_gradient:
-            notes.append(f"{suite.name}: {no_gradient} images have no gradient; only Square can be believed there")
-        if len(records) < len(every):
-            notes.append(f"{suite.name}: {len(every) - len(records)} unreadable images are left out")
-        out.append(Result(suite, correct, [r["key"] for r in records], notes=tuple(notes)))
-    return out
-
-
-def _attack(
-    subject: Subject, data: DataSet, suite: Suite, pair: ClassMatch, settings: Settings, folder: Path,
-    fallen: dict[str, str], tell: Tell,
-) -> list[Record]:  # fmt: skip
-    """One record for each image, from the log as far as it goes."""
-    config, size = view_of(subject), settings.attack_batch_size
-    keys = list(data.keys())
-    facts = {
-        **_facts(subject, data, pair, keys),
-        "view": _digest([json.dumps(asdict(config))]), "attack": settings.attack, "norm": settings.norm,
-        "eps": suite.eps, "batch": size, "budget": asdict(settings.budget), "fallen": _digest(sorted(fallen)),
-    }  # fmt: skip
-    other = _digest([json.dumps(facts, sort_keys=True, default=str)])[:8]  # other settings, another log
-    name = f"{settings.attack}-{settings.norm}-{suite.eps:.6g}-{other}.jsonl"
-    sizes = [min(size, len(data) - at) for at in range(0, len(data), size)]
-    log = AttackLog(folder / "attacks" / name, facts, sizes)
-    model = Normalised(subject.net, config.mean, config.std, pair.columns)
-    parts = auto.attacks(settings.attack, settings.budget)
-    bad = BadImages(settings.on_bad_image)
-    loader = Loader(
-        data, config, size, train=False, workers=min(1, settings.workers), bad_images=bad
-    )  # fmt: skip
-
-    def add(records: list[Record]) -> None:
-        """Append a whole batch: what was attacked, and a record of each image that could not be read."""
-        at = len(log.batches) * size
-        known = {record["key"]: record for record in records}
-        left_out = lambda key: {"key": key, "by": "", "unreadable": bad.seen.get(key, "")}  # noqa: E731
-        log.add([known.get(key) or left_out(key) for key in keys[at : at + size]])
-        tell(suite.name, sum(sizes[: len(log.batches)]), len(data))
-
-    for batch in loader.epoch(0, len(log.batches)) if len(log.batches) < len(sizes) else ():
-        assert batch.indices is not None
-        while len(log.batches) < int(batch.indices[0]) // size:
-            add([])  # nothing of a batch could be read
-        labels = torch.from_numpy(pair.labels)[batch.labels].to(subject.device)
-        done = len(log.batches) * size
-        say = lambda attack, left, done=done: tell(suite.name, done, len(data), attack)  # noqa: E731
-        add(_attack_batch(model, batch, labels, parts, suite, settings, fallen, say))
-    while len(log.batches) < len(sizes):
-        add([])
-    loader.close()
-    return [record for records in log.batches for record in records]
-
-
-def _attack_batch(
-    model: Normalised, batch: Batch, labels: torch.Tensor, parts: Any, suite: Suite, settings: Settings,
-    fallen: dict[str, str], say: Callable[..., None],
-) -> list[Record]:  # fmt: skip
-    """A record for each image of a batch; those that have fallen already are not attacked again."""
-    images = batch.images.to(labels.device).float() / 255
-    new = [i for i, key in enumerate(batch.keys) if key not in fallen]
-    records: list[Record] = [
-        {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen} for key in batch.keys
-    ]
-    if not new:
+    def _attack_batch(
+        self,
+        model: Normalised,
+        batch: Batch,
+        labels: Tensor,
+        attacks: dict[str, autoattack.Attack],
+        suite: Suite,
+        fallen: dict[str, str],
+        done: tuple[int, int],
+    ) -> list[Record]:
+        """A record for each image of a batch; those that have fallen already are not attacked again."""
+        images = batch.images.to(labels.device).float() / 255
+        new = [i for i, key in enumerate(batch.keys) if key not in fallen]
+        records: list[Record] = [
+            {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen} for key in batch.keys
+        ]
+        if not new:
+            return records
+        rows = torch.tensor(new, device=images.device)
+        outcome = autoattack.run(
+            model,
+            images[rows],
+            labels[rows],
+            [batch.keys[i] for i in new],
+            attacks,
+            suite.eps,
+            self.options.norm,
+            lambda attack, left: self.progress(suite.name, *done, attack),
+        )
+        for i, row in enumerate(new):
+            records[row] |= {
+                "by": outcome.by[i],
+                "label": int(labels[row]),
+                "clean": int(outcome.clean[i]),
+                "attacked": int(outcome.attacked[i]),
+                "distance": round(float(outcome.distance[i]), 7),
+            }
+        records[new[0]]["no gradient"] = outcome.no_gradient
         return records
-    rows = torch.tensor(new, device=images.device)
-    got = auto.run(
-        model, images[rows], labels[rows], [batch.keys[i] for i in new], parts, suite.eps, settings.norm, say
-    )  # fmt: skip
-    for i, place in enumerate(new):
-        records[place] |= {
-            "by": got.by[i], "label": int(labels[place]), "clean": int(got.clean[i]),
-            "attacked": int(got.attacked[i]), "distance": round(float(got.distance[i]), 7),
-        }  # fmt: skip
-    records[new[0]]["no gradient"] = got.no_gradient
-    return records
 
 
-def _digest(texts: Any) -> str:
-    made = hashlib.blake2b(digest_size=12)
+def budget_of(options: RobustOptions) -> autoattack.Budget:
+    """How hard attacks try."""
+    return autoattack.Budget(options.attack_steps, options.pgd_steps, options.queries, options.targets)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
     for text in texts:
-        made.update(text.encode("utf-8", "surrogateescape") + b"\n")
-    return made.hexdigest()
+        digest.update(text.encode("utf-8", "surrogateescape") + b"\n")
+    return digest.hexdigest()
+
+
+class AttackLog:
+    """The log of an attack: one JSON line per image, appended batch by batch, from which a stopped attack resumes.
+
+    The first line says what was attacked and how; a log of something else is refused. A batch is appended by one write
+    after all of its attacks, and counts only if all its lines are there; what a kill left half-written is cut off.
+    Batches are the same in every run, so an attack that was stopped ends with the same log as one that was not.
+
+    Args:
+        path: of the log; made if it is not there.
+        settings: what decides the result.
+        sizes: images in each batch.
+
+    Attributes:
+        batches: the records of the complete ones, from the first.
+    """
+
+    def __init__(self, path: Path, settings: Record, sizes: Sequence[int]) -> None:
+        self.path = path
+        self.batches: list[list[Record]] = []
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was torn
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not lines:
+            self._append(json.dumps(settings, sort_keys=True).encode() + b"\n", "wb")
+            return
+        self._check(_record(lines[0]) or {}, json.loads(json.dumps(settings)))
+        records = [_record(line) for line in lines[1:]]
+        start = 0
+        for size in sizes:
+            batch = [record for record in records[start : start + size] if record is not None]
+            if len(batch) < size:
+                break
+            self.batches.append(batch)
+            start += size
+        whole = sum(len(line) + 1 for line in lines[: 1 + start])
+        if whole < path.stat().st_size:
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+    def _check(self, header: Record, settings: Record) -> None:
+        if header != settings:
+            different = [name for name in {**header, **settings} if header.get(name) != settings.get(name)]
+            what = ", ".join(sorted(different)) or "its first line"
+            raise EverytokenError(
+                f"{self.path} is the log of another attack (it differs in {what}). Choose another folder, or delete it."
+            )
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Append the records of the next batch."""
+        self._append("".join(json.dumps(record) + "\n" for record in records).encode(), "ab")
+        self.batches.append(list(records))
+
+    def _append(self, data: bytes, mode: str) -> None:
+        with self.path.open(mode) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+# All of it
+
+
+@dataclass(frozen=True)
+class Robustness:
+    """What one or two models did: the table, the results of each model, the folder, and notes about the images."""
+
+    table: Table
+    results: list[list[Result]]
+    folder: Path
+    notes: tuple[str, ...] = ()
+
+
+def radius(text: str | float) -> float:
+    """'4/255' or '0.5' -> a number above 0."""
+    upper, slash, lower = str(text).partition("/")
+    try:
+        value = float(upper) / (float(lower) if slash else 1.0)
+    except (ValueError, ZeroDivisionError) as error:
+        raise EverytokenError(f"eps takes numbers such as 4/255 or 0.5, not {text!r}") from error
+    if not value > 0:
+        raise EverytokenError(f"eps must be above 0, not {text}")
+    return value
+
+
+def run_robustness(source: str, out: str, options: RobustOptions, progress: Progress) -> Robustness:
+    """See `robustness`."""
+    eps = [radius(text) for text in options.eps or (("4/255",) if options.norm == "linf" else ("3",))]
+    corruptions = corruption_names(options.corruptions)
+    severities = sorted(set(options.severities))
+    suites = parse_suites(options.suite, options.root, corruptions=corruptions, severities=severities, eps=eps)
+    autoattack.attacks(options.attack, budget_of(options))  # a wrong name is found before hours of evaluation
+    models = [(source, options.checkpoint)]
+    models += [(options.compare, options.compare_checkpoint)] if options.compare else []
+    sources = [checkpoint or name for name, checkpoint in models]
+    paths = {suite.path: suite for suite in suites if suite.kind in _OWN_IMAGES}
+    notes = [note for suite in paths.values() for note in open_images(suite, 0, sources)[1]]
+    folder = Path(out) if out else default_folder(source, "robust")
+    names, results, facts = [], [], []
+    for name, checkpoint in models:
+        tested = open_tested(name, replace(options, checkpoint=checkpoint))
+        runner = SuiteRunner(
+            tested,
+            options,
+            folder / tested.folder,
+            sources,
+            lambda suite, *rest, name=tested.name: progress(f"{name}: {suite}", *rest),
+        )
+        results.append(runner.run(suites))
+        names.append(tested.name)
+        size, rate = tested.opened.parameters / 1e6, tested.throughput()
+        facts.append(f"{size:.1f} M parameters, {rate:.0f} images/s on {tested.device.type}")
+    table = make_table(names, results, facts, options.each_severity)
+    table.write(folder)
+    return Robustness(table, results, folder, tuple(notes))
+
+
+def default_folder(source: str, name: str) -> Path:
+    """RUN/name for a run folder, else name/SOURCE."""
+    return Path(source) / name if Path(source).is_dir() else Path(name) / slug(source)

@@ -64,16 +64,20 @@ def corruption_names(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in CORRUPTIONS if name in chosen)
 
 
-def parse(
-    words: Sequence[str], root: str = "", *, corruptions: Sequence[str] = STANDARD,
-    severities: Sequence[int] = SEVERITIES, eps: Sequence[float] = (),
-) -> list[Suite]:  # fmt: skip
+def parse_suites(
+    words: Sequence[str],
+    root: str = "",
+    *,
+    corruptions: Sequence[str] = STANDARD,
+    severities: Sequence[int] = SEVERITIES,
+    eps: Sequence[float] = (),
+) -> list[Suite]:
     """All suites, in the order given; those found below `root` come first."""
     for severity in severities:
         check(STANDARD[0], severity)
-    given = [*(_below(root) if root else []), *(_split(word) for word in words)]
+    given = [*(_below(root) if root else []), *((w.partition("=")[0], w.partition("=")[2]) for w in words)]
     if not given:
-        raise EverytokenError("say what to test on: --suite val=FOLDER a=FOLDER corrupt attack ..., or --root FOLDER")
+        raise EverytokenError("say what to test on: a suite such as val=FOLDER, a=FOLDER, corrupt, attack, or root")
     named = dict(given)
     if len(named) < len(given):
         raise EverytokenError("a suite is named twice; give your own folders names of their own")
@@ -82,37 +86,36 @@ def parse(
         if not path and name in ("corrupt", "attack", "real"):
             path = named.get("val", "")
             if not path:
-                raise EverytokenError(f"--suite {name} needs images: {name}=FOLDER, or val=FOLDER beside it")
+                raise EverytokenError(f"suite {name} needs images: {name}=FOLDER, or val=FOLDER beside it")
         if not path:
-            known = did_you_mean(name, KINDS)
-            raise EverytokenError(f"--suite takes NAME=FOLDER, not {name!r}.{known}")
-        if not path.startswith(("torchvision:", "hf:")) and not Path(path).expanduser().exists():
-            raise EverytokenError(f"--suite {name}={path}: there is no such folder")
+            raise EverytokenError(f"a suite is NAME=FOLDER, not {name!r}.{did_you_mean(name, KINDS)}")
+        check_folder(name, path)
         out += _expand(name, path, corruptions, severities, eps)
     return out
 
 
-def _split(word: str) -> tuple[str, str]:
-    name, _, path = word.partition("=")
-    return name, path
+def check_folder(name: str, path: str) -> None:
+    """Refuse a folder that is not there."""
+    if not path.startswith(("torchvision:", "hf:")) and not Path(path).expanduser().exists():
+        raise EverytokenError(f"suite {name}={path}: there is no such folder")
 
 
 def _below(root: str) -> list[tuple[str, str]]:
     """The test sets with their usual names inside a folder."""
     place = Path(root).expanduser()
     if not place.is_dir():
-        raise EverytokenError(f"--root {root}: there is no such folder")
-    found = []
+        raise EverytokenError(f"root {root}: there is no such folder")
+    suites = []
     for name, folders in _ROOT.items():
-        hit = next((place / f for f in folders if (place / f).is_dir()), None)
-        if name == "v2" and hit is None and _variants(place):
-            hit = place
-        if hit is not None:
-            found.append((name, str(hit)))
-    if not found:
+        folder = next((place / f for f in folders if (place / f).is_dir()), None)
+        if name == "v2" and folder is None and _variants(place):
+            folder = place
+        if folder is not None:
+            suites.append((name, str(folder)))
+    if not suites:
         usual = ", ".join(folders[0] for folders in _ROOT.values())
-        raise EverytokenError(f"--root {root} holds none of the folders {usual}; name them with --suite NAME=FOLDER")
-    return found
+        raise EverytokenError(f"root {root} holds none of the folders {usual}; name them as suites NAME=FOLDER")
+    return suites
 
 
 def _expand(
@@ -128,8 +131,10 @@ def _expand(
     if name == "corrupt":
         return [Suite(f"{c} {s}", "corrupt", path, corruption=c, severity=s) for c in corruptions for s in severities]
     if name == "attack":
-        return [Suite(f"attack {e * 255:.3g}/255" if e < 0.2 else f"attack {e:.3g}", "attack", path, eps=e)
-                for e in sorted(eps)]  # fmt: skip
+        return [
+            Suite(f"attack {e * 255:.3g}/255" if e < 0.2 else f"attack {e:.3g}", "attack", path, eps=e)
+            for e in sorted(eps)
+        ]
     return [Suite(name, name if name in KINDS else "own", path)]
 
 
@@ -151,8 +156,8 @@ def _published(place: Path, corruptions: Sequence[str], severities: Sequence[int
             out.append(Suite(f"{name} {severity}", "c", str(folder), corruption=name, severity=severity))
     if missing:
         raise EverytokenError(
-            f"--suite c={place}: {len(missing)} of {len(missing) + len(out)} folders CORRUPTION/SEVERITY are missing: "
-            f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Say which there are with --corruptions and "
-            "--severities, or make the corruptions on the fly with corrupt=FOLDER."
+            f"suite c={place}: {len(missing)} of {len(missing) + len(out)} folders CORRUPTION/SEVERITY are missing: "
+            f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Say which there are (corruptions, "
+            "severities), or make the corruptions on the fly with corrupt=FOLDER."
         )
     return out

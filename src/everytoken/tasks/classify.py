@@ -107,8 +107,8 @@ class Classification(Task):
             self.latest = self._predictions(module)
         if self.latest is not None:
             self.folder.write("classes.json", plain_json(self.latest.per_class(self.parts.train_set.class_names)))
-            low, high = self.latest.interval()
-            self.folder.log(f"top-1 {self.latest.summary()['top1']:.2f} % (95 % interval {low:.2f} to {high:.2f})")
+            top1 = self.latest.accuracy
+            self.folder.log(f"top-1 {top1.value:.2f} % (95 % interval {top1.low:.2f} to {top1.high:.2f})")
 
 
 def default_output(options: TrainOptions) -> str:

@@ -16,12 +16,20 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.robust.attacks.apgd import apgd, apgd_targeted
-from everytoken.robust.attacks.balls import Norm, distance
-from everytoken.robust.attacks.fab import fab, fab_targeted
-from everytoken.robust.attacks.losses import Model, cross_entropy, value_and_gradient
-from everytoken.robust.attacks.pgd import fgsm, pgd
-from everytoken.robust.attacks.square import QUERIES, square
+from everytoken.robust.gradient_attacks import (
+    Model,
+    Norm,
+    apgd,
+    apgd_targeted,
+    cross_entropy,
+    distance,
+    fab,
+    fab_targeted,
+    fgsm,
+    pgd,
+    value_and_gradient,
+)
+from everytoken.robust.square_attack import QUERIES, square
 
 Attack = Callable[[Model, Tensor, Tensor, Sequence[str], float, Norm], Tensor]
 
@@ -59,7 +67,7 @@ def attacks(name: str, budget: Budget | None = None) -> dict[str, Attack]:
     if name not in NAMES:
         raise EverytokenError(f"there is no attack {name!r}.{did_you_mean(name, NAMES)} There are {', '.join(NAMES)}.")
     b = budget or Budget()
-    known: dict[str, Attack] = {
+    available: dict[str, Attack] = {
         "fgsm": fgsm,
         "pgd": partial(pgd, steps=b.pgd_steps),
         "apgd-ce": partial(apgd, steps=b.steps, loss="ce"),
@@ -72,7 +80,7 @@ def attacks(name: str, budget: Budget | None = None) -> dict[str, Attack]:
         "fab-t": partial(fab_targeted, steps=b.steps, targets=b.targets),
         "square": partial(square, queries=b.queries),
     }
-    return {part: known[part] for part in ENSEMBLES.get(name, (name,))}
+    return {part: available[part] for part in ENSEMBLES.get(name, (name,))}
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,15 @@ class Outcome:
 
 
 def run(
-    model: Model, images: Tensor, labels: Tensor, keys: Sequence[str], parts: dict[str, Attack], eps: float, norm: Norm,
-    tell: Callable[[str, int], None] = lambda attack, left: None,
-) -> Outcome:  # fmt: skip
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    keys: Sequence[str],
+    parts: dict[str, Attack],
+    eps: float,
+    norm: Norm,
+    progress: Callable[[str, int], None] = lambda attack, left: None,
+) -> Outcome:
     """Attack one batch.
 
     Args:
@@ -108,7 +122,7 @@ def run(
         labels: [B]. keys: names of the images, which decide everything random.
         parts: from `attacks`.
         eps: radius of the ball in units of 0..1. norm: of the ball.
-        tell: hears which attack begins, and how many images are left.
+        progress: hears which attack begins, and how many images are left.
     """
     if not eps > 0:
         raise EverytokenError(f"eps must be above 0, not {eps}")
@@ -122,34 +136,33 @@ def run(
         if not torch.isfinite(logits).all():
             raise EverytokenError(f"the model's logits are not finite for some of {', '.join(keys[:3])} ...")
     clean = logits.argmax(1)
-    found, by = images.clone(), ["clean" if wrong else "" for wrong in (clean != labels).tolist()]
+    adversarial, by = images.clone(), ["clean" if wrong else "" for wrong in (clean != labels).tolist()]
     _, _, gradient = value_and_gradient(model, images, cross_entropy(labels))
     no_gradient = int(((gradient == 0).flatten(1).all(1) & (clean == labels)).sum())
-    todo = torch.nonzero(clean == labels)[:, 0]
+    remaining = torch.nonzero(clean == labels)[:, 0]
     attacked = clean.clone()
     for name, attack in parts.items():
-        if not len(todo):
+        if not len(remaining):
             break
-        tell(name, len(todo))
-        x, y = images[todo], labels[todo]
-        made = attack(model, x, y, [keys[i] for i in todo.tolist()], eps, norm)
-        made = made.detach()
+        progress(name, len(remaining))
+        x, y = images[remaining], labels[remaining]
+        candidates = attack(model, x, y, [keys[i] for i in remaining.tolist()], eps, norm).detach()
         with torch.no_grad():
-            said = model(made).argmax(1)
-        _check(made, x, eps, norm, name)
-        wrong = said != y
-        for i in todo[wrong].tolist():
+            predicted = model(candidates).argmax(1)
+        _check(candidates, x, eps, norm, name)
+        wrong = predicted != y
+        for i in remaining[wrong].tolist():
             by[i] = name
-        found[todo[wrong]], attacked[todo[wrong]] = made[wrong], said[wrong]
-        todo = todo[~wrong]
-    return Outcome(clean, found, attacked, by, distance(found - images, norm), no_gradient)
+        adversarial[remaining[wrong]], attacked[remaining[wrong]] = candidates[wrong], predicted[wrong]
+        remaining = remaining[~wrong]
+    return Outcome(clean, adversarial, attacked, by, distance(adversarial - images, norm), no_gradient)
 
 
-def _check(made: Tensor, images: Tensor, eps: float, norm: Norm, name: str) -> None:
+def _check(candidates: Tensor, images: Tensor, eps: float, norm: Norm, name: str) -> None:
     """An attack that leaves its ball would prove nothing: that is a bug, not a weak model."""
-    far = distance(made - images, norm)
+    far = distance(candidates - images, norm)
     slack = 1e-6 + 1e-5 * eps
-    if not torch.isfinite(made).all() or bool((far > eps + slack).any()):
+    if not torch.isfinite(candidates).all() or bool((far > eps + slack).any()):
         raise AssertionError(f"{name} left its ball: {float(far.max())} > {eps}")
-    if bool((made < 0).any()) or bool((made > 1).any()):
+    if bool((candidates < 0).any()) or bool((candidates > 1).any()):
         raise AssertionError(f"{name} left the range of pixels")

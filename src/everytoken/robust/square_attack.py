@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from everytoken import keyed
-from everytoken.robust.attacks.balls import Norm, distance, wide
-from everytoken.robust.attacks.losses import Model, margin
+from everytoken.robust.gradient_attacks import Model, Norm, distance, margin, wide
 
 FIRST = 0.8  # part of the image that the first squares cover
 QUERIES = 5000
@@ -39,9 +38,9 @@ def area(query: int, queries: int) -> float:
 def square(
     model: Model, images: Tensor, labels: Tensor, keys: Sequence[str], eps: float, norm: Norm, queries: int = QUERIES
 ) -> Tensor:
-    """Adversarial images where they were found, else the given ones."""
+    """Adversarial images where they were adversarial, else the given ones."""
     dice = [keyed.generator(0, key, "attack", "square") for key in keys]
-    found = images.clone()
+    adversarial = images.clone()
     rows = torch.arange(len(images), device=images.device)
     best = _stripes(images, eps, dice) if norm == "linf" else _bumps(images, eps, dice)
     loss = margin(labels)(model(best))
@@ -49,27 +48,29 @@ def square(
     for query in range(queries):
         done = loss > 0
         if done.any() or not query:
-            found[rows[done]] = best[done]
+            adversarial[rows[done]] = best[done]
             rows, best, loss = rows[~done], best[~done], loss[~done]
         if not len(rows):
-            return found
-        base, own = images[rows], [dice[i] for i in rows.tolist()]
+            return adversarial
+        base, row_dice = images[rows], [dice[i] for i in rows.tolist()]
         part = area(query, queries)
-        trial = _new_squares(best, base, eps, part, own) if norm == "linf" else _moved(best, base, eps, part, own)
+        trial = (
+            _new_squares(best, base, eps, part, row_dice) if norm == "linf" else _moved(best, base, eps, part, row_dice)
+        )
         tried = margin(labels[rows])(model(trial))
         better = tried > loss
         best, loss = torch.where(wide(better), trial, best), torch.where(better, tried, loss)
     done = loss > 0
-    found[rows[done]] = best[done]
-    return found
+    adversarial[rows[done]] = best[done]
+    return adversarial
 
 
-def _signs(dice: np.random.Generator, *shape: int) -> Tensor:
-    return torch.from_numpy(dice.integers(0, 2, shape).astype(np.float32) * 2 - 1)
+def _signs(generator: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(generator.integers(0, 2, shape).astype(np.float32) * 2 - 1)
 
 
-def _corner(dice: np.random.Generator, height: int, width: int, side: int) -> tuple[int, int]:
-    return int(dice.integers(0, max(1, height - side + 1))), int(dice.integers(0, max(1, width - side + 1)))
+def _corner(generator: np.random.Generator, height: int, width: int, side: int) -> tuple[int, int]:
+    return int(generator.integers(0, max(1, height - side + 1))), int(generator.integers(0, max(1, width - side + 1)))
 
 
 def _stripes(images: Tensor, eps: float, dice: Sequence[np.random.Generator]) -> Tensor:
@@ -82,28 +83,28 @@ def _new_squares(best: Tensor, images: Tensor, eps: float, part: float, dice: Se
     _, channels, height, width = images.shape
     side = max(1, round(math.sqrt(part * height * width)))
     trial = best.clone()
-    for i, own in enumerate(dice):
-        y, x = _corner(own, height, width, side)
+    for i, generator in enumerate(dice):
+        y, x = _corner(generator, height, width, side)
         window = (i, slice(None), slice(y, y + side), slice(x, x + side))
-        trial[window] = (images[window] + eps * _signs(own, channels, 1, 1).to(images)).clamp(0, 1)
+        trial[window] = (images[window] + eps * _signs(generator, channels, 1, 1).to(images)).clamp(0, 1)
     return trial
 
 
 @lru_cache(maxsize=256)
 def bump(height: int, width: int) -> Tensor:
     """[height, width] a hill of nested rectangles around the middle, of length 1."""
-    made = torch.zeros(height, width)
+    hill = torch.zeros(height, width)
     top, left = height // 2, width // 2
     for ring in range(max(height, width) // 2 + 1):
-        made[max(top - ring, 0) : top + ring + 1, max(left - ring, 0) : left + ring + 1] += 1 / (ring + 1) ** 2
-    return made / made.norm()
+        hill[max(top - ring, 0) : top + ring + 1, max(left - ring, 0) : left + ring + 1] += 1 / (ring + 1) ** 2
+    return hill / hill.norm()
 
 
-def _eta(side: int, dice: np.random.Generator) -> Tensor:
+def _eta(side: int, generator: np.random.Generator) -> Tensor:
     """[side, side] a hill and a valley side by side, of length 1, upright or lying."""
-    made = torch.cat([bump(side // 2, side), -bump(side - side // 2, side)]) if side > 1 else torch.ones(1, 1)
-    made = made / made.norm()
-    return made.T if dice.random() > 0.5 else made
+    pattern = torch.cat([bump(side // 2, side), -bump(side - side // 2, side)]) if side > 1 else torch.ones(1, 1)
+    pattern = pattern / pattern.norm()
+    return pattern.T if generator.random() > 0.5 else pattern
 
 
 def _bumps(images: Tensor, eps: float, dice: Sequence[np.random.Generator]) -> Tensor:
@@ -111,10 +112,10 @@ def _bumps(images: Tensor, eps: float, dice: Sequence[np.random.Generator]) -> T
     _, channels, height, width = images.shape
     change = torch.zeros_like(images)
     side = max(1, min(height, width) // 5)
-    for i, own in enumerate(dice):
+    for i, generator in enumerate(dice):
         for y in range((height % side) // 2, height - side + 1, side):
             for x in range((width % side) // 2, width - side + 1, side):
-                tile = _eta(side, own) * _signs(own, channels, 1, 1)
+                tile = _eta(side, generator) * _signs(generator, channels, 1, 1)
                 change[i, :, y : y + side, x : x + side] = tile.to(images)
     return _at_length(images, change, eps)
 
@@ -130,9 +131,9 @@ def _moved(best: Tensor, images: Tensor, eps: float, part: float, dice: Sequence
     side = min(side + (side % 2 == 0), height, width)
     change = best - images
     unused = (eps**2 - change.flatten(1).pow(2).sum(1)).clamp(min=0) / channels
-    for i, own in enumerate(dice):
-        y, x = _corner(own, height, width, side)
-        other_y, other_x = _corner(own, height, width, side)
+    for i, generator in enumerate(dice):
+        y, x = _corner(generator, height, width, side)
+        other_y, other_x = _corner(generator, height, width, side)
         to = (slice(None), slice(y, y + side), slice(x, x + side))
         source = (slice(None), slice(other_y, other_y + side), slice(other_x, other_x + side))
         mine = change[i]
@@ -140,7 +141,7 @@ def _moved(best: Tensor, images: Tensor, eps: float, part: float, dice: Sequence
         both[to[1:]] = both[source[1:]] = True
         budget = (mine * both.to(mine)).pow(2).sum((1, 2), keepdim=True)
         old = mine[to] / mine[to].flatten(1).norm(dim=1).clamp(min=1e-12)[:, None, None]
-        bent = old + (_eta(side, own) * _signs(own, channels, 1, 1)).to(mine)
+        bent = old + (_eta(side, generator) * _signs(generator, channels, 1, 1)).to(mine)
         bent = bent / bent.flatten(1).norm(dim=1).clamp(min=1e-12)[:, None, None]
         new = bent * (budget + unused[i]).sqrt()
         mine[source] = 0

@@ -1,0 +1,514 @@
+"""Adversarial attacks by gradient: FGSM, PGD, APGD and FAB, inside L-infinity and L2 balls.
+
+All attacks take images in 0..1 and a model from such images to logits (normalisation inside), and look for an image
+within distance eps, again in 0..1, that the model gets wrong. Randomness is keyed by image, attack and restart, so what
+happens to an image does not depend on its batch.
+
+FGSM (Goodfellow et al. 2015) takes one step of length eps along the sign of the gradient; PGD (Madry et al. 2018)
+several steps from a random start, projected to the ball, here of length 2.5 eps / steps. They are quick and find less
+than AutoAttack does; a model that withstands them may still be weak.
+
+Auto-PGD (Croce and Hein 2020, algorithm 1) is projected gradient ascent with momentum and a step that halves itself
+when it stops paying. It starts at a random point of the ball's surface with step 2 eps. At checkpoints (after 22 % of
+the steps, then at distances that shrink by 3 % down to 6 %) the step is halved, and the search returns to its best
+point, if the loss rose in less than 75 % of the steps since the last checkpoint, or if neither step nor best loss
+changed since then. What we do differently: an image leaves as soon as it is adversarial. Cost: steps + 1 forward and
+backward passes for images that withstand. It climbs cross entropy or the difference of logits ratio (equations 5 and
+6), which does not change when logits are shifted or multiplied, so a model cannot hide by scaling its logits. The ratio
+needs three classes (four when targeted); with fewer, the nearest there is serves: the spread of all logits, and for two
+classes the plain margin.
+
+Fast Adaptive Boundary (Croce and Hein 2020, Minimally distorted adversarial examples, algorithm 1) walks along the
+decision boundary towards the image, for the smallest change. In each step the boundary between the label and another
+class is replaced by a plane; the current point and the image are projected to it within the box 0..1, and the next
+point is a mixture of the two projections, with a small overshoot. When it is adversarial, the search moves a tenth of
+the way back to the image. What we do differently: the projection to plane and box is solved by one sort (see
+`reach_plane`), the same for both norms; an image leaves when its change is within eps, unless the smallest change is
+asked for; the untargeted attack looks at the `classes` most likely wrong classes, not at all (with ten classes or fewer
+that is all of them). Cost: steps forward and backward passes per target, and as many forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from everytoken import keyed
+
+Norm = Literal["linf", "l2"]
+
+
+def wide(values: Tensor) -> Tensor:
+    """[B] -> [B, 1, 1, 1]"""
+    return values.view(-1, 1, 1, 1)
+
+
+def distance(change: Tensor, norm: Norm) -> Tensor:
+    """[B, C, H, W] -> [B]"""
+    flat = change.flatten(1)
+    return flat.abs().amax(1) if norm == "linf" else flat.norm(dim=1)
+
+
+def project(moved: Tensor, images: Tensor, eps: float, norm: Norm) -> Tensor:
+    """The point of the ball around `images` nearest to `moved`, cut to 0..1 (which never leads out of the ball)."""
+    if norm == "linf":
+        return torch.minimum(torch.maximum(moved, images - eps), images + eps).clamp(0, 1)
+    change = moved - images
+    size = wide(distance(change, norm))
+    return (images + change * (eps / size.clamp(min=1e-12)).clamp(max=1)).clamp(0, 1)
+
+
+def direction(gradient: Tensor, norm: Norm) -> Tensor:
+    """The step of length 1 in which a linear function rises most."""
+    if norm == "linf":
+        return gradient.sign()
+    return gradient / wide(distance(gradient, norm)).clamp(min=1e-12)
+
+
+def random_start(images: Tensor, eps: float, norm: Norm, keys: Sequence[str], *purpose: str | int) -> Tensor:
+    """A random point at distance eps, keyed by image."""
+    draw = torch.rand if norm == "linf" else torch.randn
+    dice = [keyed.torch_generator(0, key, "attack", *purpose) for key in keys]
+    change = torch.stack([draw(images.shape[1:], generator=d) for d in dice]).to(images)
+    change = change * 2 - 1 if norm == "linf" else change
+    change = change / wide(distance(change, norm)).clamp(min=1e-12)
+    return (images + eps * change).clamp(0, 1)
+
+
+# Losses
+
+Model = Callable[[Tensor], Tensor]
+Loss = Callable[[Tensor], Tensor]  # logits [B, K] -> [B]
+
+
+def cross_entropy(labels: Tensor) -> Loss:
+    """-log p(label)"""
+    return lambda logits: F.cross_entropy(logits, labels, reduction="none")
+
+
+def _margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logit of the label minus the largest other one."""
+    label_logit = logits.gather(1, labels[:, None])[:, 0]
+    others = logits.scatter(1, labels[:, None], -torch.inf)
+    return label_logit - others.amax(1)
+
+
+def margin(labels: Tensor) -> Loss:
+    """Negative margin: above 0 when the model is wrong."""
+    return lambda logits: -_margin(logits, labels)
+
+
+def dlr(labels: Tensor) -> Loss:
+    """-(z_y - max_{i != y} z_i) / (z_(1) - z_(3))"""
+
+    def loss(logits: Tensor) -> Tensor:
+        ordered = logits.sort(dim=1, descending=True).values
+        spread = ordered[:, 0] - ordered[:, 2] if logits.shape[1] > 2 else torch.ones_like(ordered[:, 0])
+        return -_margin(logits, labels) / (spread + 1e-12)
+
+    return loss
+
+
+def targeted_dlr(labels: Tensor, targets: Tensor) -> Loss:
+    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2)"""
+
+    def loss(logits: Tensor) -> Tensor:
+        ordered = logits.sort(dim=1, descending=True).values
+        if logits.shape[1] > 3:
+            spread = ordered[:, 0] - (ordered[:, 2] + ordered[:, 3]) / 2
+        else:
+            spread = ordered[:, 0] - ordered[:, 2] if logits.shape[1] == 3 else torch.ones_like(ordered[:, 0])
+        label_logit, target_logit = (logits.gather(1, c[:, None])[:, 0] for c in (labels, targets))
+        return -(label_logit - target_logit) / (spread + 1e-12)
+
+    return loss
+
+
+def value_and_gradient(model: Model, images: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits [B, K], loss [B], its gradient by the images)"""
+    with torch.enable_grad():
+        leaf = images.detach().requires_grad_()
+        logits = model(leaf)
+        values = loss(logits)
+        (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    return logits.detach(), values.detach(), gradient.detach()
+
+
+@torch.no_grad()
+def rivals(model: Model, images: Tensor, labels: Tensor, count: int) -> Tensor:
+    """[B, count]: the classes other than the label with the largest logits, the best first."""
+    logits = model(images).scatter(1, labels[:, None], -torch.inf)
+    return logits.topk(min(count, logits.shape[1] - 1), dim=1).indices
+
+
+# FGSM and PGD
+
+
+def fgsm(model: Model, images: Tensor, labels: Tensor, keys: Sequence[str], eps: float, norm: Norm) -> Tensor:
+    """One step. Returns images; whether they are adversarial is for the caller to see."""
+    _, _, gradient = value_and_gradient(model, images, cross_entropy(labels))
+    return project(images + eps * direction(gradient, norm), images, eps, norm)
+
+
+def pgd(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    keys: Sequence[str],
+    eps: float,
+    norm: Norm,
+    steps: int = 20,
+    restarts: int = 1,
+) -> Tensor:
+    """`steps` steps from a random start, `restarts` times; the first adversarial image of each is kept."""
+    adversarial = images.clone()
+    remaining = torch.arange(len(images), device=images.device)
+    for restart in range(restarts):
+        names = [keys[i] for i in remaining.tolist()]
+        at = random_start(images[remaining], eps, norm, names, "pgd", restart)
+        left = torch.arange(len(remaining), device=images.device)  # positions in `remaining`
+        for step in range(steps + 1):
+            rows = remaining[left]
+            logits, _, gradient = value_and_gradient(model, at, cross_entropy(labels[rows]))
+            wrong = logits.argmax(1) != labels[rows]
+            adversarial[rows[wrong]] = at[wrong]
+            left, at, gradient = left[~wrong], at[~wrong], gradient[~wrong]
+            if not len(left) or step == steps:
+                break
+            base = images[remaining[left]]
+            at = project(at + 2.5 * eps / steps * direction(gradient, norm), base, eps, norm)
+        remaining = remaining[left]
+        if not len(remaining):
+            break
+    return adversarial
+
+
+# APGD
+
+RHO, MOMENTUM = 0.75, 0.75
+
+
+def checkpoints(steps: int) -> set[int]:
+    """Numbers of steps after which the step length is reconsidered."""
+    gap, least, shrink = (max(int(part * steps), 1) for part in (0.22, 0.06, 0.03))
+    position, points = 0, set()
+    while position + gap <= steps:
+        position += gap
+        points.add(position)
+        gap = max(gap - shrink, least)
+    return points
+
+
+@dataclass
+class _State:
+    """Of the images that still withstand; every field has one row per image."""
+
+    row: Tensor  # in the batch
+    at: Tensor
+    before: Tensor
+    gradient: Tensor
+    loss: Tensor
+    step: Tensor
+    best: Tensor
+    best_gradient: Tensor
+    best_loss: Tensor
+    rises: Tensor  # since the last checkpoint
+    last_best: Tensor  # at the last checkpoint
+    was_halved: Tensor  # at the last checkpoint
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop the others."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name)[rows])
+
+
+def ascend(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    start: Tensor,
+    eps: float,
+    norm: Norm,
+    steps: int,
+    loss_for: Callable[[Tensor], Loss],
+) -> Tensor:
+    """One run; returns adversarial images where it adversarial them and the given images elsewhere.
+
+    Args:
+        start: [B, C, H, W] in the ball.
+        loss_for: rows of the batch [b] -> the loss of these rows' logits.
+    """
+    adversarial = images.clone()
+    every = torch.arange(len(images), device=images.device)
+    logits, loss, gradient = value_and_gradient(model, start, loss_for(every))
+    size = torch.full_like(loss, 2 * eps)
+    none = torch.zeros_like(loss)
+    s = _State(every, start, start, gradient, loss, size, start, gradient, loss, none, loss.clone(), none + 1)
+
+    def drop_adversarial(logits: Tensor) -> None:
+        wrong = logits.argmax(1) != labels[s.row]
+        adversarial[s.row[wrong]] = s.at[wrong]
+        if wrong.any():
+            s.keep(~wrong)
+
+    drop_adversarial(logits)
+    checks, since = checkpoints(steps), 0
+    for number in range(1, steps + 1):
+        if not len(s.row):
+            break
+        base = images[s.row]
+        pushed = project(s.at + wide(s.step) * direction(s.gradient, norm), base, eps, norm)
+        share = MOMENTUM if number > 1 else 1.0
+        moved = project(s.at + share * (pushed - s.at) + (1 - share) * (s.at - s.before), base, eps, norm)
+        s.before, s.at = s.at, moved
+        logits, loss, s.gradient = value_and_gradient(model, moved, loss_for(s.row))
+        s.rises = s.rises + (loss > s.loss)
+        s.loss = loss
+        better = loss > s.best_loss
+        s.best = torch.where(wide(better), s.at, s.best)
+        s.best_gradient = torch.where(wide(better), s.gradient, s.best_gradient)
+        s.best_loss = torch.where(better, loss, s.best_loss)
+        drop_adversarial(logits)
+        since += 1
+        if number in checks and len(s.row):
+            _reconsider(s, since)
+            since = 0
+    return adversarial
+
+
+def _reconsider(s: _State, since: int) -> None:
+    """Halve the steps that do not pay, and go back to the best point there."""
+    stuck = (s.was_halved == 0) & (s.last_best >= s.best_loss)
+    halve = (s.rises <= RHO * since) | stuck
+    s.step = torch.where(halve, s.step / 2, s.step)
+    s.at = torch.where(wide(halve), s.best, s.at)
+    s.gradient = torch.where(wide(halve), s.best_gradient, s.gradient)
+    s.was_halved, s.last_best, s.rises = halve.to(s.loss), s.best_loss.clone(), torch.zeros_like(s.rises)
+
+
+def apgd(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    keys: Sequence[str],
+    eps: float,
+    norm: Norm,
+    steps: int = 100,
+    restarts: int = 1,
+    loss: str = "ce",
+) -> Tensor:
+    """Untargeted, on cross entropy ("ce") or on the difference of logits ratio ("dlr")."""
+    make = {"ce": cross_entropy, "dlr": dlr}[loss]
+    adversarial = images.clone()
+    remaining = torch.arange(len(images), device=images.device)
+    for restart in range(restarts):
+        remaining = unchanged(adversarial, images, remaining)
+        if not len(remaining):
+            break
+        truth, names = labels[remaining], [keys[i] for i in remaining.tolist()]
+        start = random_start(images[remaining], eps, norm, names, "apgd", loss, restart)
+        run = lambda rows, truth=truth: make(truth[rows])  # noqa: E731
+        adversarial[remaining] = ascend(model, images[remaining], truth, start, eps, norm, steps, run)
+    return adversarial
+
+
+def apgd_targeted(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    keys: Sequence[str],
+    eps: float,
+    norm: Norm,
+    steps: int = 100,
+    targets: int = 9,
+) -> Tensor:
+    """Targeted ratio, one run for each of the `targets` most likely wrong classes."""
+    adversarial = images.clone()
+    others = rivals(model, images, labels, targets)
+    remaining = torch.arange(len(images), device=images.device)
+    for number in range(others.shape[1]):
+        remaining = unchanged(adversarial, images, remaining)
+        if not len(remaining):
+            break
+        truth, wanted, names = labels[remaining], others[remaining, number], [keys[i] for i in remaining.tolist()]
+        start = random_start(images[remaining], eps, norm, names, "apgd-t", number)
+        run = lambda rows, truth=truth, wanted=wanted: targeted_dlr(truth[rows], wanted[rows])  # noqa: E731
+        adversarial[remaining] = ascend(model, images[remaining], truth, start, eps, norm, steps, run)
+    return adversarial
+
+
+def unchanged(adversarial: Tensor, images: Tensor, rows: Tensor) -> Tensor:
+    """Those of the rows for which nothing has been adversarial yet."""
+    return rows[(adversarial[rows] == images[rows]).flatten(1).all(1)]
+
+
+# FAB
+
+ALPHA_MAX, OVERSHOOT, BACK = 0.1, 1.05, 0.9
+
+
+def reach_plane(points: Tensor, normal: Tensor, excess: Tensor, norm: Norm) -> Tensor:
+    """The smallest change of points in the box [0, 1]^n that lowers a linear function by `excess`.
+
+    Args:
+        points: [B, n] in 0..1.
+        normal: [B, n] gradient w of the function.
+        excess: [B] how much w.x has to fall (rise, if negative).
+
+    Returns:
+        [B, n] the change d: w.d = -excess if the box allows it, else the nearest that it allows.
+
+    Every coordinate moves against w until it meets the box: by min(u, room) in L-infinity, by |w| min(u, room / |w|) in
+    L2. What is gained, sum_i a_i min(u, c_i) with a = |w| and c = room, or a = w^2 and c = room / |w|, rises with u and
+    is linear between the sorted c_i, so the right u is adversarial by sorting and summing.
+    """
+    wanted = excess.double().abs()
+    sign = torch.where(excess >= 0, 1.0, -1.0).to(points)[:, None]
+    slope = normal * sign  # the coordinates move along -slope
+    room = torch.where(slope > 0, points, 1 - points)
+    room = torch.where(slope == 0, torch.zeros_like(room), room)
+    steep = slope.abs()
+    weight = (steep if norm == "linf" else steep**2).double()
+    cap = room.double() if norm == "linf" else room.double() / steep.double().clamp(min=1e-30)
+    order = cap.argsort(dim=1)
+    c, a = cap.gather(1, order), weight.gather(1, order)
+    done, used = (a * c).cumsum(1), a.cumsum(1)
+    left = used[:, -1:] - used  # weight of the coordinates that are still free after the i-th cap
+    gained = done + c * left
+    i = torch.searchsorted(gained, wanted[:, None]).clamp(max=c.shape[1] - 1)
+    earlier = (i - 1).clamp(min=0)
+    first = i == 0
+    base = torch.where(first, torch.zeros_like(wanted[:, None]), done.gather(1, earlier))
+    free = torch.where(first, used[:, -1:], left.gather(1, earlier))
+    level = ((wanted[:, None] - base) / free.clamp(min=1e-30)).clamp(min=0)
+    level = torch.minimum(level, c[:, -1:])
+    move = torch.minimum(level, cap)
+    if norm == "l2":
+        move = move * steep
+    return (-move.to(points) * slope.sign()).to(points)
+
+
+def boundary(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    others: Tensor,
+    start: Tensor,
+    eps: float,
+    norm: Norm,
+    steps: int,
+    stop: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """One run.
+
+    Args:
+        others: [B, m] classes whose boundary is sought; of several, the nearest by linear estimate in each step.
+        start: [B, C, H, W].
+        stop: an image is done when its change is within eps; else the smallest change is sought to the end.
+
+    Returns:
+        (adversarial images, their distances); inf where none was adversarial.
+    """
+    adversarial = images.clone()
+    best = torch.full((len(images),), torch.inf, device=images.device, dtype=images.dtype)
+    rows = torch.arange(len(images), device=images.device)
+    at = start
+    for _ in range(steps):
+        if not len(rows):
+            break
+        base, shape = images[rows], at.shape
+        gap, normal = _nearest_plane(model, at, labels[rows], others[rows], norm)
+        w, flat = normal.flatten(1), at.flatten(1)
+        # the plane: gap + w.(x - at) = 0
+        here = reach_plane(flat, w, gap, norm).view(shape)
+        from_image = gap + (w.double() * (base.flatten(1) - flat).double()).sum(1).to(gap)
+        there = reach_plane(base.flatten(1), w, from_image, norm).view(shape)
+        near, far = (wide(distance(d, norm).clamp(min=1e-8)) for d in (here, there))
+        mix = (near / (near + far)).clamp(0, ALPHA_MAX)
+        at = ((at + OVERSHOOT * here) * (1 - mix) + (base + OVERSHOOT * there) * mix).clamp(0, 1)
+        with torch.no_grad():
+            wrong = model(at).argmax(1) != labels[rows]
+        far_away = distance(at - base, norm)
+        better = wrong & (far_away < best[rows])
+        adversarial[rows[better]], best[rows[better]] = at[better], far_away[better]
+        at = torch.where(wide(wrong), base + BACK * (at - base), at)
+        if stop:
+            open_ = best[rows] > eps
+            rows, at = rows[open_], at[open_]
+    return adversarial, best
+
+
+def _nearest_plane(model: Model, at: Tensor, labels: Tensor, others: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """(z_label - z_other [B], its gradient [B, C, H, W]) of the other class that seems nearest."""
+    gap = normal = near = None
+    for column in others.unbind(1):
+        difference = lambda z, c=column: (z.gather(1, labels[:, None]) - z.gather(1, c[:, None]))[:, 0]  # noqa: E731
+        _, value, gradient = value_and_gradient(model, at, difference)
+        dual = gradient.flatten(1).abs().sum(1) if norm == "linf" else gradient.flatten(1).norm(dim=1)
+        far = value.abs() / dual.clamp(min=1e-12)
+        if gap is None or normal is None or near is None:
+            gap, normal, near = value, gradient, far
+            continue
+        closer = far < near
+        gap, near = torch.where(closer, value, gap), torch.where(closer, far, near)
+        normal = torch.where(wide(closer), gradient, normal)
+    assert gap is not None
+    assert normal is not None
+    return gap, normal
+
+
+def fab_targeted(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    keys: Sequence[str],
+    eps: float,
+    norm: Norm,
+    steps: int = 100,
+    targets: int = 9,
+) -> Tensor:
+    """One run from the image for each of the `targets` most likely wrong classes; images within eps are returned."""
+    others = rivals(model, images, labels, targets)
+    adversarial = images.clone()
+    remaining = torch.arange(len(images), device=images.device)
+    for number in range(others.shape[1]):
+        remaining = unchanged(adversarial, images, remaining)
+        if not len(remaining):
+            break
+        x = images[remaining]
+        candidates, far = boundary(
+            model, x, labels[remaining], others[remaining, number : number + 1], x, eps, norm, steps
+        )
+        adversarial[remaining] = torch.where(wide(far <= eps), candidates, x)
+    return adversarial
+
+
+def fab(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    keys: Sequence[str],
+    eps: float,
+    norm: Norm,
+    steps: int = 100,
+    restarts: int = 5,
+    classes: int = 9,
+) -> Tensor:
+    """Untargeted: from the image, then from random points at half of eps."""
+    others = rivals(model, images, labels, classes)
+    adversarial = images.clone()
+    remaining = torch.arange(len(images), device=images.device)
+    for restart in range(restarts):
+        remaining = unchanged(adversarial, images, remaining)
+        if not len(remaining):
+            break
+        x, names = images[remaining], [keys[i] for i in remaining.tolist()]
+        start = random_start(x, eps / 2, norm, names, "fab", restart) if restart else x
+        candidates, far = boundary(model, x, labels[remaining], others[remaining], start, eps, norm, steps)
+        adversarial[remaining] = torch.where(wide(far <= eps), candidates, x)
+    return adversarial

@@ -1,0 +1,46 @@
+"""Intervals of proportions, of means over seeds, of differences."""
+
+import numpy as np
+import pytest
+
+from everytoken.stats import bootstrap, bootstrap_means, mean, paired_difference, percentage
+
+
+def test_a_proportion_has_wilsons_interval():
+    e = percentage(np.arange(100) < 80)
+    assert (e.value, e.low, e.high) == (80, pytest.approx(71.11, abs=0.01), pytest.approx(86.66, abs=0.01))
+    assert percentage(np.ones(10)).high == pytest.approx(100)
+
+
+def test_a_mean_over_seeds_has_students_interval():
+    e = mean([1.0, 2.0, 3.0])
+    assert (e.value, e.low, e.high) == (2, pytest.approx(2 - 2.484, abs=1e-3), pytest.approx(2 + 2.484, abs=1e-3))
+    assert not e.clear
+    assert mean([1.0, 1.1, 1.2]).clear
+    assert (mean([1.0]).low, mean([1.0]).clear) == (None, False)
+
+
+def test_the_bootstrap_finds_the_textbook_interval_and_pairs_images():
+    rng = np.random.default_rng(0)
+    first = rng.random(2000) < 0.7
+    second = first.copy()
+    flips = rng.choice(2000, 100, replace=False)
+    second[flips] = True
+    got = paired_difference(first, second)
+    change = second.astype(float) - first
+    half = 1.96 * 100 * change.std() / np.sqrt(2000)
+    assert got.value == pytest.approx(100 * change.mean())
+    assert (got.low, got.high) == (pytest.approx(got.value - half, abs=0.15), pytest.approx(got.value + half, abs=0.15))
+    # unpaired, the interval would be many times wider
+    assert got.high - got.low < 0.4 * 2 * 1.96 * 100 * np.sqrt(2 * 0.21 / 2000)
+    same = paired_difference(first, first)
+    assert (same.low, same.value, same.high) == (0, 0, 0)
+
+
+def test_draws_are_the_same_for_every_column_and_every_time():
+    columns = np.random.default_rng(1).random((50, 1)) < 0.5
+    twice = bootstrap_means(np.concatenate([columns, columns], 1), 100)
+    assert np.array_equal(twice[:, 0], twice[:, 1])
+    assert np.array_equal(twice[:, :1], bootstrap_means(columns, 100))
+    got = bootstrap(columns, lambda means: 100 * means[..., 0], 500)
+    assert got.low < got.value < got.high
