@@ -92,7 +92,8 @@ def make_sparse(folder: Path, total: int, real: int) -> list[str]:
 
 OPENING = """
 import json, sys, time
-import numpy, pydantic, everytoken.maps.store as s
+import numpy, everytoken.maps.store as s
+from pydantic import TypeAdapter  # the schema layer, once per process
 def rss():
     return int(open('/proc/self/statm').read().split()[1]) * 4096
 before, t0 = rss(), time.perf_counter()

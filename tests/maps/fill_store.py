@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +35,9 @@ def fill(
     path: Path, n: int = 40, shard_size: int = 8, rank: int = 0, world: int = 1, delay: float = 0, finish: bool = True
 ) -> None:
     with MapWriter(path, keys(n), META, shard_size, rank=rank, world=world) as writer:
-        for shard in writer.pending_shards():
-
-            def records(shard: int = shard) -> Iterator[ScoreMap | Skipped]:
-                for key in writer.shard_keys(shard):
-                    time.sleep(delay)
-                    yield make_record(key)
-
-            writer.write_shard(shard, records())
+        for key in writer.pending_keys():
+            time.sleep(delay)
+            writer.write({key: make_record(key)})
         if finish:
             writer.finalize()
 

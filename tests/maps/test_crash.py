@@ -57,7 +57,7 @@ def die_at(step: int) -> None:
         return call
 
     write = os.write
-    os.write = deadly(write, lambda fd, data, at: write(fd, bytes(data)[: len(data) // 2], at))
+    os.write = deadly(write, lambda fd, data: write(fd, bytes(data)[: len(data) // 2]))
     for name in ("fsync", "replace", "unlink", "open", "ftruncate"):
         setattr(os, name, deadly(getattr(os, name)))
     Path.unlink = deadly(Path.unlink)  # type: ignore[method-assign]
@@ -109,8 +109,7 @@ def test_a_kill_while_skipped_images_are_tried_again_ends_in_the_same_store(fill
         if step is not None:
             die_at(step)
         with MapWriter(folder, filling.keys(12), filling.META, 8, retry_skipped=True) as writer:
-            for shard in writer.pending_shards():
-                writer.write_shard(shard, map(filling.make_map, writer.shard_keys(shard)))
+            writer.write({key: filling.make_map(key) for key in writer.pending_keys()})
             writer.finalize()
 
     filling.fill(tmp_path / "before", n=12)
@@ -130,14 +129,6 @@ def test_a_kill_while_skipped_images_are_tried_again_ends_in_the_same_store(fill
     assert step > 30
 
 
-def test_what_killed_processes_left_is_removed_but_not_what_living_ones_write(filling, tmp_path):
-    MapWriter(tmp_path / "s", filling.keys(9), filling.META).close()
-    for rank in (0, 1, 5):
-        (tmp_path / f"s/.tmp-{rank}-shard-00000.npy").touch()
-    MapWriter(tmp_path / "s", filling.keys(9), filling.META, rank=0, world=2).close()
-    assert [path.name for path in (tmp_path / "s").glob(".tmp-*")] == [".tmp-1-shard-00000.npy"]
-
-
 def test_kills_at_random_moments_end_in_the_same_store(content, reference, tmp_path):
     chance, folder, kills = random.Random(7), tmp_path / "s", 0
     for _ in range(int(os.environ.get("EVERYTOKEN_KILLS", 5))):
@@ -155,13 +146,11 @@ def test_a_resumed_run_redoes_only_the_shard_in_work(filling, tmp_path):
 
     def run(stop_after: int | None):
         with MapWriter(tmp_path / "s", filling.keys(40), filling.META, 8) as writer:
-            for shard in writer.pending_shards():
-                for position in writer.shard_range(shard):
-                    if len(seen) == stop_after:
-                        raise KeyboardInterrupt
-                    one = filling.make_map(writer.key(position))
-                    seen.append(writer.key(position))
-                    writer.put([position], one.scores[None], one.classes[None], [one.size], [one.area])
+            for key in writer.pending_keys():
+                if len(seen) == stop_after:
+                    raise KeyboardInterrupt
+                seen.append(key)
+                writer.write({key: filling.make_map(key)})
             writer.finalize()
 
     with pytest.raises(KeyboardInterrupt):

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from everytoken.maps.errors import StoreDamagedError, StoreError
 from everytoken.maps.format import KeyTable, encode_key, encode_keys, key_files
 
-part = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+part = st.text(st.characters(exclude_characters="/\\:\0", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda text: text not in (".", "..")
 )
 # bytes that are no UTF-8 come out of os.listdir like this
 odd_part = (
     st.binary(min_size=1, max_size=4)
     .map(lambda b: "x" + b.decode("utf-8", "surrogateescape"))
-    .filter(lambda text: "/" not in text and "\0" not in text)
+    .filter(lambda text: not set(text) & set("/\\:\0"))
 )
 any_key = st.lists(part | odd_part, min_size=1, max_size=4).map("/".join)
 
@@ -54,10 +54,33 @@ def test_keys_with_equal_hashes_are_told_apart(tmp_path):
     assert [half.find(key) >= 0 for key in [*first, *second]] == [True] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "./a", "a/../b", "a\0b", "..", "\ud800.jpg", 7, None])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        "/a",
+        "a/",
+        "a//b",
+        "./a",
+        "a/../b",
+        "a\0b",
+        "..",
+        "\ud800.jpg",
+        "..\\a",
+        "\\\\host\\a",
+        "C:\\a",
+        "c:/a",
+        7,
+        None,
+    ],
+)
 def test_what_is_no_relative_path_is_refused(key):
     with pytest.raises(StoreError, match="key"):
         encode_key(key)
+
+
+def test_a_backslash_may_be_part_of_a_name():
+    assert encode_key("train\\cat\\1.jpg") == b"train\\cat\\1.jpg"
 
 
 def test_a_key_that_occurs_twice_is_named():

@@ -147,29 +147,10 @@ def test_export_and_import_are_a_round_trip(data, capsys):
     assert "skipped.csv" in printed
 
 
-def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
-    from everytoken.progress import Progress
-
-    with Progress("job", "maps", every=0) as meter:
-        meter(0, 200)
-        meter(100, 200)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert "100 maps of 200 maps" in lines[1]
-    assert "left" in lines[1]
-    assert "left" not in lines[0]  # nothing is known about the rate yet
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with Progress("job", "B") as meter:
-        meter(5 * 10**6, 2 * 10**9, "now")
-    shown = capsys.readouterr().err
-    assert "5.0 MB of 2.00 GB" in shown
-    assert "job now" in shown
-
-
 def test_maps_of_any_class_count_can_be_shown(tmp_path, capsys):
     meta = StoreMeta((1, 2), 1, num_classes=70000)
     one = ScoreMap(np.zeros((1, 2, 1), np.float16), np.full((1, 2, 1), 69999), (0, 0))
     with MapWriter(tmp_path / "s", ["a"], meta) as writer:
-        writer.write_shard(0, [one])
+        writer.write({"a": one})
         writer.finalize()
     assert run("sheet", tmp_path / "s", "a", "--out", tmp_path / "o.png") == 0

@@ -289,12 +289,12 @@ def test_class_names_come_from_the_class_folders_if_their_number_fits(tmp_path):
 def test_an_export_that_would_mix_up_or_overwrite_files_is_refused(filling, tmp_path):
     keys = ["x/a/cat.1.jpg", "y/a/cat.2.jpg"]
     with MapWriter(tmp_path / "s", keys, filling.META) as writer:
-        writer.write_shard(0, map(filling.make_map, keys))
+        writer.write({key: filling.make_map(key) for key in keys})
         writer.finalize()
     with pytest.raises(StoreError, match=r"'x/a/cat\.1\.jpg' and 'y/a/cat\.2\.jpg' would both be written to a/cat\.pt"):
         export_released(ExportOptions(tmp_path / "s", tmp_path / "pt"))
     with MapWriter(tmp_path / "t", keys[:1], filling.META) as writer:
-        writer.write_shard(0, map(filling.make_map, keys[:1]))
+        writer.write({keys[0]: filling.make_map(keys[0])})
         writer.finalize()
     notes = export_released(ExportOptions(tmp_path / "t", tmp_path / "pt"))
     assert len(notes) == 2  # the grid is not square, k is not 5
@@ -315,7 +315,7 @@ def test_more_than_65535_classes_are_kept_as_32_bits(tmp_path):
     one = ScoreMap(np.zeros((1, 1, 3), np.float16), ids, (1, 1))
     meta = StoreMeta((1, 1), 3, num_classes=70001)
     with MapWriter(tmp_path / "s", ["a"], meta) as writer:
-        writer.write_shard(0, [one])
+        writer.write({"a": one})
         writer.finalize()
     found = Maps(tmp_path / "s")["a"]
     assert found.classes.dtype == np.uint32

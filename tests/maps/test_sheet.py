@@ -37,8 +37,7 @@ def make_store(path, maps: dict[str, ScoreMap], names=NAMES) -> Maps:
     grid = next(iter(maps.values())).scores.shape[:2]
     meta = StoreMeta(grid, 2, names, num_classes=4, annotator={"name": "test"})
     with MapWriter(path, maps, meta) as writer:
-        for shard in writer.pending_shards():
-            writer.write_shard(shard, [maps[key] for key in writer.shard_keys(shard)])
+        writer.write(maps)
         writer.finalize()
     return Maps(path)
 

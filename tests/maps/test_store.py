@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -43,8 +44,7 @@ def test_reading_gives_back_exactly_what_was_written(tmp_path_factory, case):
     meta, maps, shard_size = case
     folder = tmp_path_factory.mktemp("store") / "s"
     with MapWriter(folder, maps, meta, shard_size) as writer:
-        for shard in writer.pending_shards():
-            writer.write_shard(shard, [maps[key] for key in writer.shard_keys(shard)])
+        writer.write(maps)
         writer.finalize()
     store = Maps(folder, check=True)
     assert list(store) == sorted(maps)
@@ -115,18 +115,58 @@ def test_an_unknown_key_is_named_with_the_nearest_ones(filling, tmp_path):
     assert 7 not in store
 
 
-def test_a_pickled_store_opens_again_elsewhere(filling, tmp_path):
+def checksum_of_all(maps: Maps) -> int:
+    return sum(int(maps.read(i).classes.sum()) for i in range(len(maps)))
+
+
+def test_a_store_goes_to_spawned_workers_at_little_cost(filling, tmp_path):
     filling.fill(tmp_path / "s")
-    store = Maps(tmp_path / "s", check=True)
-    key = store.key(0)
-    store[key]  # something is mapped now, and must not be pickled
-    raw = pickle.dumps(store)
+    maps = Maps(tmp_path / "s", check=False)
+    key = maps.key(0)
+    maps[key]  # something is mapped now, and must not be pickled
+    raw = pickle.dumps(maps)
     assert len(raw) < 5000
     again = pickle.loads(raw)
-    assert again.check
-    assert again[key] == store[key]
-    assert len(again) == len(store)
-    assert pickle.loads(pickle.dumps(store[key])) == store[key]
+    assert again.check is False
+    assert again[key] == maps[key]
+    assert len(again) == len(maps)
+    assert pickle.loads(pickle.dumps(maps[key])) == maps[key]
+    code = "import pickle, sys; maps = pickle.load(sys.stdin.buffer); print(len(maps), maps)"
+    spawned = subprocess.run([sys.executable, "-c", code], input=raw, capture_output=True, check=True)
+    assert spawned.stdout.decode() == f"{len(maps)} {maps!r}\n"
+
+
+def test_many_threads_read_the_same_maps(filling, tmp_path, monkeypatch):
+    from everytoken.maps import store as store_module
+
+    monkeypatch.setattr(store_module, "_MAX_OPEN", 3)
+    filling.fill(tmp_path / "s", shard_size=4)
+    maps = Maps(tmp_path / "s")
+    with ThreadPoolExecutor(8) as pool:
+        sums = list(pool.map(checksum_of_all, [maps] * 24))
+    assert set(sums) == {checksum_of_all(Maps(tmp_path / "s"))}
+    assert len(maps._shards) == 3
+
+
+def test_a_store_tells_what_it_is(filling, tmp_path):
+    filling.fill(tmp_path / "s")
+    maps = Maps(tmp_path / "s")
+    assert (maps.num_classes, maps.class_names, maps.grid, maps.top_k) == (11, [], (3, 4), 2)
+    for fact in (str(tmp_path / "s"), "36 maps", "3x4", "11 classes"):
+        assert fact in repr(maps)
+
+
+def test_a_map_is_made_of_dense_logits(filling, tmp_path):
+    logits = np.random.default_rng(0).normal(size=(3, 4, 11)).astype(np.float32)
+    score_map = ScoreMap.from_logits(logits, 2, (640, 480))
+    assert np.array_equal(score_map.classes[..., 0], logits.argmax(-1))
+    assert np.array_equal(score_map.scores, np.sort(logits, axis=-1)[..., :-3:-1].astype(np.float16))
+    with MapWriter(tmp_path / "s", ["a.jpg"], filling.META) as writer:
+        writer.write({"a.jpg": score_map})
+        writer.finalize()
+    assert Maps(tmp_path / "s")["a.jpg"] == score_map
+    with pytest.raises(StoreError, match=r"\[11, 3\]"):
+        ScoreMap.from_logits(np.zeros((11, 3)))
 
 
 def test_reading_notices_a_changed_record(filling, tmp_path):
@@ -158,7 +198,7 @@ def test_an_unfinished_store_says_how_far_it_is_and_opens_on_request(filling, tm
         with pytest.raises(StoreUnfinishedError, match="0 of 40"):
             Maps(tmp_path / "s")
         for shard in (0, 3):
-            writer.write_shard(shard, [records[key] for key in writer.shard_keys(shard)])
+            writer.write({key: records[key] for key in writer.shard_keys(shard)})
         with pytest.raises(StoreUnfinishedError, match="3 of 5 shards are not written"):
             writer.finalize()
     with pytest.raises(StoreUnfinishedError, match=r"16 of 40 images are done.*same command"):
@@ -201,17 +241,6 @@ def test_reading_a_store_does_not_import_torch(filling, tmp_path):
         "print(before or 'torch' not in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
-
-
-def test_many_shards_do_not_use_up_the_file_handles(filling, tmp_path, monkeypatch):
-    from everytoken.maps import store as store_module
-
-    monkeypatch.setattr(store_module, "_MAX_OPEN", 3)
-    filling.fill(tmp_path / "s", shard_size=4)
-    store = Maps(tmp_path / "s")
-    for key in [*store, *store]:
-        assert store[key] == filling.make_map(key)
-    assert len(store._shards) == 3
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_damage_to_keys_and_a_shard_together_is_reported_for_both(folder):
 def test_an_unfinished_store_is_verified_as_far_as_it_goes(filling, tmp_path):
     with MapWriter(tmp_path / "s", filling.keys(40), filling.META, 8) as writer:
         for shard in (0, 2):
-            writer.write_shard(shard, map(filling.make_record, writer.shard_keys(shard)))
+            writer.write({key: filling.make_record(key) for key in writer.shard_keys(shard)})
     verdict = verify(tmp_path / "s")
     assert verdict.ok
     assert not verdict.complete

@@ -128,6 +128,7 @@ class _ManifestEntries(TypedDict):
     total: int
     shard_size: int
     checksums: dict[str, str]
+    record_bytes: int
     shards: list[_ShardEntry]
     complete: bool
 
@@ -265,8 +266,8 @@ class Manifest(StoreMeta):
                 raise StoreError(f"{len(shards)} of {manifest.num_shards} shards are listed.")
             if missing := set(KEY_FILES) - set(manifest.checksums):
                 raise StoreError(f"the checksum of {sorted(missing)[0]} is missing.")
-            if manifest.record.itemsize >= 2**31:
-                raise StoreError(f"maps of {manifest.grid} cells with {manifest.top_k} classes are too large.")
+            if manifest.record.itemsize != content["record_bytes"]:
+                raise StoreError(f"a record of {content['record_bytes']} bytes does not hold a map.")
         except (StoreError, schema.SchemaError, ValueError, OverflowError, MemoryError) as error:
             words = str(error).removeprefix(f"{path}: ")
             raise StoreDamagedError(f"{path} is not what a store has there: {words} {RESTORE}") from error
@@ -323,9 +324,14 @@ def _short(value: Any) -> str:
 
 
 def stays_inside(key: str) -> bool:
-    """Whether a key is a relative path that leads nowhere but into a folder, on any operating system."""
+    """Whether a key is a relative path that leads nowhere but into a folder, on any operating system.
+
+    Backslashes are allowed in names (badly made zip files have them), as long as they lead nowhere else on Windows.
+    """
     parts = key.split("/")
-    if "" in parts or "." in parts or ".." in parts or "\0" in key or key[1:3] in (":/", ":\\"):
+    if "" in parts or "." in parts or ".." in parts or "\0" in key:
+        return False
+    if key[1:3] in (":/", ":\\") and key[0].isascii() and key[0].isalpha():
         return False
     return "\\" not in key or not (key.startswith("\\") or ".." in key.replace("\\", "/").split("/"))
 

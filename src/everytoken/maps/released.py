@@ -194,8 +194,10 @@ def import_released(options: ImportOptions, progress: Progress | None = None) ->
         pending = writer.pending_shards()
         done = len(by_key) - sum(len(writer.shard_range(shard)) for shard in pending)
         for shard in pending:
-            writer.write_shard(shard, map(record, writer.shard_keys(shard)))
-            done += len(writer.shard_range(shard))
+            keys = writer.shard_keys(shard)
+            for start in range(0, len(keys), 64):
+                writer.write({key: record(key) for key in keys[start : start + 64]})
+            done += len(keys)
             if progress is not None:
                 progress(done, len(by_key))
         manifest = writer.finalize()

@@ -77,7 +77,7 @@ class MapWriter:
         >>> with MapWriter("maps", keys, meta) as writer:
         ...     for key in writer.pending_keys():                # after a crash: what is not finished
         ...         logits, size = my_network(key)               # [14, 14, K], (width, height)
-        ...         writer.write(key, ScoreMap.from_logits(logits, 5, size))
+        ...         writer.write({key: ScoreMap.from_logits(logits, 5, size)})
         ...     writer.finalize()
 
     With several processes (torchrun) each passes its `rank` and `world`; all open the writer, meet (a barrier), write
@@ -135,6 +135,12 @@ class MapWriter:
     def create_or_resume(cls, *args: Any, **kwargs: Any) -> MapWriter:
         return cls(*args, **kwargs)
 
+    def put_maps(self, maps: Mapping[int, ScoreMap]) -> None:
+        self.write({self.key(position): record for position, record in maps.items()})
+
+    def write_shard(self, index: int, records: Iterable[ScoreMap | Skipped]) -> None:
+        self.write(dict(zip(self.shard_keys(index), records, strict=True)))
+
     @property
     def complete(self) -> bool:
         """Nothing is left to do: the store was finalized."""
@@ -167,16 +173,22 @@ class MapWriter:
         """The key at a position."""
         return self._keys.key(position)
 
-    def write(self, key: str, record: ScoreMap | Skipped) -> None:
-        """Store the map of one image, or say why it has none. Keep to the order of `pending_keys`: a shard counts, and
-        survives a kill, when it is full."""
-        position = self._keys.find(key)
-        if position < 0:
-            raise StoreError(f"{key!r} is not one of the keys that {self.path} was begun with.")
-        if isinstance(record, Skipped):
-            self.skip(position, record.reason)
-        else:
-            self.put_maps({position: record})
+    def write(self, records: Mapping[str, ScoreMap | Skipped]) -> None:
+        """Store the maps of some images by their keys, or say why an image has none.
+
+        Keep to the order of `pending_keys`: a shard counts, and survives a kill, when it is full. Some 64 maps at a
+        time are twice as fast as one by one.
+        """
+        positions = {key: self._keys.find(key) for key in records}
+        if unknown := [key for key, position in positions.items() if position < 0]:
+            raise StoreError(f"{unknown[0]!r} is not one of the keys that {self.path} was begun with.")
+        maps = {positions[key]: record for key, record in records.items() if isinstance(record, ScoreMap)}
+        if maps:
+            names = ("scores", "classes", "size", "area")
+            self.put(list(maps), *([getattr(score_map, name) for score_map in maps.values()] for name in names))
+        for key, record in records.items():
+            if isinstance(record, Skipped):
+                self.skip(positions[key], record.reason)
 
     def put(
         self, positions: Sequence[int], scores: ArrayLike, classes: ArrayLike, sizes: ArrayLike, areas: ArrayLike
@@ -200,36 +212,12 @@ class MapWriter:
         for shard in np.unique(shards).tolist():
             self._write(shard, at[shards == shard], records[shards == shard])
 
-    def put_maps(self, maps: Mapping[int, ScoreMap]) -> None:
-        """Store maps by their positions, as `put` does."""
-        names = ("scores", "classes", "size", "area")
-        self.put(list(maps), *([getattr(score_map, name) for score_map in maps.values()] for name in names))
-
     def skip(self, position: int, reason: str) -> None:
         """Say that an image has no map (unreadable, gone), and why. It is counted and listed."""
         at = self._checked([position])
         reason = " ".join(str(reason).split()) or "no reason given"
         record = pack_skipped(self._record, self._keys.raw(position))
         self._write(position // self.manifest.shard_size, at, record, reason)
-
-    def write_shard(self, index: int, records: Iterable[ScoreMap | Skipped]) -> None:
-        """Write a whole shard: one ScoreMap or Skipped per key of ``shard_keys(index)``, in order."""
-        span, given = self.shard_range(index), iter(records)
-        maps: dict[int, ScoreMap] = {}  # some at a time: packing one by one costs twice as much
-        for position in span:
-            record = next(given, None)
-            if record is None:
-                self._discard(index)
-                raise StoreError(
-                    f"shard {index} of {self.path} needs {len(span)} records, got {position - span.start}."
-                )
-            if isinstance(record, Skipped):
-                self.skip(position, record.reason)
-            else:
-                maps[position] = record
-            if maps and (len(maps) == 64 or position == span[-1]):
-                self.put_maps(maps)
-                maps.clear()
 
     def finalize(self) -> Manifest:
         """Collect all shards' checksums and mark the store complete. For rank 0, at the end."""
