@@ -56,7 +56,7 @@ def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
         "12 of 3 x 4 cells",
         "100.0% of 12 maps",
         "bytes per image",
-        "labels sheet maps",
+        "maps sheet maps",
         "train photos --labels maps --recipe small_32_token",
     ):
         assert part in said
@@ -120,7 +120,7 @@ def test_the_commands_to_run_next_can_be_pasted(here, capsys):
     words = ("my photos", "--out", "my maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu")
     assert run(*words) == 0
     said = capsys.readouterr().out
-    assert "labels sheet 'my maps' --images 'my photos' --out" in said
+    assert "maps sheet 'my maps' --images 'my photos' --out" in said
     assert "train 'my photos' --labels 'my maps' --recipe" in said
 
 

@@ -100,9 +100,9 @@ def test_wrong_images_come_first_surest_first_then_mixed_ones(tmp_path):
     assert sorted(key for key, _ in everything) == sorted(store)
     assert ("cat/sure.jpg", WRONG) in pick(store, 3)[0]
     seen = summarize_store(store)
-    assert (seen.looked_at, seen.labelled, seen.agreement) == (23, 23, pytest.approx(21 / 23))
+    assert (seen.looked_at, seen.labelled, seen.images_agree) == (23, 23, pytest.approx(21 / 23))
     nameless = make_store(tmp_path / "t", maps, names=[])
-    assert summarize_store(nameless).agreement is None
+    assert summarize_store(nameless).images_agree is None
 
 
 def pixel(picture: Image.Image, x: float, y: float) -> np.ndarray:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from everytoken.annotators.build import ANNOTATORS, build_annotator
     from everytoken.annotators.fit import FitOptions, fit_annotator
     from everytoken.annotators.job import JobOptions, Outcome, Team, annotate
-    from everytoken.annotators.summary import Summary, summarise
+    from everytoken.annotators.summary import summarise
     from everytoken.classes import ClassError, ClassList, ClassPlan, imagenet_classes, plan_classes
 
 __getattr__, __dir__ = lazy(
@@ -33,7 +33,7 @@ __getattr__, __dir__ = lazy(
         "everytoken.annotators.build": ["ANNOTATORS", "build_annotator"],
         "everytoken.annotators.fit": ["FitOptions", "fit_annotator"],
         "everytoken.annotators.job": ["JobOptions", "Outcome", "Team", "annotate"],
-        "everytoken.annotators.summary": ["Summary", "summarise"],
+        "everytoken.annotators.summary": ["summarise"],
         "everytoken.classes": ["ClassError", "ClassList", "ClassPlan", "imagenet_classes", "plan_classes"],
     },
 )
@@ -48,7 +48,6 @@ __all__ = [
     "JobOptions",
     "Outcome",
     "Preprocessing",
-    "Summary",
     "Team",
     "annotate",
     "build_annotator",

@@ -17,9 +17,10 @@ from everytoken.errors import EverytokenError
 from everytoken.machine import default_workers
 
 if TYPE_CHECKING:
-    from everytoken.annotators import Annotator, Outcome, Summary, Team
+    from everytoken.annotators import Annotator, Outcome, Team
     from everytoken.data.datasets import DataSet
     from everytoken.maps import Maps
+    from everytoken.maps.summary import StoreSummary
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _report(options: Annotate, data: DataSet, annotator: Annotator, outcome: Out
     print("next:")
     maps = quote(str(options.out))
     images = f" --images {quote(data.name)}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
-    print(f"  everytoken labels sheet {maps}{images} --out sheet.png    # look at them")
+    print(f"  everytoken maps sheet {maps}{images} --out sheet.png    # look at them")
     if data.class_names:
         held = f" --val-split {options.val_split:g}" if options.val_split else ""
         recipe = f"small_{_usual_side(Maps(options.out))}_token"
@@ -250,7 +251,7 @@ def _usual_side(store: Maps) -> int:
     return 32 if side < 48 else 64 if side < 80 else 96
 
 
-def _advice(annotator: Annotator, made: Summary, grid: tuple[int, int]) -> Iterator[str]:
+def _advice(annotator: Annotator, made: StoreSummary, grid: tuple[int, int]) -> Iterator[str]:
     """What the numbers suggest."""
     held_out = annotator.settings.get("held_out_accuracy")
     if held_out is not None and made.images_agree is not None and len(annotator.settings["weights_sha256"]) == 1:

@@ -83,13 +83,7 @@ class Sheet(SheetOptions):
 
 
 def sheet(argv: list[str], prog: str) -> int:
-    result = make_sheet(parse(Sheet, prog, argv))
-    print(f"{result.path}: {result.images} image{'s' if result.images > 1 else ''}")
-    if result.missing:
-        print(
-            f"note: {result.missing} of {result.images} images were not found under {result.folder}; "
-            "their cells are drawn on grey"
-        )
+    make_sheet(parse(Sheet, prog, argv))
     return 0
 
 

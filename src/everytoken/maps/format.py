@@ -107,7 +107,7 @@ class StoreMeta:
             names = [name for name in names if name == "annotator.name" or not name.startswith("annotator.")]
         if "class_names" in names and mine["num_classes"] != theirs["num_classes"]:
             names.remove("class_names")
-        names.sort(key=lambda name: (list(_WORDS).index(name) if name in _WORDS else len(_WORDS), "sha256" in name))
+        names.sort(key=lambda name: (name != "annotator.name", name.startswith("annotator"), "sha256" in name))
         return [_difference(name, mine.get(name), theirs.get(name)) for name in names]
 
 
@@ -143,13 +143,9 @@ class ShardInfo:
     skipped: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> ShardInfo:
+    def of(cls, entry: Mapping[str, Any]) -> ShardInfo:
         """From a checked entry of a manifest or sidecar."""
-        skipped = tuple((place, reason) for place, reason in entry["skipped"])
-        return cls(entry["file"], entry["records"], entry["sha256"], skipped)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"file": self.file, "records": self.records, "sha256": self.sha256, "skipped": self.skipped}
+        return cls(entry["file"], entry["records"], entry["sha256"], tuple(map(tuple, entry["skipped"])))
 
     def fits(self, span: range) -> bool:
         """Whether this can be the shard of these positions."""
@@ -227,7 +223,7 @@ class Manifest(StoreMeta):
                 "maps": self.total - self.skipped if self.complete else 0,
                 "skipped": self.skipped,
                 "checksums": dict(self.checksums),
-                "shards": [shard.to_json() for shard in self.shards],
+                "shards": [vars(shard) for shard in self.shards],
                 "complete": self.complete,
             }
         )
@@ -257,7 +253,7 @@ class Manifest(StoreMeta):
         try:
             schema.parse(_ManifestEntries, _printable(content), str(path))
             names = {f.name for f in fields(cls)} - {"shards"}
-            shards = tuple(map(ShardInfo.from_json, content["shards"]))
+            shards = tuple(map(ShardInfo.of, content["shards"]))
             manifest = cls(**{name: content[name] for name in names}, shards=shards)
             spans = map(manifest.shard_range, range(manifest.num_shards))
             if manifest.complete and not all(map(ShardInfo.fits, shards, spans)):
@@ -288,34 +284,18 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return result
 
 
-_WORDS = {  # the most telling first
-    "annotator.name": "annotator",
-    "num_classes": "number of classes",
-    "class_names": "classes",
-    "annotator.input.size": "size of the annotator's input",
-    "grid": "cells of a map",
-    "top_k": "classes kept per cell",
-    "resize_mode": "how images are resized",
-    "annotator.fit.folds": "folds",
-    "annotator.amp": "mixed precision",
-}
-
-
 def _difference(name: str, old: Any, new: Any) -> str:
-    word = _WORDS.get(name, name.removeprefix("annotator.").replace(".", " ").replace("_", " "))
     if "sha256" in name:
-        return f"{word.replace(' sha256', '')}: not the same"
+        return f"{name.replace('_sha256', '')}: not the same"
     if name == "class_names" and old and new:
         place = next(i for i, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
-        return f"{word}: number {place} is {_short(old[place])} in the store, {_short(new[place])} now"
-    return f"{word}: {_short(old)} in the store, {_short(new)} now"
+        name, old, new = f"class_names[{place}]", old[place], new[place]
+    return f"{name.removesuffix('.name')}: {_short(old)} in the store, {_short(new)} now"
 
 
 def _short(value: Any) -> str:
     if value is None or value in ("", [], {}):
         return "none"
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(part, int) for part in value):
-        return f"{value[0]} x {value[1]}"
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -522,7 +502,7 @@ def sidecar(folder: Path, index: int) -> Path:
 
 def write_sidecar(folder: Path, manifest: Manifest, index: int, info: ShardInfo, rank: int = 0) -> None:
     """Say that a shard is done."""
-    content = info.to_json() | {"plan": manifest.plan_id()}
+    content = vars(info) | {"plan": manifest.plan_id()}
     files.write_atomically(sidecar(folder, index), files.seal(content), rank)
 
 
@@ -534,7 +514,7 @@ def read_sidecar(folder: Path, manifest: Manifest, index: int, plan_id: str | No
         if content.get("plan") != (plan_id or manifest.plan_id()):
             return None
         schema.parse(_ShardEntry, _printable(content), str(path))
-        info = ShardInfo.from_json(content)
+        info = ShardInfo.of(content)
         whole = (folder / shard_name(index)).stat().st_size == shard_bytes(manifest, index)
         return info if whole and info.fits(manifest.shard_range(index)) else None
     except (FileNotFoundError, files.DamagedError, schema.SchemaError):

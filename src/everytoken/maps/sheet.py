@@ -6,6 +6,7 @@ maps are all shown where they lie; what the map does not cover stays grey.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from everytoken.maps.score_map import ScoreMap
 from everytoken.maps.store import Maps
 from everytoken.maps.summary import MapSummary, folder_label, pick, summarize
 
+log = logging.getLogger(__name__)
 SUBTITLE = "colour: best class of each cell, stronger where surer · legend: main classes with their part of the cells"
 
 
@@ -46,19 +48,9 @@ class SheetOptions:
     """Images side by side."""
 
 
-@dataclass(frozen=True)
-class SheetResult:
-    """A sheet that was written: how many images it has, and how many of them were not found under `folder`."""
-
-    path: Path
-    images: int
-    missing: int
-    folder: Path | None
-
-
-def make_sheet(options: SheetOptions) -> SheetResult:
+def make_sheet(options: SheetOptions) -> Path:
     """Draw images with their maps into one picture: those that are named, or first those where map and folder
-    disagree, then mixed ones, then others."""
+    disagree, then mixed ones, then others. Returns the picture's path."""
     from everytoken.classes import class_finder
 
     maps = Maps(options.maps, partial=True)
@@ -87,7 +79,10 @@ def make_sheet(options: SheetOptions) -> SheetResult:
         picture.save(options.out)
     except (OSError, ValueError) as error:
         raise EverytokenError(f"cannot write {options.out}: {error}. Give a name that ends in .png or .jpg.") from error
-    return SheetResult(options.out, len(tiles), missing, folder)
+    log.info(f"{options.out}: {len(tiles)} image{'s' if len(tiles) > 1 else ''}")
+    if missing:
+        log.info(f"note: {missing} of {len(tiles)} images were not found under {folder}; their cells are drawn on grey")
+    return options.out
 
 
 def find_images(images: Path, keys: Sequence[str]) -> tuple[Path, int]:

@@ -98,52 +98,85 @@ def sample_positions(total: int, limit: int) -> list[int]:
     return [i * total // count for i in range(count)]
 
 
-def summarize_some(maps: Maps, limit: int) -> Iterator[tuple[str, MapSummary, int | None]]:
-    """Key, summary and folder's class (None if it has none) of up to `limit` maps spread over the store."""
+def summarize_some(
+    maps: Maps, limit: int, label_of: Callable[[str], int | None] | None = None
+) -> Iterator[tuple[str, MapSummary, int | None]]:
+    """Key, summary and true class (None if not known) of up to `limit` maps spread over the store.
+
+    Args:
+        maps: the store.
+        limit: maps to look at.
+        label_of: key -> class; by default what the image's folder says.
+    """
     from everytoken.classes import class_finder
 
     find = class_finder(maps.class_names)
     for i in sample_positions(len(maps), limit):
         key = maps.key(i)
-        yield key, summarize(maps.read(i), maps.num_classes), folder_label(key, find)
+        label = folder_label(key, find) if label_of is None else label_of(key)
+        yield key, summarize(maps.read(i), maps.num_classes), label
 
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """Means over the maps that were looked at; `agreement` with the folders is None when no folder names a class."""
+    """A store in numbers.
 
+    Attributes:
+        maps, skipped: counts of the store.
+        skipped_examples: (key, reason) of the first few.
+        bytes_per_image: on disk, all files of the store, trained annotators left out.
+        looked_at: maps that the means below are over.
+        labelled: those of them whose true class is known.
+        images_agree: part of the labelled maps whose class is the true one; None without labels.
+        cells_agree: part of their cells whose best class is the true one.
+        vocabulary: mean number of classes in a map.
+        confidence: mean probability of a cell's best class.
+    """
+
+    maps: int
+    skipped: int
+    skipped_examples: tuple[tuple[str, str], ...]
+    bytes_per_image: float
     looked_at: int
+    labelled: int
+    images_agree: float | None
+    cells_agree: float | None
     vocabulary: float
     confidence: float
-    agreement: float | None
-    labelled: int
 
 
-def summarize_store(maps: Maps, limit: int = 512) -> StoreSummary:
-    """Look at up to `limit` maps spread over the store."""
-    vocabulary, confidence, right = [], [], []
-    for _, summary, label in summarize_some(maps, limit):
+def summarize_store(maps: Maps, limit: int = 512, label_of: Callable[[str], int | None] | None = None) -> StoreSummary:
+    """Count, and look at up to `limit` maps spread over the store; `label_of`: see `summarize_some`."""
+    vocabulary, confidence, images, cells = [], [], [], []
+    for _, summary, label in summarize_some(maps, limit, label_of):
         vocabulary.append(summary.vocabulary)
         confidence.append(float(summary.confidence[summary.inside].mean()))
         if label is not None:
-            right.append(label == summary.image_class)
+            images.append(summary.image_class == label)
+            cells.append(float((summary.top[summary.inside] == label).mean()))
+    skipped = maps.skipped
+    size = sum(path.stat().st_size for path in maps.path.iterdir() if path.is_file())
     return StoreSummary(
-        len(vocabulary),
-        float(np.mean(vocabulary)) if vocabulary else 0.0,
-        float(np.mean(confidence)) if confidence else 0.0,
-        float(np.mean(right)) if right else None,
-        len(right),
+        maps=len(maps),
+        skipped=len(skipped),
+        skipped_examples=tuple(list(skipped.items())[:5]),
+        bytes_per_image=size / max(1, maps.manifest.total),
+        looked_at=len(vocabulary),
+        labelled=len(images),
+        images_agree=float(np.mean(images)) if images else None,
+        cells_agree=float(np.mean(cells)) if cells else None,
+        vocabulary=float(np.mean(vocabulary)) if vocabulary else 0.0,
+        confidence=float(np.mean(confidence)) if confidence else 0.0,
     )
 
 
 def describe(maps: Maps, sample: int = 512) -> dict[str, Any]:
     """What is in a store, for people: settings, counts, size, and what up to `sample` of its maps are like."""
-    manifest, names, skipped = maps.manifest, maps.class_names, maps.skipped
-    size = sum(path.stat().st_size for path in maps.path.iterdir() if path.is_file())
+    manifest, names, summary = maps.manifest, maps.class_names, summarize_store(maps, sample)
     facts: dict[str, Any] = {
         "state": "complete" if manifest.complete else "not finished: the same command continues it",
         "maps": len(maps),
-        "skipped images": len(skipped),
+        "skipped images": summary.skipped,
         "images": manifest.total,
         "grid": f"{maps.grid[0]} x {maps.grid[1]}",
         "classes per cell": maps.top_k,
@@ -153,18 +186,17 @@ def describe(maps: Maps, sample: int = 512) -> dict[str, Any]:
         "image to annotator": manifest.resize_mode,
         "annotator": manifest.annotator or "not known",
         "shards": f"{manifest.num_shards} of {manifest.shard_size:,} images",
-        "size": f"{size / 1e6:,.1f} MB",
-        "bytes per map": round(size / len(maps)) if len(maps) else 0,
+        "size": f"{summary.bytes_per_image * manifest.total / 1e6:,.1f} MB",
+        "bytes per image": round(summary.bytes_per_image),
     }
-    if skipped:
-        facts["skipped, for example"] = "; ".join(f"{key}: {why}" for key, why in list(skipped.items())[:3])
-    if sample > 0 and len(maps):
-        summary = summarize_store(maps, sample)
+    if summary.skipped:
+        facts["skipped, for example"] = "; ".join(f"{key}: {why}" for key, why in summary.skipped_examples[:3])
+    if summary.looked_at:
         facts["looked at"] = f"{summary.looked_at:,} maps"
         facts["classes in a map, mean"] = f"{summary.vocabulary:.1f}"
         facts["confidence of a cell, mean"] = f"{summary.confidence:.1%}"
-        agreement = "folder names are no class names" if summary.agreement is None else f"{summary.agreement:.1%}"
-        facts["map's class = folder's"] = agreement
+        agree = summary.images_agree
+        facts["map's class = folder's"] = "folder names are no class names" if agree is None else f"{agree:.1%}"
     return facts
 
 
