@@ -3,7 +3,8 @@
 Opening reads the manifest only; keys and shards are mapped when they are first needed and shared through the page cache
 by all data-loading workers. Every record is compared with its checksum when it is read.
 
-Cost: a random read takes about 10 µs, checksum included, some 1/30 of torch.load on a released map.
+Cost: a random read of 18x18x5 takes 9 µs, 3 µs of them for the checksum; torch.load on a released map takes some 25
+times as long.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Maps(Mapping[str, ScoreMap]):
 
     Args:
         path: the store's folder.
-        check: compare each record with its checksum when it is read (2 µs for 8x8 cells, 5 µs for 18x18).
+        check: compare each record with its checksum when it is read (3 µs for 18x18 cells).
         partial: open a store that is not finished; it has the maps that are finished.
 
     Attributes:
