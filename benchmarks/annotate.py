@@ -103,7 +103,7 @@ def job(annotator: Annotator, data: DataSet, decoded: list[ImageBatch]) -> None:
     meta = StoreMeta(annotator.grid(CPU), 5, num_classes=CLASSES)
     with (
         tempfile.TemporaryDirectory() as folder,
-        MapWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
+        MapWriter(Path(folder) / "maps", data.keys(), meta) as writer,
     ):
         for _ in fill(writer, annotator, plan, decoded, "", CPU):
             pass
@@ -138,7 +138,7 @@ def waiting(annotator: NetworkAnnotator, data: DataSet, batch_size: int, workers
     meta = StoreMeta(annotator.grid(CPU), 5, num_classes=CLASSES)
     with (
         tempfile.TemporaryDirectory() as folder,
-        MapWriter.create_or_resume(Path(folder) / "maps", data.keys(), meta) as writer,
+        MapWriter(Path(folder) / "maps", data.keys(), meta) as writer,
     ):
         reader = BatchReader(data, store_order(data), annotator.preprocessing, "squash")
         stream = batches(reader, writer, writer.pending_shards(), batch_size, workers, False)

@@ -61,7 +61,7 @@ def make_store(data: DataSet, folder: Path) -> Maps:
     rng = np.random.default_rng(0)
     meta = StoreMeta(grid=(18, 18), top_k=5, num_classes=1000, annotator={"name": "synthetic"})
     sizes = {data.key(i): data.picture(i).size for i in range(len(data))}
-    with MapWriter.create_or_resume(folder / "maps", sizes, meta) as writer:
+    with MapWriter(folder / "maps", sizes, meta) as writer:
         for shard in writer.pending_shards():
             for position in writer.shard_range(shard):
                 words = rng.choice(1000, 30, replace=False)

@@ -111,7 +111,7 @@ def image_label_everywhere(images: Path, out: Path) -> None:
     names = data.class_names
     labels = {data.key(i): data.label(i) for i in range(len(data))}
     meta = StoreMeta(grid=(8, 8), top_k=5, class_names=names, annotator={"name": "the image's label everywhere"})
-    with MapWriter.create_or_resume(out, labels, meta) as writer:
+    with MapWriter(out, labels, meta) as writer:
         for at in range(len(labels)):
             classes = (labels[writer.key(at)] + np.arange(5)) % len(names)
             shape = (1, 8, 8, 5)
@@ -134,16 +134,16 @@ def means(source: Path, out: Path) -> None:
     meta = StoreMeta(known.grid, known.top_k, known.class_names, annotator={"name": "means"})
     if known.top_k != known.num_classes:
         raise RuntimeError(f"{source} does not keep all classes, so its means cannot be known")
-    with MapWriter.create_or_resume(out, list(store), meta) as writer:
-        for at in range(len(store)):
-            one = store[writer.key(at)]
+    with MapWriter(out, list(store), meta) as writer:
+        for key in writer.pending_keys():
+            one = store[key]
             dense = np.zeros(one.scores.shape, np.float32)
             np.put_along_axis(dense, one.classes.astype(np.int64), one.scores.astype(np.float32), -1)
             mean = dense.mean((0, 1))
             order = np.argsort(-mean)
             shape = one.scores.shape
             made = ScoreMap(np.broadcast_to(mean[order], shape), np.broadcast_to(order, shape), one.size, one.area)
-            writer.put_maps({at: made})
+            writer.write({key: made})
         writer.finalize()
     (out / "done").touch()
 

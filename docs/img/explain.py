@@ -105,8 +105,8 @@ def main() -> None:
             scores = np.broadcast_to(np.array([6.0, 0.0], np.float16), classes.shape).copy()
             maps[f"{i}.png"] = ScoreMap(scores, classes, (SIZE, SIZE))
         meta = StoreMeta((GRID, GRID), 2, list(NAMES), num_classes=5, annotator={"name": "who drew it"})
-        with MapWriter.create_or_resume(root / "maps", maps, meta) as writer:
-            writer.write_shard(0, [maps[key] for key in writer.shard_keys(0)])
+        with MapWriter(root / "maps", maps, meta) as writer:
+            writer.write(maps)
             writer.finalize()
         images = [str(root / f"{i}.png") for i in (1, 2, 3)]
         common = ["--device", "cpu", "--out"]

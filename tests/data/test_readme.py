@@ -40,9 +40,8 @@ def here(tmp_path, monkeypatch):
         (32, 24),
         (0.0, 0.0, 1.0, 1.0),
     )
-    with MapWriter.create_or_resume("maps", data.keys(), StoreMeta((3, 3), 2, data.class_names)) as writer:
-        for shard in writer.pending_shards():
-            writer.write_shard(shard, [one] * len(writer.shard_range(shard)))
+    with MapWriter("maps", data.keys(), StoreMeta((3, 3), 2, data.class_names)) as writer:
+        writer.write(dict.fromkeys(data.keys(), one))
         writer.finalize()
     return tmp_path
 

@@ -33,9 +33,8 @@ def make_store(path: Path, tree: Path, names=("class-0", "class-1", "class-2"), 
     keys = sorted(p.relative_to(tree / "train").as_posix() for p in (tree / "train").rglob("*.png"))[leave_out:]
     meta = StoreMeta(grid=(2, 2), top_k=2, class_names=list(names))
     one = ScoreMap(np.ones((2, 2, 2), np.float16), np.tile(np.array([0, 1], np.uint8), (2, 2, 1)), (40, 36))
-    with MapWriter.create_or_resume(path, keys, meta) as writer:
-        for shard in writer.pending_shards():
-            writer.write_shard(shard, [one for _ in writer.shard_range(shard)])
+    with MapWriter(path, keys, meta) as writer:
+        writer.write(dict.fromkeys(keys, one))
         writer.finalize()
     return path
 
@@ -168,8 +167,8 @@ def test_images_that_a_split_holds_out_need_no_map(capsys, tree, tmp_path):
     data = open_dataset(tree / "train", val_split=0.2)
     meta = StoreMeta(grid=(2, 2), top_k=2, class_names=list(data.class_names))
     one = ScoreMap(np.ones((2, 2, 2), np.float16), np.tile(np.array([0, 1], np.uint8), (2, 2, 1)), (40, 36))
-    with MapWriter.create_or_resume(tmp_path / "maps", list(data.keys()), meta) as writer:
-        writer.write_shard(0, [one for _ in writer.shard_range(0)])
+    with MapWriter(tmp_path / "maps", list(data.keys()), meta) as writer:
+        writer.write(dict.fromkeys(data.keys(), one))
         writer.finalize()
     code, found = ask(capsys, tree / "train", tmp_path / "maps")
     assert code == 0

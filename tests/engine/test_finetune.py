@@ -33,7 +33,7 @@ def maps(photos, tmp_path_factory):
         path = tmp_path_factory.mktemp("maps") / "store"
         data = open_dataset(photos, "train")
         keys = [data.key(i) for i in range(len(data))]
-        with MapWriter.create_or_resume(path, keys, StoreMeta((2, 2), 1, names, count)) as writer:
+        with MapWriter(path, keys, StoreMeta((2, 2), 1, names, count)) as writer:
             for at in range(len(keys)):
                 writer.put([at], torch.ones(1, 2, 2, 1).numpy(), torch.zeros(1, 2, 2, 1).long().numpy(), [[40, 36]],
                            [[0.0, 0.0, 1.0, 1.0]])  # fmt: skip

@@ -22,15 +22,12 @@ def make_store(photos, path, names):
     rng = np.random.default_rng(0)
     keys = [data.key(i) for i in range(len(data))]
     top = min(2, len(names))
-    with MapWriter.create_or_resume(path, keys, StoreMeta((5, 6), top, tuple(names))) as writer:
-        for shard in writer.pending_shards():
-            records = []
-            for key in writer.shard_keys(shard):
-                classes = np.stack([rng.permutation(len(names))[:top] for _ in range(30)]).reshape(5, 6, top)
-                scores = np.sort(rng.normal(3, 1, (5, 6, top)))[..., ::-1].astype(np.float16)
-                width, height = data.load(keys.index(key)).size
-                records.append(ScoreMap(scores, classes.astype(np.uint16), (width, height), (0.0, 0.0, 1.0, 1.0)))
-            writer.write_shard(shard, records)
+    with MapWriter(path, keys, StoreMeta((5, 6), top, tuple(names))) as writer:
+        for key in writer.pending_keys():
+            classes = np.stack([rng.permutation(len(names))[:top] for _ in range(30)]).reshape(5, 6, top)
+            scores = np.sort(rng.normal(3, 1, (5, 6, top)))[..., ::-1].astype(np.float16)
+            size = data.load(keys.index(key)).size
+            writer.write({key: ScoreMap(scores, classes.astype(np.uint16), size)})
         writer.finalize()
     return path
 

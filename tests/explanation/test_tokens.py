@@ -27,8 +27,8 @@ def write_store(path, top, names, area=(0.0, 0.0, 1.0, 1.0), key="train/cat/one.
     classes = np.stack((top, (top + 1) % len(names)), axis=-1).astype(np.uint16)
     scores = np.broadcast_to(np.array([9.0, 1.0], np.float16), classes.shape).copy()
     meta = StoreMeta(top.shape, 2, list(names), num_classes=len(names), annotator={"name": "test"})
-    with MapWriter.create_or_resume(path, [key], meta) as writer:
-        writer.write_shard(0, [ScoreMap(scores, classes, (40, 36), area)])
+    with MapWriter(path, [key], meta) as writer:
+        writer.write({key: ScoreMap(scores, classes, (40, 36), area)})
         writer.finalize()
     return Maps(path)
 

@@ -26,7 +26,7 @@ class TwoHeads(nn.Module):
 def test_the_snippet_of_the_page_trains_a_model_on_a_store(tmp_path, monkeypatch):
     rng, keys, K = np.random.default_rng(0), [f"cat/{i}.jpg" for i in range(4)], 20
     monkeypatch.chdir(tmp_path)
-    with MapWriter.create_or_resume("maps", keys, StoreMeta(grid=(6, 6), top_k=3, num_classes=K)) as writer:
+    with MapWriter("maps", keys, StoreMeta(grid=(6, 6), top_k=3, num_classes=K)) as writer:
         for shard in writer.pending_shards():
             for position in writer.shard_range(shard):
                 classes = np.stack([rng.permutation(K)[:3] for _ in range(36)]).reshape(1, 6, 6, 3)

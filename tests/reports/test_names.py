@@ -24,7 +24,7 @@ def test_maps_of_wordnet_folders_are_told_in_words(tmp_path, names, capsys):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (90, 120, 30)).save(path)
     meta = StoreMeta(grid=(2, 2), top_k=2, class_names=names, annotator={"name": "test"})
-    with MapWriter.create_or_resume(tmp_path / "maps", keys, meta) as writer:
+    with MapWriter(tmp_path / "maps", keys, meta) as writer:
         shape = (4, 2, 2, 2)
         classes = np.array([[0, 1], [0, 1], [1, 0], [1, 0]])[:, None, None]
         areas = [[0.0, 0.0, 1.0, 1.0]] * 4

@@ -160,7 +160,7 @@ def annotate(
     settings = {**annotator.describe(), "amp": options.amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
     known = open_known(Path(options.reuse), out, meta) if options.reuse else None
-    with MapWriter.create_or_resume(
+    with MapWriter(
         out,
         data.keys(),
         meta,

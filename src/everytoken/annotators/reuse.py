@@ -36,6 +36,7 @@ def copy_known(writer: MapWriter, shards: Sequence[int], store: Maps) -> frozens
     for shard in shards:
         at = [position for position in writer.shard_range(shard) if writer.key(position) in store]
         for start in range(0, len(at), _SOME):
-            writer.put_maps({position: store[writer.key(position)] for position in at[start : start + _SOME]})
+            keys = map(writer.key, at[start : start + _SOME])
+            writer.write({key: store[key] for key in keys})
         done += at
     return frozenset(done)

@@ -109,7 +109,7 @@ def main(argv: list[str], prog: str) -> int:
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
         team = Team(world.rank, world.size, world.device, world.barrier)
         annotator = _annotator(options, data, team)
-        with _meter("annotating", team) as tell:
+        with _progress("annotating", team) as tell:
             outcome = annotate(data, options.out, annotator, _job(options), team, tell)
         if world.is_main:
             return _report(options, data, annotator, outcome, team)
@@ -178,7 +178,7 @@ def _annotator(options: Annotate, data: DataSet, team: Team) -> Annotator:
         seed=options.seed,
         workers=options.workers,
     )
-    return fit_annotator(data, options.out, fit, size, options.resize, team, _say, lambda what: _meter(what, team))
+    return fit_annotator(data, options.out, fit, size, options.resize, team, _say, lambda what: _progress(what, team))
 
 
 def _say(text: str) -> None:
@@ -186,13 +186,13 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _meter(what: str, team: Team) -> Iterator[Any]:
+def _progress(what: str, team: Team) -> Iterator[Any]:
     """Progress of one process; in a team, rank 0 speaks for all (its share is done as fast as the others')."""
-    from everytoken.progress import Progress as Meter
+    from everytoken.progress import Progress
 
     if team.rank == 0:
-        with Meter(what, "images") as meter:
-            yield meter
+        with Progress(what, "images") as progress:
+            yield progress
     else:
         yield lambda done, total: None
 

@@ -46,7 +46,7 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(Doctor, prog, argv)
     from everytoken.doctor import diagnose
 
-    findings = diagnose(options.paths, _meter, options.sample, options.workers)
+    findings = diagnose(options.paths, _progress, options.sample, options.workers)
     errors = sum(finding.level == "error" for finding in findings)
     if options.json:
         print(json.dumps({"errors": errors, "findings": [finding.to_json() for finding in findings]}, indent=1))
@@ -77,8 +77,8 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 @contextmanager
-def _meter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    from everytoken.progress import Progress as Meter
+def _progress(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    from everytoken.progress import Progress
 
-    with Meter(title, unit) as meter:
-        yield meter
+    with Progress(title, unit) as progress:
+        yield progress

@@ -44,11 +44,11 @@ def main(argv: list[str], prog: str) -> int:
     out = options.out or Path(f"report.{options.format or 'html'}")
     if options.format and out.suffix != f".{options.format}" and not out.is_dir():
         raise EverytokenError(f"--format {options.format} writes a .{options.format} file, and --out is {out}")
-    from everytoken.progress import Progress as Meter
+    from everytoken.progress import Progress
 
     sys.stdout.flush()
     shared = {field.name: getattr(options, field.name) for field in fields(ReportOptions)}
-    result = report(options.runs, out, progress=lambda title: Meter(title, "images"), **shared)
+    result = report(options.runs, out, progress=lambda title: Progress(title, "images"), **shared)
     print(result.headline)
     for note in result.notes:
         print(f"note: {note}")

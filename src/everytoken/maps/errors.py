@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from everytoken.errors import EverytokenError
-from everytoken.files import BusyError as StoreBusyError
 from everytoken.files import DamagedError
-
-__all__ = ["StoreBusyError", "StoreDamagedError", "StoreError", "StoreMismatchError", "StoreUnfinishedError"]
 
 
 class StoreError(EverytokenError):

@@ -27,7 +27,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -130,16 +129,6 @@ class MapWriter:
             except BaseException:
                 self._lock.release()
                 raise
-
-    @classmethod
-    def create_or_resume(cls, *args: Any, **kwargs: Any) -> MapWriter:
-        return cls(*args, **kwargs)
-
-    def put_maps(self, maps: Mapping[int, ScoreMap]) -> None:
-        self.write({self.key(position): record for position, record in maps.items()})
-
-    def write_shard(self, index: int, records: Iterable[ScoreMap | Skipped]) -> None:
-        self.write(dict(zip(self.shard_keys(index), records, strict=True)))
 
     @property
     def complete(self) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from everytoken._meter import clock
 from everytoken.engine.run_folder import Run
+from everytoken.progress import clock
 from everytoken.reports.collect import Report
 from everytoken.reports.text import interval_words, progress
 

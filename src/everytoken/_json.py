@@ -1,3 +1,0 @@
-from everytoken.files import plain_json
-
-__all__ = ["plain_json"]

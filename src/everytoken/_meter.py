@@ -1,4 +1,0 @@
-from everytoken.progress import Progress as Meter
-from everytoken.progress import clock
-
-__all__ = ["Meter", "clock"]

@@ -1,3 +1,0 @@
-from everytoken.files import LOCK, Lock
-
-__all__ = ["LOCK", "Lock"]
