@@ -33,12 +33,11 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from everytoken.annotators import Annotator, ClassList, JobOptions, Preprocessing, annotate, plan_classes
-from everytoken.annotators.annotator import NetworkAnnotator
+from everytoken.annotators import AnnotateOptions, Annotator, Preprocessing, fill_store
+from everytoken.annotators.annotator import CellScores, FunctionAnnotator, NetworkAnnotator
 from everytoken.annotators.job import fill
-from everytoken.annotators.networks import CellScores
-from everytoken.annotators.own_function import FunctionAnnotator
 from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
+from everytoken.classes import ClassList, plan_classes
 from everytoken.data.datasets import DataSet, open_dataset
 from everytoken.maps import MapWriter, StoreMeta
 
@@ -170,7 +169,7 @@ def peak_of(count: int, folder: str) -> int:
     score = lambda images: torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1)  # noqa: E731
     annotator = FunctionAnnotator("tiny", Preprocessing((64, 64)), ClassList(3), {}, score)
     with tempfile.TemporaryDirectory() as out:
-        annotate(data, Path(out) / "maps", annotator, JobOptions(workers=0, foreign_classes=True))
+        fill_store(data, Path(out) / "maps", annotator, AnnotateOptions(workers=0, foreign_classes=True))
     status = Path("/proc/self/status")
     if status.exists():  # getrusage would tell the peak of the process that started this one
         (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]

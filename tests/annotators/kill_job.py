@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from everytoken.annotators import ClassList, JobOptions, Preprocessing, annotate
-from everytoken.annotators.own_function import FunctionAnnotator
+from everytoken.annotators import AnnotateOptions, Preprocessing, fill_store
+from everytoken.annotators.annotator import FunctionAnnotator
+from everytoken.classes import ClassList
 from everytoken.data.datasets import open_dataset
 
 
@@ -38,7 +39,7 @@ def run(data: Path, out: Path, kill_at: int = 0, kill_after: float = 0.0) -> Non
 
     names = ("blue", "green", "red")
     annotator = FunctionAnnotator("test", Preprocessing((32, 32)), ClassList(3, names), {}, score)
-    annotate(open_dataset(data), out, annotator, JobOptions(batch_size=3, workers=0, shard_size=4))
+    fill_store(open_dataset(data), out, annotator, AnnotateOptions(batch_size=3, workers=0, shard_size=4))
 
 
 def main(data: str, out: str, calm: str, kills: str, seed: str) -> None:

@@ -57,7 +57,7 @@ def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
         "100.0% of 12 maps",
         "bytes per image",
         "maps sheet maps",
-        "train photos --labels maps --recipe small_32_token",
+        "train photos --maps maps --recipe small_32_token",
     ):
         assert part in said
 
@@ -81,7 +81,7 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
         (["--annotator", "python:my_labels:not_a_function"], "not a function"),
         (["--annotator", "python:my_labels:nameless"], "class_names"),
         (["--annotator", "python:my_labels:wrong"], "2] is needed"),
-        (["--annotator", "python:my_labels:score", "--folds", "3"], "--folds can only be used with --annotator fit"),
+        (["--annotator", "python:my_labels:score", "--folds", "3"], "folds can only be used with the annotator fit"),
         (["--annotator", "fit", "--checkpoint", "x"], "trains its own weights"),
         (["--annotator", "python:my_labels:score", "--top-k", "4"], "more than the 3 classes"),
         (["--annotator", "nonsense"], "there is no annotator"),
@@ -121,13 +121,13 @@ def test_the_commands_to_run_next_can_be_pasted(here, capsys):
     assert run(*words) == 0
     said = capsys.readouterr().out
     assert "maps sheet 'my maps' --images 'my photos' --out" in said
-    assert "train 'my photos' --labels 'my maps' --recipe" in said
+    assert "train 'my photos' --maps 'my maps' --recipe" in said
 
 
 def test_photos_without_class_folders_need_a_word(here, capsys):
     words = ["photos/red", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu"]
     assert run(*words) == 2
-    assert "--unlabelled" in capsys.readouterr().err
+    assert "unlabelled" in capsys.readouterr().err
     assert run(*words, "--unlabelled") == 0
     assert len(Maps("maps")) == 4
     said = capsys.readouterr().out
@@ -160,7 +160,8 @@ def test_torchrun_makes_the_same_store(here):
 
 
 def test_errors_of_this_command_are_errors_for_people():
-    from everytoken.annotators import AnnotatorError, ClassError
+    from everytoken.annotators import AnnotatorError
+    from everytoken.classes import ClassError
 
     assert issubclass(AnnotatorError, EverytokenError)
     assert issubclass(ClassError, EverytokenError)

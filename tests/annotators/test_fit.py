@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import json
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from everytoken.annotators import AnnotatorError, FitOptions, JobOptions, Team, annotate, fit_annotator
-from everytoken.annotators import training as training_module
-from everytoken.annotators.fit_model import kept_network
-from everytoken.annotators.folds import make_folds
-from everytoken.annotators.small_cnn import small_cnn
+from everytoken.annotators import AnnotateOptions, AnnotatorError, FitOptions, fill_store, fit_annotator
+from everytoken.annotators import fit as fit_module
+from everytoken.annotators.fit import kept_network, make_folds, small_cnn
 from everytoken.data.datasets import open_dataset
+from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 from everytoken.models import TokenModel
 
-QUICK = FitOptions(size=(32, 32), epochs=3, batch_size=8, workers=0)
+ALONE = World(0, 1, torch.device("cpu"))
+WORKERS = AnnotateOptions(workers=0)
 
 
-def fit(data, out, options=QUICK, size=None, team=None, said=None):
-    say = (lambda text: None) if said is None else said.append
-    return fit_annotator(
-        data, out, options, size, "squash", team or Team(), say, lambda what: nullcontext(lambda done, total: None)
-    )
+def options(epochs=3, folds=1, img_size=(), **more):
+    fitted = {"fit_size": (32, 32), "fit_epochs": epochs, "fit_batch_size": 8, "folds": folds, **more}
+    return AnnotateOptions(workers=0, img_size=img_size, fit=FitOptions(**fitted))
+
+
+def fit(data, out, chosen=None, world=ALONE):
+    return fit_annotator(data, out, chosen or options(), world)
 
 
 def state(annotator, number=0):
@@ -37,19 +39,27 @@ def test_folds_hold_every_image_out_once_and_share_every_class(data):
     folds, part = make_folds(data, 3, seed=1)
     assert sorted(np.concatenate([fold.held_out for fold in folds]).tolist()) == list(range(len(data)))
     for fold in folds:
-        assert sorted([*fold.train.tolist(), *fold.held_out.tolist()]) == list(range(len(data)))
+        assert not set(fold.train.tolist()) & set(fold.held_out.tolist())
         assert set(data.labels[fold.held_out].tolist()) == {0, 1, 2}
         assert (part[fold.held_out] == fold.number).all()
     again, _ = make_folds(data, 3, seed=2)
     assert any(set(a.held_out.tolist()) != set(b.held_out.tolist()) for a, b in zip(folds, again, strict=True))
 
 
-def test_one_network_holds_out_a_tenth_and_annotates_all(photos_of):
-    data = open_dataset(photos_of(per_class=20))
-    folds, part = make_folds(data, 1, seed=1)
-    assert len(folds) == 1
-    assert len(folds[0].held_out) == 6
-    assert part.tolist() == [0] * 60
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_network_learns_from_images_that_training_validates_on(photos_of, count):
+    folder = photos_of(per_class=20)
+    data, validation = open_dataset(folder), open_dataset(folder, "val", val_split=0.1)
+    keys = {validation.key(i) for i in range(len(validation))}
+    validated = {i for i in range(len(data)) if data.key(i) in keys}
+    folds, part = make_folds(data, count, seed=1)
+    assert validated
+    assert all(not validated & set(fold.train.tolist()) for fold in folds)
+    if count == 1:
+        assert set(folds[0].held_out.tolist()) == validated
+        assert part.tolist() == [0] * 60
+    seen, _ = make_folds(data, count, seed=1, for_training=False)  # validation images were left out before
+    assert {int(i) for fold in seen for i in fold.train} >= set(range(60)) - set(seen[0].held_out.tolist())
 
 
 def test_a_class_with_one_image_cannot_be_held_out(photos_of, photos):
@@ -89,13 +99,14 @@ def test_cells_of_the_small_network_lie_in_the_middle_of_their_pixels(side):
             torch.testing.assert_close(cells, model.cell_logits(images), rtol=1e-3, atol=1e-3)
 
 
-def test_fit_learns_colours_and_labels_every_cell_with_them(photos_of, tmp_path):
+def test_fit_learns_colours_and_labels_every_cell_with_them(photos_of, tmp_path, caplog):
     data = open_dataset(photos_of(per_class=16))
-    said: list[str] = []
-    annotator = fit(data, tmp_path / "maps", FitOptions(size=(32, 32), epochs=8, batch_size=8, workers=0), said=said)
+    with caplog.at_level("INFO"):
+        annotator = fit(data, tmp_path / "maps", options(epochs=8))
     assert annotator.settings["held_out_accuracy"] == 1.0
-    assert any("held-out accuracy 100.0% (4 images)" in text for text in said)
-    annotate(data, tmp_path / "maps", annotator, JobOptions(workers=0))
+    assert annotator.settings["fit"]["held_out"] == 0.1
+    assert "held-out accuracy 100.0%" in caplog.text
+    fill_store(data, tmp_path / "maps", annotator, WORKERS)
     store = Maps(tmp_path / "maps")
     assert store.manifest.class_names == data.class_names
     for i in range(len(data)):
@@ -106,7 +117,7 @@ def test_the_same_seed_gives_the_same_network_and_another_does_not(data, tmp_pat
     one, two = fit(data, tmp_path / "one"), fit(data, tmp_path / "two")
     assert all(torch.equal(a, b) for a, b in zip(state(one).values(), state(two).values(), strict=True))
     assert one.describe() == two.describe()
-    other = fit(data, tmp_path / "other", FitOptions(size=(32, 32), epochs=3, batch_size=8, workers=0, seed=1))
+    other = fit(data, tmp_path / "other", options(seed=1))
     assert not torch.equal(state(one)["model.backbone.fc.weight"], state(other)["model.backbone.fc.weight"])
 
 
@@ -118,16 +129,16 @@ def test_training_leaves_the_global_random_numbers_alone(data, tmp_path):
 
 
 def test_a_finished_network_is_not_trained_again_and_a_missing_one_is(data, tmp_path, monkeypatch):
-    crossed = FitOptions(size=(32, 32), epochs=1, batch_size=8, workers=0, folds=2)
+    crossed = options(epochs=1, folds=2)
     first = fit(data, tmp_path / "maps", crossed)
     trained: list[int] = []
-    real = training_module.Trainer.train
+    real = fit_module._train_fold
 
-    def train(self, fold, *rest):
+    def train(data, fold, *rest):
         trained.append(fold.number)
-        return real(self, fold, *rest)
+        return real(data, fold, *rest)
 
-    monkeypatch.setattr(training_module.Trainer, "train", train)
+    monkeypatch.setattr(fit_module, "_train_fold", train)
     fit(data, tmp_path / "maps", crossed)
     assert trained == []
     (tmp_path / "maps/annotator/fold-1.json").unlink()  # killed before the note was written
@@ -139,37 +150,42 @@ def test_a_finished_network_is_not_trained_again_and_a_missing_one_is(data, tmp_
 
 
 def test_processes_share_the_folds(data, tmp_path):
-    crossed = FitOptions(size=(32, 32), epochs=1, batch_size=8, workers=0, folds=2)
+    crossed = options(epochs=1, folds=2)
 
-    def wait():
-        raise InterruptedError
+    class Second(World):
+        def barrier(self):
+            raise InterruptedError
+
+    class First(World):
+        def barrier(self):
+            pass
 
     with pytest.raises(InterruptedError):
-        fit(data, tmp_path / "maps", crossed, team=Team(1, 2, meet=wait))
+        fit(data, tmp_path / "maps", crossed, Second(1, 2, torch.device("cpu")))
     assert (tmp_path / "maps/annotator/fold-1.json").exists()
     assert not (tmp_path / "maps/annotator/fold-0.json").exists()
-    assert len(fit(data, tmp_path / "maps", crossed, team=Team(0, 2)).models) == 2
+    assert len(fit(data, tmp_path / "maps", crossed, First(0, 2, torch.device("cpu"))).models) == 2
 
 
 def test_a_network_that_was_trained_otherwise_is_not_used(data, tmp_path):
     fit(data, tmp_path / "maps")
     with pytest.raises(AnnotatorError, match=r"other settings \(epochs changed\)"):
-        fit(data, tmp_path / "maps", FitOptions(size=(32, 32), epochs=4, batch_size=8, workers=0))
+        fit(data, tmp_path / "maps", options(epochs=4))
     fewer = data.subset(range(len(data) - 1))
     with pytest.raises(AnnotatorError, match="the images or their classes changed"):
         fit(fewer, tmp_path / "maps")
 
 
 def test_each_image_is_annotated_by_the_network_that_did_not_see_it(data, tmp_path):
-    crossed = FitOptions(size=(32, 32), epochs=1, batch_size=8, workers=0, folds=3)
+    crossed = options(epochs=1, folds=3)
     annotator = fit(data, tmp_path / "maps", crossed)
-    folds, _ = make_folds(data, 3, crossed.seed)
+    folds, _ = make_folds(data, 3, crossed.fit.seed)
     annotator.to(torch.device("cpu"))
     images, indices = torch.randn(12, 3, 32, 32), np.arange(12)[::-1].copy()
     with torch.inference_mode():
         made = annotator.score(images, indices)
         for place, index in enumerate(indices.tolist()):
-            (own,) = [fold.number for fold in folds if index not in fold.train]
+            (own,) = [fold.number for fold in folds if index in fold.held_out]
             wanted = annotator.models[own](images[place : place + 1])[0]
             torch.testing.assert_close(made[place], wanted, rtol=1e-3, atol=1e-4)
             other = annotator.models[(own + 1) % 3](images[place : place + 1])[0]
@@ -179,26 +195,56 @@ def test_each_image_is_annotated_by_the_network_that_did_not_see_it(data, tmp_pa
 def test_unreadable_images_do_not_stop_training(photos, tmp_path):
     (photos / "red/0.red.png").write_bytes(b"broken")
     data = open_dataset(photos)
-    annotate(data, tmp_path / "maps", fit(data, tmp_path / "maps"), JobOptions(workers=0))
+    fill_store(data, tmp_path / "maps", fit(data, tmp_path / "maps"), WORKERS)
     assert list(Maps(tmp_path / "maps").skipped) == ["red/0.red.png"]
 
 
 def test_any_timm_model_can_be_fitted_at_its_own_size(data, tmp_path):
-    options = FitOptions(model="test_resnet", size=(64, 64), epochs=1, batch_size=8, workers=0)
-    annotator = fit(data, tmp_path / "maps", options, size=(96, 96))
+    chosen = options(epochs=1, fit_model="test_resnet", fit_size=(64, 64), img_size=(96, 96))
+    annotator = fit(data, tmp_path / "maps", chosen)
     assert annotator.preprocessing.size == (96, 96)
     assert type(annotator.models[0].model.backbone).__name__ == "ResNet"
     with pytest.raises(EverytokenError, match="no token view"):
-        fit(data, tmp_path / "other", FitOptions(model="test_mambaout", size=(64, 64)))
+        fit(data, tmp_path / "other", options(fit_model="test_mambaout", fit_size=(64, 64)))
     with pytest.raises(EverytokenError, match="test_resnet"):
-        fit(data, tmp_path / "other", FitOptions(model="test_resnot", size=(64, 64)))
+        fit(data, tmp_path / "other", options(fit_model="test_resnot", fit_size=(64, 64)))
 
 
 def test_a_network_of_another_version_is_refused_in_words(data, tmp_path):
-    fit(data, tmp_path / "maps", FitOptions(size=(32, 32), epochs=1, batch_size=8, workers=0))
+    fit(data, tmp_path / "maps", options(epochs=1))
     file = tmp_path / "maps/annotator/fold-0.safetensors"
     save_file({name.replace("layer1", "stage1"): value for name, value in load_file(file).items()}, file)
     with pytest.raises(EverytokenError, match="another version"):
-        fit(data, tmp_path / "maps", FitOptions(size=(32, 32), epochs=1, batch_size=8, workers=0))
+        fit(data, tmp_path / "maps", options(epochs=1))
     with pytest.raises(EverytokenError, match="another version"):
         kept_network(tmp_path / "maps")
+
+
+def test_a_killed_training_continues_and_ends_with_the_same_network(data, tmp_path, monkeypatch):
+    whole = fit(data, tmp_path / "whole")
+    real = fit_module.FitTask.train_batches
+
+    def cut(self, epoch, start):
+        for batch in real(self, epoch, start):
+            if epoch == 1:
+                raise InterruptedError
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module.FitTask, "train_batches", cut)
+        with pytest.raises(InterruptedError):
+            fit(data, tmp_path / "cut")
+    assert list((tmp_path / "cut/annotator/fold-0/checkpoints").iterdir())
+    again = fit(data, tmp_path / "cut")
+    assert all(torch.equal(a, b) for a, b in zip(state(whole).values(), state(again).values(), strict=True))
+    assert sorted(p.name for p in (tmp_path / "cut/annotator").iterdir()) == ["fold-0.json", "fold-0.safetensors"]
+
+
+def test_networks_of_the_first_version_are_used_again(data, tmp_path):
+    """They do not say what they held out, and the store's manifest must not say it either."""
+    fit(data, tmp_path / "maps")
+    note = tmp_path / "maps/annotator/fold-0.json"
+    content = json.loads(note.read_text())
+    del content["plan"]["held_out"]
+    note.write_text(json.dumps(content))
+    assert "held_out" not in fit(data, tmp_path / "maps").settings["fit"]

@@ -11,16 +11,26 @@ import pytest
 import torch
 from PIL import Image
 
-from everytoken.annotators import AnnotatorError, ClassList, JobOptions, Preprocessing, Team, annotate, build_annotator
-from everytoken.annotators.annotator import weights_hash
-from everytoken.annotators.own_function import FunctionAnnotator
+from everytoken.annotators import AnnotateOptions, AnnotatorError, Preprocessing, build_annotator, fill_store, summarise
+from everytoken.annotators.annotator import FunctionAnnotator, weights_hash
 from everytoken.annotators.reading import BatchReader, eval_view, store_order
-from everytoken.annotators.summary import summarise
+from everytoken.classes import ClassList
 from everytoken.data.datasets import open_dataset
+from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, verify
 
-QUICK = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
+QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
+
+
+CPU = torch.device("cpu")
+
+
+class OneOf(World):
+    """One of several processes that run one after the other: a barrier has nothing to wait for."""
+
+    def barrier(self):
+        pass
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -45,7 +55,7 @@ def network(weights):
 
 
 def test_a_map_is_what_the_network_says_about_each_cell(data, network, tmp_path):
-    annotate(data, tmp_path / "maps", network, QUICK)
+    fill_store(data, tmp_path / "maps", network, QUICK)
     store, view = Maps(tmp_path / "maps", check=True), eval_view(network.preprocessing, "squash")
     assert len(store) == len(data) == 12
     assert store.manifest.class_names == ["blue", "green", "red"]
@@ -87,7 +97,7 @@ def test_a_squashed_map_covers_the_image_and_shows_each_thing_in_its_place(tmp_p
     names = ("red", "green", "blue")
     annotator = function(blocks, names)
     data = open_dataset(tmp_path / "photos", class_list=names)
-    annotate(data, tmp_path / "maps", annotator, QUICK)
+    fill_store(data, tmp_path / "maps", annotator, QUICK)
     top = Maps(tmp_path / "maps")["red/wide.png"].classes[..., 0]
     assert (top[:2, :2] == 0).all()
     assert (top[:2, 2:] == 1).all()
@@ -98,7 +108,7 @@ def test_a_letterboxed_map_reaches_outside_the_image_and_says_where(tmp_path):
     quadrants(tmp_path / "photos/red/wide.png", (128, 64))
     annotator = function(blocks, ("red", "green", "blue"))
     data = open_dataset(tmp_path / "photos", class_list=annotator.classes.names)
-    annotate(data, tmp_path / "maps", annotator, JobOptions(workers=0, resize="letterbox"))
+    fill_store(data, tmp_path / "maps", annotator, AnnotateOptions(workers=0, resize="letterbox"))
     found = Maps(tmp_path / "maps")["red/wide.png"]
     assert found.area == pytest.approx((0.0, -0.5, 1.0, 1.5))
     assert found.classes[1, 0, 0] == 0  # of four rows the middle two show the image: red and green above blue
@@ -113,7 +123,7 @@ def test_a_photo_that_lies_on_its_side_is_set_upright(tmp_path):
     quadrants(tmp_path / "photos/red/phone.jpg", (64, 32), exif=exif, quality=95)
     annotator = function(blocks, ("red", "green", "blue"))
     data = open_dataset(tmp_path / "photos", class_list=annotator.classes.names)
-    annotate(data, tmp_path / "maps", annotator, QUICK)
+    fill_store(data, tmp_path / "maps", annotator, QUICK)
     found = Maps(tmp_path / "maps")["red/phone.jpg"]
     assert found.size == (32, 64)
     corners = found.classes[[0, 0, 3], [0, 3, 3], 0].tolist()
@@ -121,10 +131,10 @@ def test_a_photo_that_lies_on_its_side_is_set_upright(tmp_path):
 
 
 def test_an_unreadable_image_is_named_and_does_not_touch_its_neighbours(photos, network, tmp_path):
-    annotate(open_dataset(photos), tmp_path / "good", network, QUICK)
+    fill_store(open_dataset(photos), tmp_path / "good", network, QUICK)
     (photos / "green/1.green.png").write_bytes(b"no image")
     (photos / "red/2.red.png").write_bytes((photos / "red/2.red.png").read_bytes()[:200])
-    annotate(open_dataset(photos), tmp_path / "maps", network, QUICK)
+    fill_store(open_dataset(photos), tmp_path / "maps", network, QUICK)
     good, store = Maps(tmp_path / "good"), Maps(tmp_path / "maps")
     assert set(store.skipped) == {"green/1.green.png", "red/2.red.png"}
     assert str(photos) not in str(store.skipped.values())
@@ -135,13 +145,13 @@ def test_an_unreadable_image_is_named_and_does_not_touch_its_neighbours(photos, 
 def test_a_mended_image_is_tried_again_on_request(photos, network, tmp_path):
     path = photos / "green/1.green.png"
     whole = path.read_bytes()
-    annotate(open_dataset(photos), tmp_path / "good", network, QUICK)
+    fill_store(open_dataset(photos), tmp_path / "good", network, QUICK)
     path.write_bytes(b"no image")
-    annotate(open_dataset(photos), tmp_path / "maps", network, QUICK)
+    fill_store(open_dataset(photos), tmp_path / "maps", network, QUICK)
     path.write_bytes(whole)
-    assert annotate(open_dataset(photos), tmp_path / "maps", network, QUICK).done == 0
-    again = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order", retry_skipped=True)
-    assert annotate(open_dataset(photos), tmp_path / "maps", network, again).done == 5  # one shard
+    assert fill_store(open_dataset(photos), tmp_path / "maps", network, QUICK).done == 0
+    again = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order", retry_skipped=True)
+    assert fill_store(open_dataset(photos), tmp_path / "maps", network, again).done == 5  # one shard
     assert content(tmp_path / "maps") == content(tmp_path / "good")
 
 
@@ -156,13 +166,13 @@ def test_scores_that_cannot_be_stored_stop_the_job_and_name_the_image(photos, tm
         return made
 
     with pytest.raises(AnnotatorError, match=rf"'green/2\.green\.png'.*{said}"):
-        annotate(open_dataset(photos), tmp_path / "maps", function(score), QUICK)
+        fill_store(open_dataset(photos), tmp_path / "maps", function(score), QUICK)
 
 
 def test_more_classes_per_cell_than_there_are_is_an_error(data, tmp_path):
-    with pytest.raises(EverytokenError, match="--top-k 4 is more than the 3 classes"):
-        annotate(data, tmp_path / "maps", function(blocks), JobOptions(top_k=4, workers=0))
-    annotate(data, tmp_path / "maps", function(blocks), JobOptions(top_k=2, workers=0))
+    with pytest.raises(EverytokenError, match="top_k 4 is more than the 3 classes"):
+        fill_store(data, tmp_path / "maps", function(blocks), AnnotateOptions(top_k=4, workers=0))
+    fill_store(data, tmp_path / "maps", function(blocks), AnnotateOptions(top_k=2, workers=0))
     assert Maps(tmp_path / "maps").manifest.top_k == 2
 
 
@@ -170,24 +180,24 @@ def test_more_classes_per_cell_than_there_are_is_an_error(data, tmp_path):
 def test_all_of_a_few_classes_are_kept_and_five_of_many(photos, tmp_path, classes, kept):
     names = tuple(f"c{i}" for i in range(classes))
     many = function(lambda images: blocks(images)[..., :1] * torch.linspace(-1, 1, classes), names)
-    annotate(open_dataset(photos), tmp_path / "maps", many, JobOptions(workers=0, foreign_classes=True))
+    fill_store(open_dataset(photos), tmp_path / "maps", many, AnnotateOptions(workers=0, foreign_classes=True))
     assert Maps(tmp_path / "maps").manifest.top_k == kept
 
 
 def test_options_that_make_no_sense_are_refused():
     for wrong in ({"batch_size": 0}, {"workers": -1}, {"top_k": -2}):
         with pytest.raises(EverytokenError, match="must be at least"):
-            JobOptions(**wrong)
+            AnnotateOptions(**wrong)
 
 
 def test_scores_of_mapped_classes_land_on_the_data_sets_numbers(data, tmp_path):
     (tmp_path / "map.csv").write_text("blue,sky\ngreen,\nred,2\n")
     annotator = function(blocks, ("sun", "grass", "sky"))  # the channels, in the order of the image: red, green, blue
-    options = JobOptions(workers=0, class_map=str(tmp_path / "map.csv"))
+    options = AnnotateOptions(workers=0, class_map=str(tmp_path / "map.csv"))
     with pytest.raises(EverytokenError, match="2 classes that get scores"):
-        annotate(data, tmp_path / "maps", annotator, JobOptions(workers=0, class_map=options.class_map, top_k=3))
+        fill_store(data, tmp_path / "maps", annotator, AnnotateOptions(workers=0, class_map=options.class_map, top_k=3))
     (tmp_path / "map.csv").write_text("blue,sky\ngreen,\nred,sun\n")
-    outcome = annotate(data, tmp_path / "maps", annotator, options)
+    outcome = fill_store(data, tmp_path / "maps", annotator, options)
     store = Maps(tmp_path / "maps")
     assert (store["blue/0.blue.png"].classes[..., 0] == 0).mean() > 0.9
     assert (store["red/0.red.png"].classes[..., 0] == 2).mean() > 0.9
@@ -196,18 +206,18 @@ def test_scores_of_mapped_classes_land_on_the_data_sets_numbers(data, tmp_path):
 
 
 def test_the_best_scores_are_kept_in_falling_order(data, tmp_path):
-    annotate(data, tmp_path / "maps", function(blocks), JobOptions(workers=0))
+    fill_store(data, tmp_path / "maps", function(blocks), AnnotateOptions(workers=0))
     scores = Maps(tmp_path / "maps")["red/0.red.png"].scores
     assert (np.diff(scores, axis=-1) <= 0).all()
     assert np.diff(scores, axis=-1).min() < -1
 
 
 def test_a_job_that_was_interrupted_ends_in_the_same_store(data, network, tmp_path):
-    annotate(data, tmp_path / "calm", network, QUICK)
+    fill_store(data, tmp_path / "calm", network, QUICK)
     for shards in (0, 1):
         _interrupt(data, network, tmp_path / "maps", after=5 * shards + 1)
         assert Maps(tmp_path / "maps", partial=True).manifest.complete is False
-    outcome = annotate(data, tmp_path / "maps", network, QUICK)
+    outcome = fill_store(data, tmp_path / "maps", network, QUICK)
     assert 0 < outcome.done < len(data)
     assert content(tmp_path / "maps") == content(tmp_path / "calm")
     assert verify(tmp_path / "maps").ok
@@ -219,40 +229,40 @@ def _interrupt(data, annotator, out, after: int) -> None:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        annotate(data, out, annotator, QUICK, progress=stop)
+        fill_store(data, out, annotator, QUICK, progress=stop)
 
 
 def test_an_image_is_always_in_the_same_batch(data, tmp_path):
     annotator = function(lambda images: blocks(images) + images.mean() * 100)  # an answer that depends on the batch
-    annotate(data, tmp_path / "calm", annotator, QUICK)
+    fill_store(data, tmp_path / "calm", annotator, QUICK)
     for after in (1, 6):
         _interrupt(data, annotator, tmp_path / "maps", after)
-    annotate(data, tmp_path / "maps", annotator, QUICK)
+    fill_store(data, tmp_path / "maps", annotator, QUICK)
     assert content(tmp_path / "maps") == content(tmp_path / "calm")
     for rank in (1, 0):
-        annotate(data, tmp_path / "two", annotator, QUICK, Team(rank, 2))
+        fill_store(data, tmp_path / "two", annotator, QUICK, OneOf(rank, 2, CPU))
     assert content(tmp_path / "two") == content(tmp_path / "calm")
 
 
 def test_several_processes_make_the_same_store(data, network, tmp_path):
-    annotate(data, tmp_path / "one", network, QUICK)
+    fill_store(data, tmp_path / "one", network, QUICK)
     for rank in (1, 2, 0):  # one after the other: a barrier has nothing to wait for, and rank 0 comes last to finish
-        team = Team(rank, 3)
-        annotate(data, tmp_path / "three", network, QUICK, team)
+        team = OneOf(rank, 3, CPU)
+        fill_store(data, tmp_path / "three", network, QUICK, team)
     assert content(tmp_path / "three") == content(tmp_path / "one")
 
 
 def test_decoding_in_other_processes_changes_nothing(data, network, tmp_path):
-    annotate(data, tmp_path / "alone", network, QUICK)
-    together = JobOptions(batch_size=3, workers=2, shard_size=5, class_map="order")
-    annotate(data, tmp_path / "together", network, together)
+    fill_store(data, tmp_path / "alone", network, QUICK)
+    together = AnnotateOptions(batch_size=3, workers=2, shard_size=5, class_map="order")
+    fill_store(data, tmp_path / "together", network, together)
     assert content(tmp_path / "together") == content(tmp_path / "alone")
 
 
 def test_mixed_precision_gives_nearly_the_same_maps_and_is_written_down(data, network, tmp_path):
-    annotate(data, tmp_path / "full", network, QUICK)
-    mixed = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order", amp_dtype="bfloat16")
-    annotate(data, tmp_path / "mixed", network, mixed)
+    fill_store(data, tmp_path / "full", network, QUICK)
+    mixed = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order", amp=True, amp_dtype="bfloat16")
+    fill_store(data, tmp_path / "mixed", network, mixed)
     full, half = Maps(tmp_path / "full"), Maps(tmp_path / "mixed")
     assert half.manifest.annotator["amp"] == "bfloat16"
     key = data.key(0)
@@ -265,13 +275,13 @@ def test_a_store_is_not_continued_by_other_weights(data, weights, tmp_path):
     _interrupt(data, first, tmp_path / "maps", after=6)
     other = build_annotator("timm:test_efficientnet", (64, 64), str(weights("test_efficientnet")))
     with pytest.raises(EverytokenError, match="annotator: timm:test_resnet in the store, timm:test_efficientnet now"):
-        annotate(data, tmp_path / "maps", other, QUICK)
+        fill_store(data, tmp_path / "maps", other, QUICK)
     retrained = build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
     with torch.no_grad():
         next(iter(retrained.module.parameters())).add_(0.1)
     retrained.settings["weights_sha256"] = weights_hash(retrained.module)
     with pytest.raises(EverytokenError, match="weights: not the same"):
-        annotate(data, tmp_path / "maps", retrained, QUICK)
+        fill_store(data, tmp_path / "maps", retrained, QUICK)
 
 
 def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path):
@@ -300,7 +310,7 @@ def test_the_summary_counts_agreement_by_image_and_by_cell(photos, tmp_path):
     (photos / "red/1.red.png").write_bytes(b"broken")
     data = open_dataset(photos)
     annotator = function(lambda images: blocks(images).flip(-1))  # channels red, green, blue -> blue, green, red
-    outcome = annotate(data, tmp_path / "maps", annotator, QUICK)
+    outcome = fill_store(data, tmp_path / "maps", annotator, QUICK)
     made = summarise(tmp_path / "maps", data, outcome.plan.label_to_class)
     assert (made.maps, made.skipped, made.labelled) == (11, 1, 11)
     assert made.images_agree == pytest.approx(10 / 11)

@@ -12,9 +12,9 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from everytoken.annotators import AnnotatorError, build_annotator
+from everytoken.annotators import AnnotateOptions, AnnotatorError, build_annotator
 from everytoken.annotators.annotator import weights_hash
-from everytoken.annotators.networks import image_size
+from everytoken.annotators.options import pair
 from everytoken.errors import EverytokenError, MissingExtraError
 from everytoken.models import TokenModel
 from everytoken.models.open import Description
@@ -107,12 +107,12 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 def test_image_sizes_are_one_number_or_two():
-    assert image_size(()) is None
-    assert image_size((64,)) == (64, 64)
-    assert image_size((64, 96)) == (64, 96)
+    assert pair(()) is None
+    assert pair((64,)) == (64, 64)
+    assert pair((64, 96)) == (64, 96)
     for wrong in ((1, 2, 3), (0,)):
-        with pytest.raises(EverytokenError, match="img-size"):
-            image_size(wrong)
+        with pytest.raises(EverytokenError, match="img_size"):
+            AnnotateOptions(img_size=wrong)
 
 
 def test_the_hash_tells_weights_apart():
@@ -154,7 +154,7 @@ def test_self_asks_the_token_head_of_a_run(tmp_path):
 
 def test_self_without_a_token_head_points_to_the_class_head(tmp_path):
     run = save_run(tmp_path / "run", ())
-    with pytest.raises(AnnotatorError, match="timm:test_vit --checkpoint"):
+    with pytest.raises(AnnotatorError, match="timm:test_vit with the checkpoint"):
         build_annotator(f"self:{run}")
     annotator = build_annotator("timm:test_vit", None, str(run))
     assert annotator.classes.names == ("a", "b")  # weights written here know their classes

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everytoken.annotators import JobOptions, annotate, build_annotator
+from everytoken.annotators import AnnotateOptions, build_annotator, fill_store
 from everytoken.data.datasets import open_dataset
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 
-QUICK = JobOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
+QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -32,7 +32,7 @@ def test_new_images_are_looked_at_and_old_maps_are_copied(photos, network, tmp_p
     kept = [path.read_bytes() for path in late]
     for path in late:
         path.unlink()
-    annotate(open_dataset(photos), tmp_path / "old", network, QUICK)
+    fill_store(open_dataset(photos), tmp_path / "old", network, QUICK)
     for path, bytes_ in zip(late, kept, strict=True):
         path.write_bytes(bytes_)
     seen = []
@@ -41,14 +41,14 @@ def test_new_images_are_looked_at_and_old_maps_are_copied(photos, network, tmp_p
     data = open_dataset(photos)
     told = []
     reuse = replace(QUICK, reuse=str(tmp_path / "old"))
-    outcome = annotate(data, tmp_path / "new", network, reuse, progress=lambda *at: told.append(at))
+    outcome = fill_store(data, tmp_path / "new", network, reuse, progress=lambda *at: told.append(at))
     assert sorted(Path(data.key(i)).name for i in seen[1:]) == sorted(p.name for p in late)  # first: a probe
     assert (outcome.copied, outcome.done) == (10, 2)
     assert told[0] == (10, 12)
     assert told[-1] == (12, 12)
     network.score = own
-    annotate(data, tmp_path / "whole", network, replace(QUICK, batch_size=1))
-    annotate(data, tmp_path / "one by one", network, replace(QUICK, batch_size=1, reuse=str(tmp_path / "whole")))
+    fill_store(data, tmp_path / "whole", network, replace(QUICK, batch_size=1))
+    fill_store(data, tmp_path / "one by one", network, replace(QUICK, batch_size=1, reuse=str(tmp_path / "whole")))
     assert content(tmp_path / "one by one") == content(tmp_path / "whole")
     new, whole = Maps(tmp_path / "new", check=True), Maps(tmp_path / "whole")
     assert list(new) == list(whole)
@@ -57,10 +57,10 @@ def test_new_images_are_looked_at_and_old_maps_are_copied(photos, network, tmp_p
 
 
 def test_maps_of_another_annotator_are_not_reused_and_nothing_is_begun(data, network, weights, tmp_path):
-    annotate(data, tmp_path / "old", network, QUICK)
+    fill_store(data, tmp_path / "old", network, QUICK)
     larger = build_annotator("timm:test_resnet", (96, 96), str(weights("test_resnet")))
     with pytest.raises(EverytokenError, match="made in another way"):
-        annotate(data, tmp_path / "new", larger, replace(QUICK, reuse=str(tmp_path / "old")))
+        fill_store(data, tmp_path / "new", larger, replace(QUICK, reuse=str(tmp_path / "old")))
     assert not (tmp_path / "new").exists()
-    with pytest.raises(EverytokenError, match="another folder"):
-        annotate(data, tmp_path / "old", network, replace(QUICK, reuse=str(tmp_path / "old")))
+    with pytest.raises(EverytokenError, match="another output folder"):
+        fill_store(data, tmp_path / "old", network, replace(QUICK, reuse=str(tmp_path / "old")))

@@ -1,11 +1,12 @@
-"""The job that fills a store: decode, score, keep the best k per cell, write. Three stages that work side by side.
+"""`annotate`: fill a store with an annotator's score maps: decode, score, keep the best k per cell, write.
 
-Worker processes decode the next batches, this thread drives the network, and one more thread checks and writes the
-maps of earlier batches. On a GPU nothing here waits for it: the copy back is waited for in the writing thread.
+Three stages work side by side: worker processes decode the next batches, this thread drives the network, and one more
+thread checks and writes the maps of earlier batches. On a GPU nothing here waits for it: the copy back is waited for in
+the writing thread.
 
 Every shard's bytes follow from the plan and the annotator (see `reading`), so a job that was killed and started again,
-or shared by several processes, ends in the same store, byte for byte. (On the same kind of device, with the same
-number of threads and the same batch size: other sums round differently.)
+or shared by several processes, ends in the same store, byte for byte. (On the same kind of device, with the same number
+of threads and the same batch size: other sums round differently.)
 
 Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
 Differently: any k, all of a few classes, exact class numbers, the whole image (the released script sees its central
@@ -15,12 +16,13 @@ Cost: 0.95 or more of the bare network's speed, benchmarks/annotate.py.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,89 +30,123 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everytoken.annotators.annotator import Annotator, AnnotatorError
+from everytoken.annotators.annotator import Annotator, AnnotatorError, build_annotator
+from everytoken.annotators.fit import fit_annotator
+from everytoken.annotators.options import AnnotateOptions, FitOptions, pair
 from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
-from everytoken.annotators.reuse import copy_known, open_known
 from everytoken.classes import ClassPlan, plan_classes
-from everytoken.data.datasets import DataSet, hidden
+from everytoken.data.datasets import DataError, DataSet, hidden, open_dataset
+from everytoken.engine.distributed import World, join_world
+from everytoken.engine.recipe import apply
 from everytoken.errors import EverytokenError
-from everytoken.machine import default_workers
-from everytoken.maps import Manifest, MapWriter, StoreMeta
+from everytoken.maps import Manifest, Maps, MapWriter, StoreMeta
 from everytoken.maps.format import MANIFEST
+from everytoken.maps.summary import StoreSummary, sample_positions, summarize_store
 from everytoken.maps.writer import check_folder, mismatch
 
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
 _FEW = 20  # of so few classes all are kept: those that are not count as 0, and the fifth best of ten often has less
 _AHEAD = 3  # batches of maps that may wait for the writing thread
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """How to annotate.
-
-    Attributes:
-        top_k: classes kept per cell; 0: five, but all where there are no more than 20.
-        resize: "squash" (whole image, stretched) or "letterbox" (aspect kept, padded).
-        batch_size: images per step, within a shard. Changing it changes scores in the last bit.
-        workers: decoding processes; 0 decodes in the main process.
-        amp_dtype: "" for full precision, "float16" or "bfloat16".
-        class_map: file, or "order"; see `classes`.
-        foreign_classes: keep the annotator's classes.
-        shard_size: images per shard; 0: the store's choice.
-        retry_skipped: try images again that were skipped.
-        reuse: another store; maps that it has are copied, see `reuse`.
-    """
-
-    top_k: int = 0
-    resize: str = "squash"
-    batch_size: int = 32
-    workers: int = field(default_factory=default_workers)
-    amp_dtype: str = ""
-    class_map: str = ""
-    foreign_classes: bool = False
-    shard_size: int = 0
-    retry_skipped: bool = False
-    reuse: str = ""
-
-    def __post_init__(self) -> None:
-        for name, least in (("top_k", 0), ("batch_size", 1), ("workers", 0), ("shard_size", 0)):
-            if getattr(self, name) < least:
-                flag = name.replace("_", "-")
-                raise EverytokenError(f"--{flag} must be at least {least}, got {getattr(self, name)}.")
-
-
-@dataclass(frozen=True)
-class Team:
-    """This process among those that fill the store together.
-
-    Attributes:
-        rank, size: which of how many.
-        device: where it computes.
-        meet: wait for all.
-    """
-
-    rank: int = 0
-    size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    meet: Callable[[], None] = lambda: None
+_COPIED_AT_ONCE = 64  # maps in memory
+_ALONE = World(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the job did.
+    """What a job did.
 
     Attributes:
+        data, annotator: what was annotated, and by what.
         plan: whose classes the store has.
         done: images annotated or skipped by this process in this run.
         seconds: that it took.
         notes: sentences the user should read.
         copied: maps that came from another store.
+        world: this process among those that shared the job.
     """
 
+    data: DataSet
+    annotator: Annotator
     plan: ClassPlan
     done: int
     seconds: float
     notes: tuple[str, ...] = ()
     copied: int = 0
+    world: World = _ALONE
+
+
+def annotate(
+    data: str | Path | DataSet,
+    out: str | Path,
+    annotator: str | Annotator = "fit",
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Maps:
+    """Give every image of a dataset a score map; the same as `everytoken annotate`, with the same defaults.
+
+        maps = et.annotate("photos", "maps", "registry:efficientnet_lite0", img_size=(448,), foreign_classes=True)
+
+    Calling it again with the same arguments continues a store that was begun.
+
+    Args:
+        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME; or a
+            dataset.
+        out: folder of the store, new or begun.
+        annotator: timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN, python:module:function; or an
+            `Annotator`.
+        progress: called with (images done, images in all) of this process.
+        options: fields of `AnnotateOptions` and `FitOptions`.
+    """
+    run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
+    return Maps(out)
+
+
+def run_job(
+    data: str | Path | DataSet,
+    out: Path,
+    annotator: str | Annotator,
+    options: AnnotateOptions,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Open the data, make the annotator, fill the store, with all processes that were started for it."""
+    dataset = data if isinstance(data, DataSet) else open_images(data, options)
+    check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
+    # processes wait for each other at the beginning and at the end only, and the end can be far
+    with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
+        if isinstance(annotator, str):
+            annotator = make_annotator(annotator, dataset, out, options, world)
+        return fill_store(dataset, out, annotator, options, world, progress)
+
+
+def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
+    """The images to annotate."""
+    if options.unlabelled:
+        return open_dataset(data, options.split, labelled=False, val_split=options.val_split)
+    try:
+        return open_dataset(data, options.split, val_split=options.val_split, class_list=options.class_list)
+    except DataError as error:
+        try:
+            open_dataset(data, options.split, labelled=False, val_split=options.val_split)
+        except DataError:
+            raise error from None
+        raise DataError(f"{error} If its images have no labels, say so: unlabelled.") from error
+
+
+def make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
+    """The annotator of a name; `fit` is trained first, unless the store's folder has its networks already."""
+    if name != "fit":
+        plain = FitOptions(seed=options.fit.seed)
+        used = [field for field in vars(plain) if getattr(options.fit, field) != getattr(plain, field)]
+        if used:
+            raise EverytokenError(f"{', '.join(used)} can only be used with the annotator fit, not with {name}")
+        return build_annotator(name, pair(options.img_size), options.checkpoint)
+    if options.reuse:
+        raise EverytokenError("reuse is not for the annotator fit, which learns from all images, the new ones too")
+    if options.checkpoint:
+        raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with a checkpoint")
+    return fit_annotator(data, out, options, world)
 
 
 def check_out(data: DataSet, out: Path, annotator: str) -> None:
@@ -125,7 +161,7 @@ def check_out(data: DataSet, out: Path, annotator: str) -> None:
     inside = data.class_names and images.is_dir() and place.is_relative_to(images)
     if inside and not hidden(place.relative_to(images).as_posix()):
         raise EverytokenError(
-            f"--out {out} lies among the class folders of {data.name} and would be taken for a class in training. "
+            f"the output {out} lies among the class folders of {data.name} and would be taken for a class in training. "
             "Give a folder outside it."
         )
     if (out / MANIFEST).is_file():
@@ -134,65 +170,92 @@ def check_out(data: DataSet, out: Path, annotator: str) -> None:
             raise mismatch(out, [f"annotator: {begun} in the store, {annotator} now"])
 
 
-def annotate(
+def fill_store(
     data: DataSet,
     out: Path,
     annotator: Annotator,
-    options: JobOptions,
-    team: Team | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    options: AnnotateOptions,
+    world: World = _ALONE,
+    progress: Progress | None = None,
 ) -> Outcome:
-    """Give every image of `data` a score map in the store `out`, or go on with a store that was begun.
+    """Give every image of `data` a score map in the store `out`, or continue a store that was begun.
 
     Args:
         progress: called with (images done, images in all) of this process, images of earlier runs included.
     """
-    team = team or Team()
     if not len(data):
         raise EverytokenError(f"{data.name} holds no images to annotate.")
     check_out(data, out, annotator.name)
-    plan = plan_classes(
-        annotator.name, annotator.classes, data.name, data.class_names, options.class_map, options.foreign_classes
-    )
+    foreign = options.foreign_classes or options.unlabelled
+    plan = plan_classes(annotator.name, annotator.classes, data.name, data.class_names, options.class_map, foreign)
     top_k = _top_k(options.top_k, plan)
-    annotator.to(team.device)
-    grid = annotator.grid(team.device)
-    settings = {**annotator.describe(), "amp": options.amp_dtype, **plan.describe()}
+    annotator.to(world.device)
+    grid = annotator.grid(world.device)
+    amp_dtype = options.amp_dtype if options.amp else ""
+    settings = {**annotator.describe(), "amp": amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
-    known = open_known(Path(options.reuse), out, meta) if options.reuse else None
+    older = open_older(Path(options.reuse), out, meta) if options.reuse else None
     with MapWriter(
         out,
         data.keys(),
         meta,
         shard_size=options.shard_size or None,
-        rank=team.rank,
-        world=team.size,
+        rank=world.rank,
+        world=world.size,
         retry_skipped=options.retry_skipped,
     ) as writer:
-        team.meet()
+        world.barrier()
         shards = writer.pending_shards()
-        mine = range(team.rank, writer.manifest.num_shards, team.size)
-        total = sum(len(writer.shard_range(i)) for i in mine)
+        of_rank = range(world.rank, writer.manifest.num_shards, world.size)
+        total = sum(len(writer.shard_range(i)) for i in of_rank)
         done = total - sum(len(writer.shard_range(i)) for i in shards)
-        copied = frozenset() if known is None else copy_known(writer, shards, known)
+        copied = frozenset() if older is None else copy_maps(writer, shards, older)
         done = before = done + len(copied)
         tell = progress or (lambda _done, _total: None)
         tell(done, total)
         started = time.perf_counter()
         if done < total:
             reader = BatchReader(data, store_order(data), annotator.preprocessing, options.resize)
-            pin = team.device.type == "cuda"
+            pin = world.device.type == "cuda"
             stream = batches(reader, writer, shards, options.batch_size, options.workers, pin, copied)
-            with closing(fill(writer, annotator, plan, stream, options.amp_dtype, team.device)) as counts:
+            with closing(fill(writer, annotator, plan, stream, amp_dtype, world.device)) as counts:
                 for count in counts:
                     done += count
                     tell(done, total)
         seconds = time.perf_counter() - started
-        team.meet()
-        if team.rank == 0:
+        world.barrier()
+        if world.is_main:
             writer.finalize()
-        team.meet()
-    return Outcome(plan, done - before, seconds, tuple(_notes(annotator, plan, grid)), len(copied))
+        world.barrier()
+    notes = tuple(_notes(annotator, plan, grid))
+    return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world)
+
+
+def open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
+    """The store `source`, if its maps can stand beside those that `meta` describes."""
+    if source.resolve() == out.resolve():
+        raise EverytokenError(f"reuse {source} is the store that shall be written; name another output folder.")
+    store = Maps(source, check=True)
+    differences = store.manifest.differences(meta)
+    if differences:
+        raise EverytokenError(
+            f"reuse {source}: its maps were made in another way, so they cannot stand beside new ones:\n  "
+            + "\n  ".join(differences[:3])
+            + "\nRepeat the settings of that store, or annotate all images without it."
+        )
+    return store
+
+
+def copy_maps(writer: MapWriter, shards: Sequence[int], store: Maps) -> frozenset[int]:
+    """Put the maps of `store` into the shards to be written; the positions that are done."""
+    done: list[int] = []
+    for shard in shards:
+        positions = [position for position in writer.shard_range(shard) if writer.key(position) in store]
+        for start in range(0, len(positions), _COPIED_AT_ONCE):
+            some = positions[start : start + _COPIED_AT_ONCE]
+            writer.write({key: store[key] for key in map(writer.key, some)})
+        done += positions
+    return frozenset(done)
 
 
 def fill(
@@ -214,7 +277,7 @@ def fill(
 def _top_k(wanted: int, plan: ClassPlan) -> int:
     if wanted > plan.scored:
         raise EverytokenError(
-            f"--top-k {wanted} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
+            f"top_k {wanted} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
         )
     return wanted or (plan.scored if plan.scored <= _FEW else 5)
 
@@ -224,15 +287,15 @@ def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iter
     if height % grid[0] or width % grid[1]:
         yield (
             f"{height} x {width} pixels are not a whole number of pixels for each of the {grid[0]} x {grid[1]} cells, "
-            "so cells at the border lie a little off; choose a multiple for --img-size."
+            "so cells at the border lie a little off; choose a multiple for img_size."
         )
     if plan.how == "by name" and plan.count < annotator.classes.count:
         yield (
-            f"{plan.count} of the annotator's {annotator.classes.count} classes are those of the data set (matched by "
-            "name); the others are left out. --foreign-classes keeps all."
+            f"{plan.count} of the annotator's {annotator.classes.count} classes are those of the dataset (matched by "
+            "name); the others are left out. foreign_classes keeps all."
         )
     if plan.scored < plan.count:
-        yield f"{plan.count - plan.scored} classes of the data set have no class of the annotator and get no scores."
+        yield f"{plan.count - plan.scored} classes of the dataset have no class of the annotator and get no scores."
 
 
 def _score(
@@ -252,7 +315,7 @@ def _score(
     except torch.OutOfMemoryError as error:
         raise EverytokenError(
             f"{device} has too little memory for {len(batch)} images of {annotator.preprocessing.size} pixels. Use a "
-            "smaller --batch-size (or --img-size, or --amp); the same command then goes on where it stopped."
+            "smaller batch_size (or img_size, or amp); the same command then continues where it stopped."
         ) from error
 
 
@@ -263,19 +326,19 @@ def _writing(writer: MapWriter, annotator: str, amp: str) -> Iterator[Callable[[
     What goes wrong in the thread is raised here, at the next call or at the end.
     """
     waiting: queue.Queue[tuple[ImageBatch, Tensor, Tensor] | None] = queue.Queue(_AHEAD)
-    trouble: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         while (item := waiting.get()) is not None:
-            if not trouble:  # after a failure, only empty the queue, so that nobody waits for a place in it
+            if not errors:  # after a failure, only empty the queue, so that nobody waits for a place in it
                 try:
                     _write(writer, annotator, amp, *item)
                 except BaseException as error:
-                    trouble.append(error)
+                    errors.append(error)
 
     def put(batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
-        if trouble:
-            raise trouble[0]
+        if errors:
+            raise errors[0]
         waiting.put((replace(batch, pixels=batch.pixels[:0]), scores, classes))  # pixels would only take up memory
 
     thread = threading.Thread(target=work, name="everytoken-writer", daemon=True)
@@ -285,8 +348,8 @@ def _writing(writer: MapWriter, annotator: str, amp: str) -> Iterator[Callable[[
     finally:
         waiting.put(None)
         thread.join()
-    if trouble:
-        raise trouble[0]
+    if errors:
+        raise errors[0]
 
 
 def _write(writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
@@ -310,8 +373,26 @@ def _check(
         return
     key, worst = writer.key(batch.positions[bad]), values[bad].ravel()
     worst = worst[~(np.abs(worst) <= np.finfo(np.float16).max)][0]
-    hint = f"Leave out --amp, or try --amp-dtype bfloat16 (now {amp})." if amp == "float16" else "Look at its weights."
+    hint = f"Leave out amp, or try amp_dtype bfloat16 (now {amp})." if amp == "float16" else "Look at its weights."
     raise AnnotatorError(
         f"{annotator} gives {key!r} a score of {worst}, which half precision (65504 at most) cannot keep. {hint} "
         "Finished shards are kept."
     )
+
+
+def summarise(path: Path, data: DataSet, label_to_class: Sequence[int], limit: int = 5000) -> StoreSummary:
+    """Look at a finished store of `data`: up to `limit` maps spread over it, those of earlier runs too.
+
+    Args:
+        label_to_class: the store's class of each label, or -1.
+    """
+    maps = Maps(path)
+    keys = {maps.key(i) for i in sample_positions(len(maps), limit)}
+    labels = {key: data.label(index) for index, key in enumerate(data.keys()) if key in keys}
+
+    def class_of(key: str) -> int | None:
+        label = labels[key]
+        number = label_to_class[label] if 0 <= label < len(label_to_class) else -1
+        return number if number >= 0 else None
+
+    return summarize_store(maps, limit, class_of)

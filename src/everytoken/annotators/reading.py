@@ -4,13 +4,13 @@ A batch lies inside one shard and always has the same images, whichever shards a
 processes share them: what a network answers for an image can depend, in the last bit, on the batch it is in. An image
 that cannot be read leaves a black place in its batch, for the same reason, and is reported.
 
-Decoding, EXIF rotation and resizing happen in worker processes (the evaluation view of the data room: whole image
-squashed, or letterboxed on the mean colour).
+Decoding, EXIF rotation and resizing happen in worker processes: the whole image, squashed or letterboxed on the mean
+colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,7 +32,7 @@ _CROP_MODES = {"squash": "squash", "letterbox": "border"}
 def eval_view(preprocessing: Preprocessing, resize: str) -> EvalTransform:
     """The view of a whole image: "squash" or "letterbox"."""
     if resize not in _CROP_MODES:
-        raise EverytokenError(f"--resize {resize!r} is none of {', '.join(_CROP_MODES)}.")
+        raise EverytokenError(f"resize is {resize!r}; it can be {', '.join(_CROP_MODES)}.")
     return EvalTransform(
         img_size=preprocessing.size,
         crop_pct=1.0,
@@ -49,7 +49,7 @@ class ImageBatch:
 
     Attributes:
         positions: [n] in the store's order.
-        indices: int64 [n] in the data set's order.
+        indices: int64 [n] in the dataset's order.
         pixels: uint8 [n, H, W, 3]; black where an image could not be read.
         sizes: int64 [n, 2] (width, height) of the upright source images; 0 where one could not be read.
         areas: float64 [n, 4], what the input covers of the image, in fractions.
@@ -109,7 +109,7 @@ def _reason(message: str, where: str) -> str:
 
 
 def store_order(data: DataSet) -> np.ndarray:
-    """[n] index in the data set of each position of the store, which sorts keys by their bytes."""
+    """[n] index in the dataset of each position of the store, which sorts keys by their bytes."""
     keys = [key.encode("utf-8", "surrogateescape") for key in data.keys()]  # noqa: SIM118
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
 
@@ -139,10 +139,17 @@ def batches(
 ) -> Iterator[ImageBatch]:
     """All batches of some shards without the positions that are `done`, decoded ahead by `workers` processes (0: in
     this one, when asked for)."""
+    yield from read_batches(reader, _Batches(writer, shards, batch_size, done), workers, pin)
+
+
+def read_batches(
+    reader: BatchReader, spans: Iterable[Sequence[int]], workers: int, pin: bool = False
+) -> Iterator[ImageBatch]:
+    """The batch of each span of positions, decoded ahead by `workers` processes."""
     loader: DataLoader[ImageBatch] = DataLoader(
         reader,
         batch_size=None,
-        sampler=_Batches(writer, shards, batch_size, done),
+        sampler=spans,
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=2 if workers else None,
@@ -155,6 +162,6 @@ def batches(
             raise
         raise EverytokenError(
             f"a process that decodes images ended ({str(error).splitlines()[0][:200]}). Often memory, or shared memory "
-            "(/dev/shm), is too small: use fewer --workers or a smaller --batch-size. The same command then goes on "
+            "(/dev/shm), is too small: use fewer workers or a smaller batch_size. The same command then continues "
             "where it stopped."
         ) from error

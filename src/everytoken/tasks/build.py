@@ -18,6 +18,7 @@ from everytoken.engine.checks import ContradictionError, check_objectives, check
 from everytoken.engine.distributed import World
 from everytoken.engine.options import TrainOptions
 from everytoken.errors import EverytokenError
+from everytoken.keyed import uniform
 from everytoken.maps import Maps
 from everytoken.models import TokenModel, probe
 from everytoken.models.open import (
@@ -57,6 +58,8 @@ def build(options: TrainOptions, world: World) -> Parts:
     store = Maps(options.maps) if options.maps else None
     train_set, val_set, more = open_splits(options)
     notes += more
+    if store is not None:
+        notes += check_held_out(store, val_set)
     num_classes = options.dataset.num_classes or train_set.num_classes
     if num_classes < 2:
         only = ", ".join(train_set.class_names)
@@ -134,6 +137,31 @@ def _needs(name: str, fields: dict[str, Any]) -> frozenset[str]:
     if known is None:
         return frozenset()
     return known(**{k: v for k, v in fields.items() if k in known.__dataclass_fields__}).needs
+
+
+def check_held_out(store: Maps, val_set: DataSet) -> list[str]:
+    """What to say if the maps' annotator may have learnt from images that this run validates on.
+
+    Only the annotator `fit` learns from the dataset; its store records the share of images, by the hash that divides
+    data everywhere, that it did not learn from. Images without a map were not there at all.
+    """
+    annotator = store.manifest.annotator
+    fit = annotator.get("fit")
+    if annotator.get("name") != "fit" or not isinstance(fit, dict):
+        return []
+    annotated = [key for key in val_set.keys() if key in store]  # noqa: SIM118
+    held_out = fit.get("held_out")
+    share = max((uniform(0, "val-split", key) for key in annotated), default=0.0)
+    # a class of few images may hold out one beyond the share, see `split_off`
+    beyond = sum(uniform(0, "val-split", key) >= (held_out or 0.0) for key in annotated)
+    if not annotated or (held_out is not None and beyond <= val_set.num_classes):
+        return []
+    part = f"{beyond if held_out else len(annotated):,} of the {len(val_set):,} validation images"
+    way = f"Annotate again with val_split {share:.2f} or more" if held_out else "Annotate again"
+    return [
+        f"the annotator of {store.path} was fitted on {part}, so their labels are in the maps and validation looks "
+        f"better than it is. {way}, or validate on images that it has not seen"
+    ]
 
 
 def _resolve_class_targets(
@@ -232,16 +260,15 @@ def build_teacher(
         return None
     student = (config["mean"], config["std"])
     if name.startswith("fit:"):
-        from everytoken.annotators.fit_model import kept_network
+        from everytoken.annotators.fit import kept_network
 
-        made, names = kept_network(Path(name.removeprefix("fit:")))
+        network, view, names = kept_network(Path(name.removeprefix("fit:")))
         if names != class_names:
             raise EverytokenError(
                 f"the teacher {name} was trained on other classes ({', '.join(names[:3])}, ...) than these "
                 f"({', '.join(class_names[:3])}, ...)"
             )
-        own = made.preprocessing
-        return FrozenTeacher(TokenModel(made.backbone), student, (own.mean, own.std))
+        return FrozenTeacher(TokenModel(network), student, (view.mean, view.std))
     loaded = open_model(path, architecture=name) if path else open_model(f"timm:{name}")
     known = loaded.model.backbone.num_classes
     if known != num_classes:

@@ -1,0 +1,93 @@
+"""Options of `annotate`; the same for Python and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from everytoken.errors import EverytokenError
+from everytoken.machine import default_workers
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The annotator `fit`, which is trained on the dataset."""
+
+    folds: int = 1
+    """Train so many networks, so that each image is annotated by one that did not train on it. 5 is usual."""
+    fit_model: str = ""
+    """A timm name, or registry:efficientnet_lite0. Default: a small CNN."""
+    fit_pretrained: bool = False
+    """Begin with timm's pretrained weights."""
+    fit_size: tuple[int, ...] = ()
+    """Side of the training images. Default: from the images, 128 at most."""
+    fit_epochs: int = 0
+    """Passes over the images. 0: 12 to 100, fewer for more images; 4 to 15 from pretrained weights."""
+    fit_lr: float = 0.0
+    """Highest learning rate. 0: 2e-3, or 5e-4 from pretrained weights."""
+    fit_batch_size: int = 0
+    """Images per step of the training. 0: 64, or 32 below 2000 images."""
+    seed: int = 42
+    """Decides folds, first weights and augmentation."""
+
+
+@dataclass(frozen=True)
+class AnnotateOptions:
+    """How to annotate."""
+
+    checkpoint: str = ""
+    """For timm:NAME: your own weights (file or run folder) instead of pretrained ones."""
+    img_size: tuple[int, ...] = ()
+    """Side of the annotator's input, or height and width. Default: its own. 576 gives 18x18 cells at stride 32."""
+    resize: Literal["squash", "letterbox"] = "squash"
+    """squash: stretch the whole image. letterbox: keep its aspect and pad."""
+    top_k: int = 0
+    """Classes to keep per cell. 0: five, but all where there are no more than 20."""
+    class_map: str = ""
+    """csv, json or yaml file: class of the dataset -> the annotator's. `order`: trust that the orders are equal."""
+    foreign_classes: bool = False
+    """Keep the annotator's own classes, whatever the folders are called."""
+    unlabelled: bool = False
+    """The folders are not classes (or there are none); the store gets the annotator's classes."""
+    split: str = "train"
+    """Part of the dataset: train, val, test, or all."""
+    val_split: float = 0.0
+    """Leave out the part that training with the same val_split sets aside for validation. Without it all images are
+    annotated, and `fit` does not learn from the part that training sets aside by default."""
+    class_list: Path | None = None
+    """Text file with the dataset's class names in the order of their numbers. Default: sorted folder names."""
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 32
+    """Images per step, within a shard. Changing it changes scores in the last bit."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    """Processes that decode images; 0 decodes in the main process."""
+    device: str = ""
+    """cpu, cuda, mps. Default: the best available."""
+    amp: bool = False
+    """Mixed precision."""
+    amp_dtype: Literal["float16", "bfloat16"] = "float16"
+    """Its type. float16 is as fine as the stored scores; networks that overflow in it need bfloat16."""
+    retry_skipped: bool = False
+    """Try images again that could not be read."""
+    reuse: str = ""
+    """An older store of the same settings: its maps are copied, and only images that came later are looked at. An image
+    that was changed under the same name keeps its old map."""
+    shard_size: tyro.conf.Suppress[int] = 0
+    """Images per shard. 0: the store's choice."""
+    fit: tyro.conf.OmitArgPrefixes[FitOptions] = field(default_factory=FitOptions)
+
+    def __post_init__(self) -> None:
+        for name, least in (("top_k", 0), ("batch_size", 1), ("workers", 0), ("shard_size", 0)):
+            if getattr(self, name) < least:
+                raise EverytokenError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, size in (("img_size", self.img_size), ("fit_size", self.fit.fit_size)):
+            if len(size) > 2 or any(side < 1 for side in size):
+                raise EverytokenError(f"{name} takes one number or height and width, not {tuple(size)}")
+
+
+def pair(size: Sequence[int]) -> tuple[int, int] | None:
+    """Nothing, one number, or height and width -> (height, width)."""
+    return (size[0], size[-1]) if size else None

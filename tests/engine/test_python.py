@@ -1,0 +1,95 @@
+"""Training and annotating from Python: the same defaults as the commands, objects instead of exit codes."""
+
+import pytest
+
+from everytoken.annotators import annotate
+from everytoken.cli.train import Train
+from everytoken.engine.options import TrainOptions
+from everytoken.engine.run_folder import Run
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps
+from everytoken.schema import SchemaError
+from everytoken.tasks.build import check_held_out, open_splits
+from everytoken.tasks.classify import train
+
+TINY = {
+    "model": "vit_tiny_patch16_224",
+    "img_size": 32,
+    "workers": 0,
+    "batch_size": 8,
+    "epochs": 1,
+    "threads": 1,
+    "model_kwargs": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    "device": "cpu",
+    "warmup_epochs": 0,
+}
+FIT = {"fit_size": (32, 32), "fit_epochs": 1, "fit_batch_size": 8, "workers": 0, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def undivided(photos, tmp_path_factory):
+    """Class folders without a validation part."""
+    folder = tmp_path_factory.mktemp("undivided") / "photos"
+    folder.symlink_to(photos / "train")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def maps(undivided, tmp_path_factory):
+    return annotate(undivided, tmp_path_factory.mktemp("maps") / "maps", "fit", **FIT)
+
+
+def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys):
+    run = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, output=str(tmp_path / "run"), **TINY)
+    assert isinstance(run, Run)
+    assert run.path == tmp_path / "run"
+    assert run.summary["updates"] == run.history[-1]["step"]
+    assert set(run.history[0]) >= {"epoch", "score", "val_top1"}
+    assert run.load().class_names == ("class-0", "class-1", "class-2")
+    assert run.config["maps"] == str(maps.path)
+    assert capsys.readouterr().out == ""  # a library logs
+    again = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, output=str(tmp_path / "run"), **TINY)
+    assert again.history == run.history
+
+
+def test_annotate_returns_maps(maps, undivided):
+    assert isinstance(maps, Maps)
+    assert len(maps) == 36
+    assert maps.class_names == ["class-0", "class-1", "class-2"]
+
+
+def test_python_and_the_command_have_the_same_defaults():
+    options = Train()
+    assert {name: getattr(options, name) for name in vars(TrainOptions())} == vars(TrainOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epoch", 3), ("epochs", "many"), ("objectives", {"hard": {"smoothin": 1}})]
+)
+def test_wrong_arguments_are_exceptions_that_name_them(undivided, tmp_path, name, value):
+    with pytest.raises(EverytokenError, match=name if name != "objectives" else "smoothing"):
+        train(undivided, output=str(tmp_path / "r"), **{**TINY, name: value})
+    with pytest.raises(SchemaError, match="top_k"):
+        annotate(undivided, tmp_path / "m", "fit", top_k="all")
+
+
+def test_an_annotator_is_not_fitted_on_what_training_validates_on(undivided, maps):
+    """By default; a larger part is another matter, and so is a store that does not say what it held out."""
+    _, val_set, _ = open_splits(TrainOptions(data=str(undivided)))
+    assert len(val_set)
+    assert check_held_out(maps, val_set) == []
+    options = TrainOptions(data=str(undivided))
+    larger = TrainOptions(data=options.data, dataset=type(options.dataset)(val_split=0.6))
+    _, more, _ = open_splits(larger)
+    (note,) = check_held_out(maps, more)
+    assert str(maps.path) in note
+    assert "val_split" in note
+
+
+def test_stores_that_do_not_say_what_they_held_out_are_named(undivided, maps, monkeypatch):
+    _, val_set, _ = open_splits(TrainOptions(data=str(undivided)))
+    fit = {k: v for k, v in maps.manifest.annotator["fit"].items() if k != "held_out"}
+    monkeypatch.setitem(maps.manifest.annotator, "fit", fit)
+    assert len(check_held_out(maps, val_set)) == 1
+    monkeypatch.setitem(maps.manifest.annotator, "name", "timm:resnet50")  # it has not learnt from these images
+    assert check_held_out(maps, val_set) == []
