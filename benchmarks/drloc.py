@@ -50,7 +50,7 @@ class Bench:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.model = TokenModel(timm.create_model(self.name, img_size=self.size)).train()
-        self.drloc = Drloc(dim=self.model.num_features, family=self.model.family.title, pairs=self.pairs)
+        self.drloc = Drloc(self.model, pairs=self.pairs)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.head_optimizer = torch.optim.AdamW(self.drloc.modules().parameters(), lr=1e-4, fused=True)
         self.images = torch.randn(self.batch, 3, self.size, self.size)

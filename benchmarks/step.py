@@ -34,8 +34,10 @@ from everytoken.engine.run_folder import RunFolder
 from everytoken.engine.task import Task
 from everytoken.functional import MapBatch
 from everytoken.keyed import StepKey
+from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
-from everytoken.tasks.step import FrozenTeacher, TokenStep, build_mixer, build_objectives
+from everytoken.objectives import build_objectives
+from everytoken.tasks.step import FrozenTeacher, TokenStep
 
 WORLD = World(0, 1, torch.device("cpu"))
 LIMIT = 1.02

@@ -1,14 +1,82 @@
 """everytoken: train vision transformers on every token.
 
-Importing this package makes its models known to timm and does nothing else; torch and timm are imported when a
-part that needs them is.
+    import everytoken as et
+
+The names below are the public API: they keep their meaning within a major version. Everything else, though importable,
+may change. Importing this package makes its models known to timm and does nothing else; torch and timm are imported
+when a name that needs them is first used.
 """
 
+from typing import TYPE_CHECKING
+
+from everytoken._lazy import lazy
 from everytoken._register import register_with_timm
 from everytoken._version import version as _version
 from everytoken.errors import EverytokenError
 
+if TYPE_CHECKING:
+    from everytoken.data.batch import Batch
+    from everytoken.maps import Maps, MapWriter, ScoreMap
+    from everytoken.mixing import CutMix, Mix, MixToken, MixUp
+    from everytoken.models import TokenModel, TokenView
+    from everytoken.objectives import (
+        Distillation,
+        Drloc,
+        HardLabels,
+        OnlineTokenLabeling,
+        ReLabel,
+        TLAlign,
+        TokenLabeling,
+        TransMix,
+        aligned,
+    )
+    from everytoken.tasks.timm_task import TokenTask
+
 register_with_timm()
 
 __version__ = _version()
-__all__ = ["EverytokenError", "__version__"]
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "everytoken.data.batch": ["Batch"],
+        "everytoken.maps": ["MapWriter", "Maps", "ScoreMap"],
+        "everytoken.mixing": ["CutMix", "Mix", "MixToken", "MixUp"],
+        "everytoken.models": ["TokenModel", "TokenView"],
+        "everytoken.objectives": [
+            "Distillation",
+            "Drloc",
+            "HardLabels",
+            "OnlineTokenLabeling",
+            "ReLabel",
+            "TLAlign",
+            "TokenLabeling",
+            "TransMix",
+            "aligned",
+        ],
+        "everytoken.tasks.timm_task": ["TokenTask"],
+    },
+)
+__all__ = [
+    "Batch",
+    "CutMix",
+    "Distillation",
+    "Drloc",
+    "EverytokenError",
+    "HardLabels",
+    "MapWriter",
+    "Maps",
+    "Mix",
+    "MixToken",
+    "MixUp",
+    "OnlineTokenLabeling",
+    "ReLabel",
+    "ScoreMap",
+    "TLAlign",
+    "TokenLabeling",
+    "TokenModel",
+    "TokenTask",
+    "TokenView",
+    "TransMix",
+    "__version__",
+    "aligned",
+]

@@ -22,8 +22,7 @@ from everytoken.mixing import (
     mix_image_target,
     mix_token_target,
 )
-from everytoken.mixing.guided import identity_moves
-from everytoken.mixing.puzzle import best_mask, energy, places
+from everytoken.mixing.guided import best_mask, energy, identity_moves, places
 
 GUIDED = [kind for kind in MIXERS.values() if issubclass(kind, GuidedMixer)]
 

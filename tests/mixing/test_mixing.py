@@ -16,7 +16,7 @@ from everytoken.mixing import (
     mix_token_target,
     unmix_tokens,
 )
-from everytoken.mixing.boxes import box_masks, boxes_at, draw_boxes
+from everytoken.mixing.mix import box_masks, boxes_at, draw_boxes
 
 
 def rng(seed=0):

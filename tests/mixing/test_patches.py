@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from everytoken.errors import EverytokenError
 from everytoken.mixing import MIXERS, apply_to_pixels
-from everytoken.mixing.patches import BlockPatches, patches_to_pixels
+from everytoken.mixing.methods import BlockPatches, patches_to_pixels
 
 
 @pytest.mark.parametrize("name", ["random", "block"])

@@ -24,12 +24,12 @@ from everytoken.objectives import (
     OBJECTIVES,
     Distillation,
     HardLabels,
-    Objective,
-    OnlineTokens,
+    OnlineTokenLabeling,
     ReLabel,
     TokenLabeling,
-    total_loss,
+    find_objective,
 )
+from everytoken.objectives.token_labeling import erased_part
 
 B, GRID, K = 4, (6, 4), 9
 
@@ -77,8 +77,10 @@ def targets(batch, smoothing=0.1):
 
 
 def test_every_mode_of_supervision_has_a_name():
-    assert set(OBJECTIVES) >= {"hard", "relabel", "token", "online-token", "distill"}
-    assert all(name == kind.name for name, kind in OBJECTIVES.items())
+    names = {"hard", "relabel", "token_labeling", "online_token", "distillation", "drloc", "tl_align", "transmix"}
+    assert set(OBJECTIVES) == names
+    assert all(find_objective(name).name == name for name in OBJECTIVES)
+    assert find_objective("token") is TokenLabeling
 
 
 def test_hard_labels_are_torchs_cross_entropy():
@@ -104,7 +106,7 @@ def test_token_labeling_is_the_papers_loss():
     torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
     torch.testing.assert_close(ReLabel()(view, batch)["class"], got["class"])
     only = TokenLabeling(class_term=False, beta=1.0)(view, batch)
-    assert set(only) == {"token"}
+    assert set(only) == {"loss", "token"}
     torch.testing.assert_close(only["token"], got["token"] * 2)
 
 
@@ -151,7 +153,7 @@ def test_the_token_head_may_speak_other_classes_than_the_class_head():
     view.logits = torch.randn(B, 20)  # the data set has 20 classes, the annotator 9
     got = TokenLabeling(class_target="truth")(view, batch)
     torch.testing.assert_close(got["class"], F.cross_entropy(view.logits, batch.labels, label_smoothing=0.1))
-    with pytest.raises(EverytokenError, match=r"20 outputs and the score maps speak 9 .*class_target='truth'"):
+    with pytest.raises(EverytokenError, match=r"20 outputs.* 9 classes.*class_target='truth'"):
         TokenLabeling()(view, batch)
     with pytest.raises(EverytokenError, match="class_map"):
         ReLabel()(view, batch)
@@ -182,7 +184,7 @@ def test_a_token_head_of_another_size_than_the_maps_is_refused():
         TokenLabeling()(a_view(token_classes=5), a_batch())
     with pytest.raises(EverytokenError, match="needs a token head"):
         TokenLabeling()(a_view(token_classes=0), a_batch())
-    with pytest.raises(EverytokenError, match="everytoken annotate"):
+    with pytest.raises(EverytokenError, match="needs score maps"):
         TokenLabeling()(a_view(), replace(a_batch(), maps=None))
 
 
@@ -200,12 +202,12 @@ def test_participation_is_keyed_by_seed_and_step():
     torch.testing.assert_close(one, 0.5 * expected)
 
 
-def test_the_legacy_setting_changes_both_crop_and_smoothing():
+def test_the_released_setting_changes_both_crop_and_smoothing():
     batch, view = a_batch(), a_view()
     maps = batch.maps
     sampled = sample_maps(maps, batch.placement, GRID, released=True)
     tokens = from_scores(sampled.tokens, maps.classes, K).smooth(0.1, released=True)
-    got = TokenLabeling(legacy=True, beta=1.0)(view, batch.plan(GRID))["token"]
+    got = TokenLabeling(released=True, beta=1.0)(view, batch.plan(GRID))["token"]
     torch.testing.assert_close(got, compact_cross_entropy(view.token_logits, tokens))
 
 
@@ -220,21 +222,21 @@ def soft(student, teacher):
 
 def test_online_tokens_follow_the_teachers_tokens():
     batch, view, teacher = a_batch(), a_view(), a_teacher()
-    got = OnlineTokens()(view, replace(batch, teacher=teacher))
+    got = OnlineTokenLabeling()(view, replace(batch, teacher=teacher))
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, teacher.token_logits).mean())
     torch.testing.assert_close(got["class"], soft(view.logits, teacher.logits).mean())
-    truth = OnlineTokens(class_target="truth")(view, replace(batch, teacher=teacher))
+    truth = OnlineTokenLabeling(class_target="truth")(view, replace(batch, teacher=teacher))
     torch.testing.assert_close(truth["class"], HardLabels()(view, batch)["class"])
-    assert set(OnlineTokens(class_target="none")(view, replace(batch, teacher=teacher))) == {"token"}
+    assert set(OnlineTokenLabeling(class_target="none")(view, replace(batch, teacher=teacher))) == {"loss", "token"}
 
 
 def test_a_teacher_on_another_grid_is_resampled():
     batch, view, fine = a_batch(), a_view(), a_teacher(grid=(12, 8))
-    got = OnlineTokens()(view, replace(batch, teacher=fine))
+    got = OnlineTokenLabeling()(view, replace(batch, teacher=fine))
     label = fine.token_logits.view(B, 6, 2, 4, 2, K).mean((2, 4))
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, label).mean())
     coarse = a_teacher(grid=(1, 1))
-    got = OnlineTokens()(view, replace(batch, teacher=coarse))
+    got = OnlineTokenLabeling()(view, replace(batch, teacher=coarse))
     expected = soft(view.token_logits, coarse.token_logits.expand(B, *GRID, K))
     torch.testing.assert_close(got["token"], 0.5 * expected.mean())
 
@@ -242,7 +244,7 @@ def test_a_teacher_on_another_grid_is_resampled():
 def test_a_teacher_that_saw_clean_images_answers_for_both_partners():
     mix, teacher, view = draw(MixToken(mode="elem")), a_teacher(), a_view()
     batch = a_batch(mix)
-    got = OnlineTokens()(view, replace(batch, teacher=teacher))
+    got = OnlineTokenLabeling()(view, replace(batch, teacher=teacher))
     shown = apply_to_tokens(teacher.token_logits, mix)
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, shown).mean())
     p, r = teacher.logits.softmax(-1), mix.ratio[:, None]
@@ -250,7 +252,7 @@ def test_a_teacher_that_saw_clean_images_answers_for_both_partners():
     torch.testing.assert_close(got["class"], -(mixed * view.logits.log_softmax(-1)).sum(-1).mean())
     # un-mixed tokens, and pixels that the teacher saw mixed, meet the teacher's answer as it is
     for kind in (MixToken(), CutMix()):
-        got = OnlineTokens()(view, replace(a_batch(draw(kind)), teacher=teacher))
+        got = OnlineTokenLabeling()(view, replace(a_batch(draw(kind)), teacher=teacher))
         torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, teacher.token_logits).mean())
 
 
@@ -281,28 +283,22 @@ def test_hard_distillation_of_mixed_tokens_counts_both_partners():
     torch.testing.assert_close(Distillation()(view, batch)["class"], expected)
 
 
-def test_the_total_is_the_weighted_sum_and_names_its_terms():
+def test_the_loss_is_the_weighted_sum_of_the_terms():
     batch, view = a_batch(), a_view()
-    parts = [HardLabels(weight=2.0), TokenLabeling(class_term=False)]
-    loss, terms = total_loss(parts, view, batch)
-    assert set(terms) == {"hard/class", "token/token"}
-    torch.testing.assert_close(loss, 2 * terms["hard/class"] + terms["token/token"])
-    loss.backward()
+    result = TokenLabeling(weight=2.0)(view, batch)
+    torch.testing.assert_close(result["loss"], 2 * (result["class"] + result["token"]))
+    result["loss"].backward()
     assert view.token_logits.grad.abs().sum() > 0
-    assert not terms["hard/class"].requires_grad
-    with pytest.raises(EverytokenError, match="nothing to train on"):
-        total_loss([], view, batch)
 
 
 def test_objectives_say_what_they_need():
-    assert HardLabels().needs == {"labels"}
-    assert ReLabel().needs == {"maps"}
-    assert TokenLabeling().needs == {"maps", "token_logits"}
-    assert TokenLabeling(class_target="truth").needs == {"maps", "token_logits", "labels"}
-    assert TokenLabeling(class_target="truth", class_term=False).needs == {"maps", "token_logits"}
-    assert OnlineTokens().needs == {"teacher", "token_logits"}
-    assert Distillation(through="distillation").needs == {"teacher", "distill_logits"}
-    assert Objective().modules() is None
+    assert HardLabels().requires == {"labels"}
+    assert ReLabel().requires == {"maps"}
+    assert TokenLabeling().requires == {"maps", "token_logits"}
+    assert TokenLabeling(class_target="truth").requires == {"maps", "token_logits", "labels"}
+    assert TokenLabeling(class_target="truth", class_term=False).requires == {"maps", "token_logits"}
+    assert OnlineTokenLabeling().requires == {"teacher", "token_logits"}
+    assert Distillation(through="distillation").requires == {"teacher", "distill_logits"}
 
 
 def test_a_planned_batch_moves_as_a_whole_and_gives_the_same_loss():
@@ -320,12 +316,14 @@ def test_a_planned_batch_moves_as_a_whole_and_gives_the_same_loss():
 def test_wrong_settings_are_named():
     with pytest.raises(EverytokenError, match="class_target"):
         TokenLabeling(class_target="mine")
-    with pytest.raises(EverytokenError, match="'soft' or 'hard'"):
+    with pytest.raises(EverytokenError, match=r"kind is 'medium'.*'soft', 'hard'"):
         Distillation(kind="medium")
-    with pytest.raises(EverytokenError, match="'class' or 'distillation'"):
+    with pytest.raises(EverytokenError, match="through is 'patches'"):
         Distillation(through="patches")
     with pytest.raises(EverytokenError, match="needs class labels"):
         HardLabels()(a_view(), replace(a_batch(), labels=None))
+    with pytest.raises(EverytokenError, match=r"hard\(view, batch\)"):
+        HardLabels()(a_view())
 
 
 def test_targets_from_labels_and_maps_mix_alike():
@@ -333,3 +331,43 @@ def test_targets_from_labels_and_maps_mix_alike():
     image = from_labels(torch.tensor([0, 1, 2, 3]), K)
     assert mix_image_target(image, mix).shape == (B,)
     assert mix_token_target(targets(a_batch())[1], mix).shape == (B, *GRID)
+
+
+def test_erased_tokens_can_be_left_out():
+    batch, view = a_batch(), a_view()
+    # in the first image the whole left half, in the second less than half of one patch and all of none
+    boxes = torch.zeros(B, 2, 4)
+    boxes[0, 0] = torch.tensor([0.0, 0.0, 0.5, 1.0])
+    boxes[1, 1] = torch.tensor([0.0, 0.0, 0.2, 0.08])
+    part = erased_part(boxes, GRID)
+    assert part[0, :, :2].min() == pytest.approx(1)
+    assert part[0, :, 2:].max() == 0
+    assert part[1, 0, 0] == pytest.approx(0.8 * 0.08 * 6)
+    skipping = TokenLabeling(skip_erased=True, beta=1.0)
+    assert "erased" in skipping.requires
+    _, tokens = targets(batch)
+    weight = tokens.weight.clone()
+    weight[0, :, :2] = 0
+    expected = compact_cross_entropy(view.token_logits, tokens, weight=weight)
+    torch.testing.assert_close(skipping(view, replace(batch, erased=boxes))["token"], expected)
+    with pytest.raises(EverytokenError, match="erased"):
+        skipping(view, batch)
+
+
+def test_erased_tokens_of_a_partner_are_left_out_where_it_is_shown():
+    mix = draw(CutMix())
+    batch, view = a_batch(mix), a_view()
+    everything = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(B, 1, 1)
+    everything[0] = 0  # only the first image, which is the last one's partner, shows something
+    own = mix.at(GRID).expand(B, *GRID)
+    _, tokens = targets(batch)
+    weight = torch.zeros_like(tokens.weight)
+    weight[0], weight[3] = own[0] * tokens.weight[0], (1 - own[3]) * tokens.weight[0]
+    skipping = TokenLabeling(skip_erased=True, beta=1.0)(view, replace(batch, erased=everything))["token"]
+    rows = -(view.token_logits.log_softmax(-1) * tokens.dense()[[0, 1, 2, 0]]).sum(-1)
+    torch.testing.assert_close(skipping, (rows * weight).sum() / weight.sum())
+
+
+def test_the_class_target_of_the_maps_is_not_made_a_second_time(monkeypatch):
+    monkeypatch.setattr("everytoken.objectives.relabel.from_scores", None)  # calling it would fail
+    TokenLabeling()(a_view(), a_batch())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from everytoken.mixing import Mix
 
 
-class TeacherView(Protocol):
-    """What a teacher answered to the pixels that the student saw, before tokens were mixed."""
+@dataclass(frozen=True)
+class TeacherView:
+    """What a teacher answered to the pixels that the student saw, before tokens were mixed.
 
-    @property
-    def logits(self) -> Tensor:
-        """[B, K]"""
+    Attributes:
+        logits: [B, K].
+        token_logits: [B, h, w, C] on any grid, or None.
+    """
 
-    @property
-    def token_logits(self) -> Tensor | None:
-        """[B, h, w, C] on any grid, or None."""
+    logits: Tensor
+    token_logits: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,17 @@ def newest_good(root: Path, tell: Callable[[str], None] = lambda text: None) -> 
 def load_state(folder: Path) -> dict[str, Any]:
     """The resume state of a whole checkpoint, on the CPU."""
     state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    return present_names(state)
+
+
+def present_names(state: Any) -> Any:
+    """A state in which weights have the names that this version gives them; older ones kept objectives elsewhere."""
+    if isinstance(state, dict):
+        return {present_names(name): present_names(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [present_names(value) for value in state]
+    if isinstance(state, str) and state.startswith("brought.drloc."):
+        return state.replace("brought.drloc.", "objectives.drloc.heads.", 1)
     return state
 
 

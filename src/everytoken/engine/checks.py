@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import timm
 from timm.optim import get_optimizer_class, list_optimizers
+from torch import nn
 
 from everytoken.engine.distributed import check_device
 from everytoken.engine.options import LoopOptions, TrainOptions
@@ -16,7 +17,7 @@ from everytoken.engine.recipe import check_settings, flat
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import MIXERS
 from everytoken.models import family_of_name
-from everytoken.objectives import Objective
+from everytoken.objectives import required_by
 
 SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
 _LEAST = {
@@ -104,11 +105,11 @@ def _check_model(options: TrainOptions) -> None:
         raise EverytokenError(f"there is no store of score maps at {options.maps}")
 
 
-def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> list[str]:
+def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> list[str]:
     """The same for the objectives, once they are built."""
     notes: list[str] = []
-    names = {o.name for o in objectives}
-    needs = {o.name: o.needs for o in objectives}
+    names = set(objectives)
+    needs = {name: required_by(objective) for name, objective in objectives.items()}
     wanting = sorted(name for name, need in needs.items() if "maps" in need)
     if wanting and not options.maps:
         raise ContradictionError(
@@ -123,17 +124,17 @@ def check_objectives(options: TrainOptions, objectives: Sequence[Objective]) -> 
         raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
     if options.model.teacher and not taught:
         notes.append(f"the teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))})")
-    follows = sorted(names & {"alignment", "transmix"})
+    follows = sorted(names & {"tl_align", "transmix"})
     if len(follows) == 2:
         raise ContradictionError(
-            "transmix is alignment with the last layer alone; take one of them (objectives.transmix: null)"
+            "transmix is tl_align with the last layer alone; take one of them (objectives.transmix: null)"
         )
     if follows and not options.mixing:
         raise ContradictionError(
             f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
             f"mixing.cutmix: {{}}, or leave it out (objectives.{follows[0]}: null)"
         )
-    if "mixup" in options.mixing and "token" in names:
+    if "mixup" in options.mixing and "token_labeling" in names:
         notes.append(
             "MixUp with token labeling: the papers saw no gain from it (83.1 with, 83.3 without); MixToken alone is "
             "what they recommend"

@@ -42,7 +42,7 @@ def plan_facts(task: Classification, options: TrainOptions, steps: int = 3) -> d
         "token grid": f"{parts.grid[0]} x {parts.grid[1]} at {options.model.img_size} px",
         "images": f"{images}, {parts.train_set.num_classes} classes",
         "score maps": f"{options.maps} ({parts.store.manifest.num_classes} classes)" if parts.store else "none",
-        "objectives": ", ".join(f"{o.name} (weight {o.weight:g})" for o in parts.step.objectives),
+        "objectives": ", ".join(f"{n} (weight {getattr(o, 'weight', 1):g})" for n, o in parts.step.objectives.items()),
         "mixing": ", ".join(options.mixing) or "none",
         "batch": f"{data.batch_size} x {world.size} processes x {optim.grad_accum_steps} accumulated = {global_batch}",
         "updates": length,

@@ -19,7 +19,7 @@ from everytoken.errors import EverytokenError
 from everytoken.explanation.saliency import evaluating
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse
 from everytoken.mixing import CutMix, Mix, apply_to_pixels
-from everytoken.mixing.boxes import box_masks
+from everytoken.mixing.mix import box_masks
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.align.aligner import pooling
 from everytoken.models.families import UnsupportedModelError

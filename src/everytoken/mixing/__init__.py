@@ -1,14 +1,37 @@
-"""Mixing the images of a batch behind one interface.
+"""Mixing the images of a batch behind one interface: `images, mix = CutMix()(images)`.
 
 Blind: MixToken, CutMix, MixUp, random and block-wise patches, MaskMix. Looking at the images, through a `guide`:
 SaliencyMix, Attentive-CutMix, TokenMix, SMMix, Puzzle-Mix. (TransMix is CutMix with the objective `transmix`.)
 
-`MIXERS[name](...).draw(batch_size, image_size, grid, rng)` gives a `Mix` or None; `apply_to_pixels` or
-`apply_to_tokens` carries it out; `mix_image_target` and `mix_token_target` do the same to labels.
-A new method is a subclass of `Mixer` with `masks`, and a line in MIXERS.
+`mixer.draw(batch_size, image_size, grid, rng)` gives a `Mix` or None; `apply_to_pixels` or `apply_to_tokens` carries it
+out; `mix_image_target` and `mix_token_target` do the same to labels.
+A new method is a subclass of `MaskMixer` with `masks`, and a line in MIXERS.
 """
 
-from everytoken.mixing.apply import (
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.mixing.guided import (
+    AttentiveCutMix,
+    GuidedMixer,
+    PuzzleMix,
+    SaliencyMix,
+    SMMix,
+    TokenMix,
+    contrast_saliency,
+    guide_for,
+)
+from everytoken.mixing.methods import BlockPatches, CutMix, MaskMix, MixToken, MixUp, OneOf, RandomPatches
+from everytoken.mixing.mix import (
+    Guide,
+    GuideKind,
+    MaskMixer,
+    Mix,
+    Mixer,
     apply_to_pixels,
     apply_to_tokens,
     mix_image_target,
@@ -16,14 +39,8 @@ from everytoken.mixing.apply import (
     placed_token_targets,
     unmix_tokens,
 )
-from everytoken.mixing.guided import AttentiveCutMix, GuidedMixer, SaliencyMix, SMMix, TokenMix
-from everytoken.mixing.methods import CutMix, MixToken, MixUp, OneOf
-from everytoken.mixing.mix import Guide, GuideKind, Mix, Mixer, Scene
-from everytoken.mixing.patches import BlockPatches, MaskMix, RandomPatches
-from everytoken.mixing.puzzle import PuzzleMix
-from everytoken.mixing.saliency import contrast_saliency
 
-MIXERS: dict[str, type[Mixer]] = {
+MIXERS: dict[str, type[MaskMixer]] = {
     "mixtoken": MixToken,
     "cutmix": CutMix,
     "mixup": MixUp,
@@ -37,6 +54,26 @@ MIXERS: dict[str, type[Mixer]] = {
     "puzzlemix": PuzzleMix,
 }
 
+
+def build_mixer(settings: Mapping[str, Mapping[str, Any] | None]) -> Mixer | None:
+    """Mixers by name, as in a recipe. No entry: no mixing. One: that one. Several: one of them for each batch, with
+    `odds` (default: equal)."""
+    mixers, odds = [], []
+    for name, given in settings.items():
+        if name not in MIXERS:
+            raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
+        fields = dict(given or {})
+        odds.append(float(fields.pop("odds", 1.0)))
+        allowed = [field.name for field in dataclasses.fields(MIXERS[name])]
+        for field in fields:
+            if field not in allowed:
+                raise EverytokenError(f"mixing {name!r} has no setting {field!r}.{did_you_mean(field, allowed)}")
+        mixers.append(MIXERS[name](**fields))
+    if not mixers:
+        return None
+    return mixers[0] if len(mixers) == 1 else OneOf(mixers, odds)
+
+
 __all__ = [
     "MIXERS",
     "AttentiveCutMix",
@@ -46,6 +83,7 @@ __all__ = [
     "GuideKind",
     "GuidedMixer",
     "MaskMix",
+    "MaskMixer",
     "Mix",
     "MixToken",
     "MixUp",
@@ -55,11 +93,12 @@ __all__ = [
     "RandomPatches",
     "SMMix",
     "SaliencyMix",
-    "Scene",
     "TokenMix",
     "apply_to_pixels",
     "apply_to_tokens",
+    "build_mixer",
     "contrast_saliency",
+    "guide_for",
     "mix_image_target",
     "mix_token_target",
     "placed_token_targets",

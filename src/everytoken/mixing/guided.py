@@ -5,16 +5,21 @@
 - TokenMix: blocks of patches; the label counts what each image shows of its own importance, not area.
 - SMMix, the mixing part: the square of patches that is most important in the partner covers the square that is least
   important in the own image (its extra losses are not here).
-What is important comes as a guide: "saliency" (`saliency.contrast_saliency`), "attention" (a network's own class, cell
-by cell; `train.guide`) or "gradient". The networks are the teacher if there is one, otherwise the student.
+- Puzzle-Mix: a mask and moved patches that keep what matters of both images.
+What is important comes from a guide: "saliency" (`contrast_saliency`); "attention": a network's answer for its own
+first choice at every cell, or, for networks with a class token, how like the class token each token is (the class head
+is not trained to read the others); "gradient": the size of the gradient of the student's loss at the pixels. Training
+asks the teacher if there is one, otherwise the student; networks run in evaluation mode and keep no trace of it.
 Every image has its own mask here, so token outputs are not put back: token targets are mixed instead.
-Cost: the guide; all else are a few small operations on the device.
+Cost: the guide, one forward pass for "attention", a forward and a backward pass for "gradient"; all else are a few
+small operations on the device.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -22,12 +27,83 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing.mix import Guide, GuideKind, Mix, Mixer, Mode, Scene
-from everytoken.mixing.patches import BlockPatches
+from everytoken.keyed import StepKey
+from everytoken.mixing.methods import BlockPatches
+from everytoken.mixing.mix import Device, Guide, GuideKind, MaskMixer, Mix, Mode, Size
+
+if TYPE_CHECKING:
+    from everytoken.models import TokenModel
+
+# Half sides of the windows of `contrast_saliency`, as published, at 224 pixels.
+_WINDOWS = (12, 24, 48, 28, 56, 112)
 
 
-@dataclass(frozen=True)
-class GuidedMixer(Mixer):
+def contrast_saliency(images: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B, H, W], not negative, largest where the image stands out from its surroundings.
+
+    Fine-grained static saliency (Montabone and Soto), which SaliencyMix uses: the grey value of a pixel minus the mean
+    of a window around it, both signs counted, summed over windows of six sizes. They shrink with the image.
+    """
+    grey = images.float().mean(1, keepdim=True)
+    height, width = grey.shape[-2:]
+    out = torch.zeros_like(grey)
+    for half in _WINDOWS:
+        rows, columns = max(1, round(half * height / 224)), max(1, round(half * width / 224))
+        kernel = (2 * rows + 1, 2 * columns + 1)
+        around = F.avg_pool2d(grey, kernel, stride=1, padding=(rows, columns), count_include_pad=False)
+        out += (grey - around).abs()
+    return out[:, 0]
+
+
+def guide_for(model: TokenModel, images: Tensor, labels: Tensor | None) -> Guide:
+    """A guide to a batch.
+
+    Args:
+        model: the network that looks.
+        images: [B, C, H, W] as that network wants them.
+        labels: [B] classes for the gradient, -1 = not known.
+    """
+
+    def guide(kind: GuideKind) -> Tensor:
+        if kind == "saliency":
+            return contrast_saliency(images)
+        modes = [(part, part.training) for part in model.modules()]
+        model.eval()
+        try:
+            return importance_by_gradient(model, images, labels) if kind == "gradient" else importance(model, images)
+        finally:
+            for part, was in modes:
+                part.training = was
+
+    return guide
+
+
+@torch.no_grad()
+def importance(model: TokenModel, images: Tensor) -> Tensor:
+    """[B, h, w], smallest 0: how strongly each cell speaks for what the network sees in the image."""
+    view = model(images)
+    if view.prefix is not None:
+        cells = F.cosine_similarity(view.grid.float(), view.prefix[:, 0, None, None].float(), dim=-1)
+    else:
+        logits = model.cell_logits(images).float()
+        first = logits.mean((1, 2)).argmax(-1)
+        cells = logits.gather(-1, first[:, None, None, None].expand(-1, *logits.shape[1:3], 1))[..., 0]
+    return cells - cells.amin((1, 2), keepdim=True)
+
+
+def importance_by_gradient(model: TokenModel, images: Tensor, labels: Tensor | None) -> Tensor:
+    """[B, H, W]: size over channels of the gradient of the cross entropy at each pixel; weights get no gradient."""
+    if labels is None:
+        raise EverytokenError("Puzzle-Mix looks at the gradient of the loss, and these images have no labels.")
+    with torch.enable_grad():
+        pixels = images.detach().float().requires_grad_()
+        loss = F.cross_entropy(model(pixels).logits.float(), labels, reduction="sum", ignore_index=-1)
+        (gradient,) = torch.autograd.grad(loss, pixels)
+    return gradient.square().sum(1).sqrt()
+
+
+@dataclass
+class GuidedMixer(MaskMixer):
     """A mixer that needs to see the images. Subclasses provide `guided`."""
 
     mode: Mode = "elem"
@@ -44,10 +120,10 @@ class GuidedMixer(Mixer):
     def draw(
         self,
         batch_size: int,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
+        image_size: Size,
+        grid: Size,
         rng: np.random.Generator,
-        device: torch.device | str | None = None,
+        device: Device = None,
         guide: Guide | None = None,
     ) -> Mix | None:
         """As `Mixer.draw`; `guide` is asked for the importance of each place."""
@@ -65,7 +141,7 @@ class GuidedMixer(Mixer):
                 f"the guide of {type(self).__name__} must be [{batch_size}, h, w], got {list(importance.shape)}."
             )
         partner = torch.arange(batch_size - 1, -1, -1, device=device)
-        mix = self.guided(importance.detach().float(), partner, Scene(image_size, grid, rng, device))
+        mix = self.guided(importance.detach().float(), partner, image_size, grid, rng)
         if active.all():
             return mix
         on = torch.from_numpy(active).to(mix.mask.device)
@@ -81,7 +157,9 @@ class GuidedMixer(Mixer):
             moves=moved,
         )
 
-    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
+    def guided(
+        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
+    ) -> Mix:
         """The mix of a whole batch."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to mix")
 
@@ -93,26 +171,34 @@ class GuidedMixer(Mixer):
         return torch.from_numpy(rng.beta(self.alpha, self.alpha, size=count)).float().to(device)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaliencyMix(GuidedMixer):
     """A box around the most salient pixel of the partner."""
 
     guide: ClassVar[GuideKind] = "saliency"
 
-    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
+    def __call__(
+        self, images: Tensor, key: StepKey | None = None, grid: Size | None = None, guide: Guide | None = None
+    ) -> tuple[Tensor, Mix]:
+        """As `Mixer.__call__`; the guide is `contrast_saliency` unless another one is given."""
+        return super().__call__(images, key, grid, guide or (lambda kind: contrast_saliency(images)))
+
+    def guided(
+        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
+    ) -> Mix:
         """[B, H, W] masks on the pixel grid; boxes as `boxes.boxes_at`, on the device."""
-        lam = self._lam(len(partner), scene.rng, importance.device)
-        peak = to_pixels(importance, scene.image_size)[partner].flatten(1).argmax(1)
+        lam = self._lam(len(partner), rng, importance.device)
+        peak = to_pixels(importance, image_size)[partner].flatten(1).argmax(1)
         inside = []
-        width = scene.image_size[1]
-        for side, centre in zip(scene.image_size, (peak // width, peak % width), strict=True):
+        width = image_size[1]
+        for side, centre in zip(image_size, (peak // width, peak % width), strict=True):
             half = (side * (1 - lam).sqrt()).long() // 2
             at = torch.arange(side, device=peak.device)
             inside.append((at >= (centre - half)[:, None]) & (at < (centre + half)[:, None]))
         return self._mix(partner, (~(inside[0][:, :, None] & inside[1][:, None, :])).float())
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttentiveCutMix(GuidedMixer):
     """The most attended cells of the partner, at their own places.
 
@@ -129,14 +215,16 @@ class AttentiveCutMix(GuidedMixer):
         if not 0 < self.cells < self.side**2:
             raise EverytokenError(f"AttentiveCutMix: cells must be in 1..{self.side**2 - 1}, got {self.cells}.")
 
-    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
+    def guided(
+        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
+    ) -> Mix:
         """[B, H, W] masks on the pixel grid."""
         coarse = resize(importance, (self.side, self.side))[partner].flatten(1)
         own = torch.ones_like(coarse).scatter_(1, coarse.topk(self.cells).indices, 0.0)
-        return self._mix(partner, to_pixels(own.view(-1, self.side, self.side), scene.image_size))
+        return self._mix(partner, to_pixels(own.view(-1, self.side, self.side), image_size))
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenMix(GuidedMixer):
     """Blocks of patches; the label follows importance.
 
@@ -148,18 +236,20 @@ class TokenMix(GuidedMixer):
     smallest: int = 14
     aspect: float = 0.3
 
-    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
+    def guided(
+        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
+    ) -> Mix:
         """[B, H, W] masks on the pixel grid; the ratio weighs them by importance."""
         blocks = BlockPatches(self.alpha, mode="elem", smallest=self.smallest, aspect=self.aspect)
-        mask = blocks.masks(np.ones(len(partner), dtype=bool), replace(scene, device=partner.device))
-        weight = resize(importance, scene.grid).flatten(1)
+        mask = blocks.masks(np.ones(len(partner), dtype=bool), image_size, grid, rng, partner.device)
+        weight = resize(importance, grid).flatten(1)
         weight = (weight + 1e-12) / (weight + 1e-12).sum(1, keepdim=True)
-        shown = resize(mask, scene.grid).flatten(1)
+        shown = resize(mask, grid).flatten(1)
         own, other = (shown * weight).sum(1), ((1 - shown) * weight[partner]).sum(1)
         return self._mix(partner, mask, own / (own + other).clamp(min=1e-12))
 
 
-@dataclass(frozen=True)
+@dataclass
 class SMMix(GuidedMixer):
     """The partner's most important square over the own image's least important one.
 
@@ -177,12 +267,14 @@ class SMMix(GuidedMixer):
                 f"SMMix: 0 < smallest <= largest <= 1 is needed, got {self.smallest} and {self.largest}."
             )
 
-    def guided(self, importance: Tensor, partner: Tensor, scene: Scene) -> Mix:
+    def guided(
+        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
+    ) -> Mix:
         """One size for the batch; the partner's patches are moved to where they go."""
-        part = scene.rng.uniform(self.smallest, self.largest)
-        h, w = scene.grid
+        part = rng.uniform(self.smallest, self.largest)
+        h, w = grid
         rows, columns = max(1, round(part * h)), max(1, round(part * w))
-        sums = F.avg_pool2d(resize(importance, scene.grid)[:, None], (rows, columns), stride=1)[:, 0]
+        sums = F.avg_pool2d(resize(importance, grid)[:, None], (rows, columns), stride=1)[:, 0]
         wide = sums.shape[2]
         best, least = sums[partner].flatten(1).argmax(1), sums.flatten(1).argmin(1)
         i = torch.arange(h, device=partner.device)[None, :, None] - (least // wide)[:, None, None]
@@ -191,15 +283,15 @@ class SMMix(GuidedMixer):
         source = ((best // wide)[:, None, None] + i) * w + (best % wide)[:, None, None] + j
         moves = identity_moves(h, w, partner.device).repeat(len(partner), 1, 1, 1)
         moves[:, 1] = torch.where(inside, source, moves[:, 1])
-        return self._mix(partner, to_pixels((~inside).float(), scene.image_size), moves=moves)
+        return self._mix(partner, to_pixels((~inside).float(), image_size), moves=moves)
 
 
-def identity_moves(h: int, w: int, device: torch.device | str | None) -> Tensor:
+def identity_moves(h: int, w: int, device: Device) -> Tensor:
     """[1, 2, h, w]: every patch of both images stays where it is; see `Mix.moves`."""
     return torch.arange(h * w, device=device).view(1, 1, h, w).expand(1, 2, h, w)
 
 
-def to_pixels(cells: Tensor, image_size: tuple[int, int]) -> Tensor:
+def to_pixels(cells: Tensor, image_size: Size) -> Tensor:
     """Values of cells [B, h, w] at every pixel [B, H, W], nearest."""
     h, w = cells.shape[1:]
     rows = torch.arange(image_size[0], device=cells.device) * h // image_size[0]
@@ -207,10 +299,141 @@ def to_pixels(cells: Tensor, image_size: tuple[int, int]) -> Tensor:
     return cells[:, rows][:, :, columns]
 
 
-def resize(cells: Tensor, grid: tuple[int, int]) -> Tensor:
+def resize(cells: Tensor, grid: Size) -> Tensor:
     """Importance [B, H, W] on another grid [B, h, w]: averaged where it becomes coarser, interpolated where finer."""
     if tuple(cells.shape[1:]) == grid:
         return cells
     if cells.shape[1] >= grid[0] and cells.shape[2] >= grid[1]:
         return F.adaptive_avg_pool2d(cells[:, None], grid)[:, 0]
     return F.interpolate(cells[:, None], grid, mode="bilinear", align_corners=False)[:, 0]
+
+
+@dataclass
+class PuzzleMix(GuidedMixer):
+    """A mask and moves that keep what matters of both images.
+
+    Paper: "Puzzle Mix: Exploiting Saliency and Local Statistics for Optimal Mixup". On a grid of n x n blocks, with
+    importance s of each image (the size of the loss gradient at its pixels, mean 1), find a mask z in {0, 1/m, ..., 1}
+    of the own image that makes
+        E(z) = Σ_i -z_i s_own,i - (1-z_i) s_partner,i + smooth · Σ_(i~j) (z_i - z_j)²
+               - prior · Σ_i log Binomial(m z_i; m, λ)
+    small; then move the blocks of each image so that important ones come where the mask shows them: block j goes to
+    place i at a price of move · distance(i, j)².
+    Differently: the paper cuts graphs, which gives a mask within a factor of the best; here every block takes its best
+    value given its neighbours, black and white squares of a chess board in turn, which never raises E and runs for a
+    whole batch on the device. The term that looks at pixel differences of neighbours is left out. Blocks find places in
+    order of their gain (the paper's approximation does nearly the same).
+    Cost: the gradient of the loss at the images (a forward and a backward pass), and a few small operations per block.
+
+    Args:
+        blocks: how many blocks a side has; one of these is drawn for each batch.
+        levels: m; 1 is a hard mask, 2 also blends half and half.
+        smooth, prior, move: weights of smoothness, of λ and of distance (0 to 1 across the image); a negative `move`
+            leaves all blocks where they are.
+    """
+
+    blocks: tuple[int, ...] = (2, 4, 8, 16)
+    levels: int = 2
+    smooth: float = 0.6
+    prior: float = 0.2
+    move: float = 0.8
+
+    guide: ClassVar[GuideKind] = "gradient"
+    soft: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.blocks = tuple(self.blocks)
+        if not self.blocks or min(self.blocks) < 2 or self.levels < 1:
+            raise EverytokenError(
+                f"PuzzleMix: blocks are 2 or more and levels 1 or more, got {self.blocks} and {self.levels}."
+            )
+
+    def guided(
+        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
+    ) -> Mix:
+        """Masks on the pixel grid, moves on the grid of blocks."""
+        fitting = [n for n in self.blocks if image_size[0] % n == 0 and image_size[1] % n == 0]
+        if not fitting:
+            raise EverytokenError(f"PuzzleMix: none of {self.blocks} blocks divides {image_size} pixels.")
+        n = int(rng.choice(fitting))
+        lam = self._lam(len(partner), rng, importance.device)
+        own = resize(importance, (n, n)) + 1e-8
+        own = own / own.mean((1, 2), keepdim=True)
+        mask = best_mask(own, own[partner], lam, self.levels, self.smooth, self.prior)
+        moves = None
+        if self.move >= 0:
+            pairs = ((mask, own), (1 - mask, own[partner]))
+            moves = torch.stack([places(shown, s, self.move) for shown, s in pairs], dim=1)
+        return self._mix(partner, to_pixels(mask, image_size), moves=moves)
+
+
+def energy(mask: Tensor, own: Tensor, other: Tensor, lam: Tensor, levels: int, smooth: float, prior: float) -> Tensor:
+    """E(z) [B] of masks [B, n, n], as in `PuzzleMix`."""
+    shown = -(mask * own + (1 - mask) * other).sum((1, 2))
+    rough = mask.diff(dim=1).square().sum((1, 2)) + mask.diff(dim=2).square().sum((1, 2))
+    steps = (mask * levels).round().long()
+    likely = _log_binomial(lam, levels).gather(1, steps.flatten(1)).sum(1)
+    return shown + smooth * rough - prior * likely
+
+
+def best_mask(
+    own: Tensor, other: Tensor, lam: Tensor, levels: int, smooth: float, prior: float, rounds: int = 8
+) -> Tensor:
+    """Masks [B, n, n] of small energy, from the best of the constant masks and of the mask without smoothness."""
+    values = torch.linspace(0, 1, levels + 1, device=own.device)
+    alone = -(values * own[..., None] + (1 - values) * other[..., None])
+    alone = alone - prior * _log_binomial(lam, levels)[:, None, None]  # [B, n, n, m + 1]
+    h, w = own.shape[1:]
+    chess = torch.arange(h, device=own.device)[:, None] + torch.arange(w, device=own.device)
+    inside = F.pad(torch.ones(1, 1, h, w, device=own.device), (1, 1, 1, 1))
+    neighbours = _around(inside)[0, 0]
+
+    starts = [values[alone.argmin(-1)], *(torch.full_like(own, float(v)) for v in values)]
+    best, lowest = starts[0], torch.full_like(lam, math.inf)
+    for mask in starts:
+        for step in range(2 * rounds):
+            total = _around(F.pad(mask[:, None], (1, 1, 1, 1)))[:, 0]
+            # Σ_j (v - z_j)² without the part that does not depend on v
+            cost = alone + smooth * (neighbours[..., None] * values**2 - 2 * values * total[..., None])
+            mask = torch.where(chess % 2 == step % 2, values[cost.argmin(-1)], mask)
+        reached = energy(mask, own, other, lam, levels, smooth, prior)
+        better = reached < lowest
+        best, lowest = torch.where(better[:, None, None], mask, best), torch.where(better, reached, lowest)
+    return best
+
+
+def places(shown: Tensor, importance: Tensor, price: float) -> Tensor:
+    """Which block [B, n, n] (row-major number) comes to each place, each block exactly once.
+
+    Pairs of place and block are taken by gain, shown_i · s_j - price · distance², best first, as long as both are
+    free; a block that is worth nothing anywhere else stays.
+    """
+    b, h, w = shown.shape
+    n = h * w
+    row, column = torch.arange(n, device=shown.device) // w / h, torch.arange(n, device=shown.device) % w / w
+    distance = (row[:, None] - row).square() + (column[:, None] - column).square()
+    gain = shown.reshape(b, n, 1) * importance.reshape(b, 1, n) - price * distance
+    out = torch.empty(b, n, dtype=torch.long, device=shown.device)
+    images = torch.arange(b, device=shown.device)
+    for _ in range(n):
+        at = gain.flatten(1).argmax(1)
+        place, block = at // n, at % n
+        out[images, place] = block
+        gain[images, place] = -math.inf
+        gain[images, :, block] = -math.inf
+    return out.view(b, h, w)
+
+
+def _around(padded: Tensor) -> Tensor:
+    """Sum of the four neighbours, [B, 1, h + 2, w + 2] -> [B, 1, h, w]."""
+    middle = slice(1, -1)
+    return padded[..., :-2, middle] + padded[..., 2:, middle] + padded[..., middle, :-2] + padded[..., middle, 2:]
+
+
+def _log_binomial(lam: Tensor, levels: int) -> Tensor:
+    """log P(k) [B, m + 1] of k successes in m trials with probability λ [B]."""
+    k = torch.arange(levels + 1, device=lam.device, dtype=torch.float32)
+    ways = torch.tensor([math.log(math.comb(levels, i)) for i in range(levels + 1)], device=lam.device)
+    lam = lam[:, None].clamp(1e-4, 1 - 1e-4)
+    return ways + k * lam.log() + (levels - k) * (1 - lam).log()

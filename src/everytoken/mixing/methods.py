@@ -1,16 +1,21 @@
-"""The mixing methods of the papers: MixToken, CutMix, MixUp, and a choice among several.
+"""Mixing that does not look at the images: boxes, blends, patches, and a choice among several.
 
 - MixToken (All Tokens Matter, eq. 5-7): a box on the token grid, swapped after patch embedding and before the position
   embedding, so every token is clean. One box per batch. Outputs are un-mixed before the token head, which equals
   mixing the labels (eq. 6) and is cheaper; the class label is mixed by area (eq. 7).
 - CutMix: a box of pixels. MixUp: all pixels blended with λ.
+- RandomPatches, BlockPatches (TL-Align, Table 7: random and block-wise mixing instead of one box), MaskMix (MixPro:
+  larger squares): λ ~ Beta(alpha, alpha) is the part that stays; the other patches come from the partner. Patches are
+  the cells of the network's token grid, so no token is mixed inside; pixels are swapped, so every backbone can be
+  trained this way.
 Differently from the released code, which blends all token targets with one λ under CutMix: token targets are mixed
 where the pixels are, and a token that the box's edge crosses gets the true ratio of its two images.
-Cost: one gather of the batch; the masks are made on the device.
+Cost: one gather of the batch; masks are made on the device, those of patches on the host, one byte per patch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,46 +25,162 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing.boxes import box_masks, draw_boxes
-from everytoken.mixing.mix import Guide, Level, Mix, Mixer, Scene
+from everytoken.mixing.mix import Device, Guide, Level, MaskMixer, Mix, Mixer, Size, box_masks, draw_boxes
 
 
-@dataclass(frozen=True)
-class MixToken(Mixer):
-    """A box of tokens from the partner. Use it with `mode="batch"` for the paper's method."""
+@dataclass
+class MixToken(MaskMixer):
+    """A box of tokens from the partner; `mode="batch"` is the paper's method. Settings: `MaskMixer`.
+
+    Example:
+        images, mix = MixToken()(images, grid=(14, 14))       # images stay as they are
+        view = model(images, mix)                             # a TokenModel, which mixes after its patch embedding
+    """
 
     level: ClassVar[Level] = "tokens"
 
-    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
+    def masks(
+        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
+    ) -> Tensor:
         """[n, h, w] on the token grid."""
-        boxes = draw_boxes(len(active), scene.grid, self.alpha, scene.rng) * active[:, None]  # a box of zeros is empty
-        return box_masks(boxes, scene.grid, scene.device)
+        boxes = draw_boxes(len(active), grid, self.alpha, rng) * active[:, None]  # a box of zeros is empty
+        return box_masks(boxes, grid, device)
 
 
-@dataclass(frozen=True)
-class CutMix(Mixer):
-    """A box of pixels from the partner."""
+@dataclass
+class CutMix(MaskMixer):
+    """A box of pixels from the partner. Settings: `MaskMixer`.
 
-    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
+    Example:
+        images, mix = CutMix(alpha=1.0)(images)
+        view = model(images, mix)
+        loss = HardLabels()(view, Batch(images, labels, mix=mix))["loss"]
+    """
+
+    def masks(
+        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
+    ) -> Tensor:
         """[n, H, W] on the pixel grid."""
-        boxes = draw_boxes(len(active), scene.image_size, self.alpha, scene.rng) * active[:, None]
-        return box_masks(boxes, scene.image_size, scene.device)
+        boxes = draw_boxes(len(active), image_size, self.alpha, rng) * active[:, None]
+        return box_masks(boxes, image_size, device)
 
 
-@dataclass(frozen=True)
-class MixUp(Mixer):
-    """All pixels blended: λ of the own image, 1-λ of the partner."""
+@dataclass
+class MixUp(MaskMixer):
+    """All pixels blended: λ of the own image, 1-λ of the partner. Settings: `MaskMixer`.
+
+    Example: `images, mix = MixUp(alpha=0.8)(images)`
+    """
 
     soft: ClassVar[bool] = True
 
-    def masks(self, active: np.ndarray, scene: Scene) -> Tensor:
+    def masks(
+        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
+    ) -> Tensor:
         """[n, 1, 1]: the same everywhere."""
-        lam = np.where(active, scene.rng.beta(self.alpha, self.alpha, size=len(active)), 1.0)
-        return torch.from_numpy(lam).float().to(scene.device).view(-1, 1, 1)
+        lam = np.where(active, rng.beta(self.alpha, self.alpha, size=len(active)), 1.0)
+        return torch.from_numpy(lam).float().to(device).view(-1, 1, 1)
 
 
-@dataclass(frozen=True)
-class OneOf:
+def patches_to_pixels(own: np.ndarray, image_size: Size, device: Device) -> Tensor:
+    """Masks on a patch grid, bool [n, h, w] (True = own image) -> float32 [n, H, W] on the pixels."""
+    h, w = own.shape[1:]
+    height, width = image_size
+    rows = torch.arange(height, device=device) * h // height
+    columns = torch.arange(width, device=device) * w // width
+    mask = torch.from_numpy(own).to(device)
+    return mask[:, rows][:, :, columns].float()
+
+
+@dataclass
+class RandomPatches(MaskMixer):
+    """Scattered patches from the partner: each set of that many patches is equally likely.
+
+    Args:
+        scale: patches of the mask are squares of scale x scale tokens (fewer at the border where it does not divide).
+    """
+
+    scale: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale < 1:
+            raise EverytokenError(f"{type(self).__name__}: scale must be at least 1, got {self.scale}.")
+
+    def masks(
+        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
+    ) -> Tensor:
+        """[n, H, W] on the pixel grid."""
+        h, w = grid
+        cells = (-(-h // self.scale), -(-w // self.scale))
+        count = cells[0] * cells[1]
+        own = np.ones((len(active), count), dtype=bool)
+        for i, mixes in enumerate(active):
+            taken = round((1 - rng.beta(self.alpha, self.alpha)) * count)
+            if mixes:
+                own[i, rng.permutation(count)[:taken]] = False
+        own = own.reshape(-1, *cells).repeat(self.scale, 1).repeat(self.scale, 2)[:, :h, :w]
+        return patches_to_pixels(own, image_size, device)
+
+
+@dataclass
+class MaskMix(RandomPatches):
+    """Scattered squares of tokens from the partner: the mask of MixPro, whose squares are larger than a token.
+
+    MixPro also lets the class label follow attention more and more; for that, add the objective `transmix`.
+    """
+
+    scale: int = 4
+
+
+@dataclass
+class BlockPatches(MaskMixer):
+    """Rectangles of patches from the partner, placed until they cover enough.
+
+    Args:
+        smallest: patches in the smallest rectangle.
+        aspect: narrowest proportions of a rectangle, width to height or the reverse.
+    """
+
+    smallest: int = 4
+    aspect: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.smallest < 1 or not 0 < self.aspect <= 1:
+            raise EverytokenError(
+                f"BlockPatches: smallest must be at least 1 and aspect in 0..1, got {self.smallest} and {self.aspect}."
+            )
+
+    def masks(
+        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
+    ) -> Tensor:
+        """[n, H, W] on the pixel grid."""
+        own = np.ones((len(active), *grid), dtype=bool)
+        for i, mixes in enumerate(active):
+            taken = round((1 - rng.beta(self.alpha, self.alpha)) * grid[0] * grid[1])
+            if mixes:
+                self._cover(own[i], taken, rng)
+        return patches_to_pixels(own, image_size, device)
+
+    def _cover(self, own: np.ndarray, wanted: int, rng: np.random.Generator) -> None:
+        """Clear rectangles until exactly `wanted` patches are cleared; the last one is cut to fit, row by row."""
+        h, w = own.shape
+        left = wanted
+        while left > 0:
+            area = rng.uniform(min(self.smallest, left), left)
+            ratio = math.exp(rng.uniform(math.log(self.aspect), -math.log(self.aspect)))
+            rows = min(h, max(1, round(math.sqrt(area * ratio))))
+            columns = min(w, max(1, round(math.sqrt(area / ratio))))
+            top, side = int(rng.integers(0, h - rows + 1)), int(rng.integers(0, w - columns + 1))
+            block = own[top : top + rows, side : side + columns]
+            free = np.argwhere(block)[:left]
+            block[free[:, 0], free[:, 1]] = False
+            left -= len(free)
+
+
+@dataclass
+class OneOf(Mixer):
     """One of several mixers for each batch, as timm's switch between MixUp and CutMix.
 
     Args:
@@ -77,10 +198,10 @@ class OneOf:
     def draw(
         self,
         batch_size: int,
-        image_size: tuple[int, int],
-        grid: tuple[int, int],
+        image_size: Size,
+        grid: Size,
         rng: np.random.Generator,
-        device: torch.device | str | None = None,
+        device: Device = None,
         guide: Guide | None = None,
     ) -> Mix | None:
         """As `Mixer.draw`."""

@@ -1,14 +1,12 @@
-"""What an objective is, and what it sees: a batch, a token view, and the moment of training.
+"""What an objective is: an `nn.Module` with `forward(view, batch=None) -> {"loss": ..., terms}`.
 
-An objective is one named loss term (or a few) over a token view and a batch. It is a small frozen dataclass; its
-fields are its settings. `loss = Σ over objectives of weight · Σ of its terms`, see `total_loss`.
+Its keywords are its settings, in Python as in recipes; what it trains is in `parameters()`; what it lacks is said by an
+error. The loss is `weight` times the sum of its terms; terms are there for the log, before weighting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,96 +15,104 @@ from everytoken.data.batch import Batch, TeacherView
 from everytoken.errors import EverytokenError
 from everytoken.functional import MapBatch
 
-
-class View(Protocol):
-    """The part of `everytoken.models.TokenView` that objectives read; a teacher offers the first two."""
-
-    @property
-    def logits(self) -> Tensor:
-        """[B, K] of the class token."""
-
-    @property
-    def token_logits(self) -> Tensor | None:
-        """[B, h, w, C] of the token head, or None."""
-
-    @property
-    def grid(self) -> Tensor:
-        """[B, h, w, D] tokens."""
-
-    @property
-    def distill_logits(self) -> Tensor | None:
-        """[B, K] of the distillation token, or None."""
+if TYPE_CHECKING:
+    from everytoken.models import TokenModel, TokenView
 
 
-@dataclass(frozen=True)
-class Objective:
-    """One named loss term over a token view and a batch.
+class Objective(nn.Module):
+    """One loss term, or a few. Subclasses provide `terms`, or their own `forward`.
 
     Args:
         weight: factor of all its terms in the loss.
+
+    Attributes:
+        name: in recipes and in the log.
+        requires: what must be there, of "labels", "maps", "token_logits", "distill_logits", "teacher", "progress" (of
+            the training, in the batch's key) and "erased", so that training can complain before the first batch.
+        teaches_class: it has a term for the class token; otherwise recipes add `hard`.
     """
 
-    weight: float = 1.0
+    name: str = ""
+    requires: frozenset[str] = frozenset()
+    teaches_class: bool = False
 
-    name: ClassVar[str] = ""
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = weight
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What must be there: of "labels", "maps", "token_logits", "distill_logits", "teacher", "progress"."""
-        return frozenset()
+    def forward(self, view: TokenView, batch: Batch | None = None) -> dict[str, Tensor]:
+        """{"loss": weight · sum of terms, and every term by name}, scalars.
 
-    def modules(self) -> nn.Module | None:
-        """Parameters of its own, to be trained with the backbone."""
-        return None
+        Args:
+            view: what a TokenModel answered to the batch's images.
+            batch: labels, maps and so on, whatever this objective requires.
+        """
+        terms = self.terms(view, batch)
+        loss = view.logits.new_zeros(())
+        for i, term in enumerate(terms.values()):
+            loss = term * self.weight if i == 0 else loss + term * self.weight
+        return {"loss": loss, **terms}
 
-    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
-        """Terms by name, scalars; the loss takes their sum times `weight`."""
+    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+        """Terms by name, scalars, before weighting."""
         raise NotImplementedError(f"{type(self).__name__} has no terms")
 
 
-def total_loss(objectives: Iterable[Objective], view: View, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, terms): terms are named "objective/term", detached, before weighting; keep them on the device."""
-    loss: Tensor | None = None
-    logged: dict[str, Tensor] = {}
-    for objective in objectives:
-        for name, term in objective(view, batch).items():
-            part = term * objective.weight
-            loss = part if loss is None else loss + part
-            logged[f"{objective.name}/{name}"] = term.detach()
-    if loss is None:
-        raise EverytokenError("there is nothing to train on: no objective gave a term.")
-    return loss, logged
+def need_batch(batch: Batch | None, who: str) -> Batch:
+    """The batch, or an error that says who wants it."""
+    if batch is None:
+        raise EverytokenError(f"{who} reads labels or maps from the batch: call it as {who}(view, batch).")
+    return batch
 
 
-def need_maps(batch: Batch) -> tuple[MapBatch, Tensor]:
+def need_maps(batch: Batch, who: str) -> tuple[MapBatch, Tensor]:
     """The batch's maps and placements, or an error that says how to get them."""
     if batch.maps is None or batch.placement is None:
         raise EverytokenError(
-            "this supervision needs score maps and placements in the batch. Make maps with `everytoken annotate` "
-            "and name the store, or choose another supervision ('hard', 'distill')."
+            f"{who} needs score maps and placements in the batch (maps, placement), and this one has none. Annotate "
+            "the images and give the maps to the loader, or take an objective without maps, such as 'hard'."
         )
     return batch.maps, batch.placement
 
 
-def need_labels(batch: Batch) -> Tensor:
+def need_labels(batch: Batch, who: str) -> Tensor:
     """The batch's labels, or an error that says who wants them."""
     if batch.labels is None:
-        raise EverytokenError("this supervision needs class labels, but the data set has none; see 'online-token'.")
+        raise EverytokenError(
+            f"{who} needs class labels in the batch, and this one has none. 'online_token' and 'drloc' learn without."
+        )
     return batch.labels
 
 
-def need_token_logits(view: View) -> Tensor:
+def need_token_logits(view: TokenView, who: str) -> Tensor:
     """The view's token logits, or an error that says how to get them."""
     if view.token_logits is None:
-        raise EverytokenError("this supervision needs a token head: build TokenModel(backbone, token_classes=...).")
+        raise EverytokenError(f"{who} needs a token head: build TokenModel(backbone, token_classes=...).")
     return view.token_logits
 
 
-def need_teacher(batch: Batch) -> TeacherView:
+def need_teacher(batch: Batch, who: str) -> TeacherView:
     """The teacher's answer, or an error that says who wants it."""
     if batch.teacher is None:
-        raise EverytokenError("this supervision needs a teacher: name a model that has learnt these classes.")
+        raise EverytokenError(f"{who} needs a teacher's answer in the batch: a model that has learnt these classes.")
     return batch.teacher
+
+
+def need_token_model(model: object, who: str) -> TokenModel:
+    """The model, or an error that says how to make one."""
+    from everytoken.models import TokenModel
+
+    if not isinstance(model, TokenModel):
+        raise EverytokenError(
+            f"{who} takes the TokenModel that is trained, not a {type(model).__name__}: TokenModel(model)."
+        )
+    return model
+
+
+def check_choice(who: str, setting: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless a setting has one of its values."""
+    if value not in choices:
+        raise EverytokenError(f"{who}: {setting} is {value!r}; it can be {', '.join(map(repr, choices))}.")
 
 
 def draws(batch: Batch | None, purpose: str, device: torch.device | str) -> torch.Generator:

@@ -8,8 +8,14 @@ Variants: `l1` (the method), `signed` (equation 3), `ce` (5), `reg` (6), `all` (
 paper finds `l1` best and `all` worse than nothing. Grids larger than 7x7 are averaged to 7x7, as the paper does.
 
 What we do differently: any backbone with a token grid, rectangular grids, keyed randomness on the device, nothing in
-evaluation. The grid is that of the token view, after the final norm (`levels="final"` is before it, as the released
-Swin and ViT have it; its T2T-ViT is after). What the released code does otherwise can be asked for by part: RELEASED.
+evaluation. The grid is that of the token view, after the final norm. `released=True` does as the authors' code:
+- offsets are not divided by the grid's size, signed ones are shifted to start at 0;
+- `ce` and `reg`: k classes without direction (2k - 1 with), k = 14 but for Swin, and one more linear layer, without an
+  activation after it; `reg` weighs log σ² by α, not log σ;
+- pooling by 3x3 windows with stride 2, and none for ViT; Swin and ViT are read before the final norm; `all` reads what
+  the next stage's merging makes of each stage;
+- λ grows from 0 over `warmup`, then falls to 0 at the end of the training;
+- the MLP starts as torch's linear layers do, but for Swin and T2T-ViT, where the deviation is 0.02 as here.
 
 Cost: 1.2 % of a Swin-T training step's multiply-adds and 0.8 % of a DeiT-S's at 224; +1.1 M and +0.7 M parameters,
 which are not part of the backbone.
@@ -17,21 +23,19 @@ which are not part of the backbone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError
 from everytoken.functional import drloc as fn
-from everytoken.objectives.base import Objective, View, draws
+from everytoken.objectives.base import Objective, check_choice, draws, need_token_model
 
 if TYPE_CHECKING:
-    from everytoken.models import TokenModel
+    from everytoken.models import TokenModel, TokenView
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
 Levels = Literal["last", "final", "blocks", "stages", "merged"]
@@ -51,19 +55,8 @@ LAMBDA: dict[str, float] = {
     "EVA": 0.01,
 }
 LAMBDA_OTHERS = 0.1
-
-# Parts in which the authors' released code departs from the paper.
-RELEASED: dict[str, str] = {
-    "offsets": "offsets are not divided by the grid's size, signed ones are shifted to start at 0",
-    "classes": "k classes without direction (2k - 1 with), not 2k + 1",
-    "head": "ce and reg have one more linear layer, without activation after it",
-    "variance": "reg weighs log σ² by α, not log σ",
-    "pooling": "3x3 windows with stride 2, not 2x2 means",
-    "schedule": "λ grows from 0 over `warmup`, then falls to 0 at the end",
-    "init": "the MLP starts as torch's linear layers do (but for Swin and T2T-ViT), not with a deviation of 0.02",
-}
-# Families whose released models initialise the MLP along with everything else, with a deviation of 0.02.
-INIT_BY_MODEL = frozenset({"Swin", "Swin V2", "T2T-ViT"})
+SWIN = ("Swin", "Swin V2")
+VIT = ("ViT, DeiT, DINOv2, SigLIP", "DeiT, DeiT-III")
 
 
 class DrlocHead(nn.Module):
@@ -112,167 +105,131 @@ class DrlocHead(nn.Module):
         return hidden if self.unshared is None else tuple(branch(hidden) for branch in self.unshared)
 
 
-@dataclass(frozen=True)
 class Drloc(Objective):
-    """Dense relative localization.
+    """Dense relative localization on the token grid [B, h, w, D].
 
     Args:
+        model: the TokenModel that is trained: its token width, the λ of its family, and layers to read.
         weight: λ; None: that of the family (LAMBDA).
-        dim: channels of a token; needed unless `attach` is called.
-        family: title of the backbone's family, for λ and the released initialisation; `attach` finds it out.
         variant: "l1", "signed", "ce", "reg" or "all".
         pairs: m per image, or "all" for every ordered pair.
         pool: average larger grids to this size, (rows, columns) or one number; None: never; "auto": 7, but not for
-            levels between the layers.
-        levels: "last", the grid of the token view; or grids from inside the backbone, which need `attach`: "final",
+            grids between the layers.
+        levels: "last", the grid of the token view, or grids from inside the backbone: "final" (before the last norm),
             "blocks", "stages" or "merged" (released multi-scale), see `everytoken.models.token_model.LayerTaps`.
+            None: "last", and "blocks" for the variant "all".
+        signed: targets tell directions; None: as the variant has it.
         skip_crossing: on mixed images, leave out pairs whose ends come from different images.
         alpha: weight of log σ in `reg`.
-        norm: L1 norm instead of the mean over the two axes, twice the loss.
-        sides: with `ce` and `reg`, the k that classes are counted for; None: the pooled grid. (Released: 14 for
-            T2T-ViT, CvT and ViT, though the grid is 7.)
-        direction: with `ce` and `reg`, classes tell directions; None: as the paper (yes) or, with released classes, no.
         hidden: width of the MLP.
-        warmup: part of the training in which the released schedule lets λ grow; 20 of 300 epochs.
-        released: parts of the released code's behaviour (RELEASED), or "all".
+        released: as the authors' code, see the head of this file; the batch's key must say how far the training is.
+        warmup: with `released`, the part of the training in which λ grows; 20 of 300 epochs.
+
+    Example:
+        drloc = Drloc(model)                                     # model = TokenModel(timm.create_model(...))
+        optimizer = torch.optim.AdamW([*model.parameters(), *drloc.parameters()])
+        view = model(images)
+        loss = F.cross_entropy(view.logits, labels) + drloc(view)["loss"]
     """
 
-    weight: float = None  # type: ignore[assignment]  # set in __post_init__
-    dim: int = 0
-    family: str = ""
-    variant: Variant = "l1"
-    pairs: int | Literal["all"] = 64
-    pool: int | tuple[int, int] | Literal["auto"] | None = "auto"
-    levels: Levels = "last"
-    skip_crossing: bool = False
-    alpha: float = 0.001
-    norm: bool = False
-    sides: int | None = None
-    direction: bool | None = None
-    hidden: int = 512
-    warmup: float = 20 / 300
-    released: Sequence[str] | str = ()
+    name = "drloc"
 
-    name: ClassVar[str] = "drloc"
-
-    def __post_init__(self) -> None:
-        _check("variant", self.variant, get_args(Variant))
-        _check("levels", self.levels, get_args(Levels))
-        if self.pairs != "all" and not (isinstance(self.pairs, int) and self.pairs > 0):
-            raise EverytokenError(f"drloc: pairs is a number above 0 or 'all', not {self.pairs!r}.")
-        if not 0 <= self.warmup < 1:
-            raise EverytokenError(f"drloc: warmup is a part of the training, from 0 to below 1, not {self.warmup}.")
-        parts = (
-            RELEASED
-            if self.released == "all"
-            else (self.released,)
-            if isinstance(self.released, str)
-            else self.released
-        )
-        for part in parts:
-            _check("part of the released behaviour", part, RELEASED)
-        self._set("released", tuple(parts))
-        if self.variant == "all" and self.levels == "last":
-            self._set("levels", "blocks")
-        pool = (7 if self.levels in ("last", "final") else None) if self.pool == "auto" else self.pool
-        self._set("pool", (pool, pool) if isinstance(pool, int) else None if pool is None else (pool[0], pool[1]))
-        self._set("given", (self.weight, self.family))
-        self._know_family(self.family)
-        self._set("heads", nn.ModuleList())
-        self._set("taps", None)
-        if self.levels == "last" and self.dim:
-            self.heads.append(self._head(self.dim))
-
-    if TYPE_CHECKING:
-        heads: ClassVar[nn.ModuleList]  # one DrlocHead per level; an attribute of each object, not a setting
-        taps: ClassVar[Any]
-        given: ClassVar[tuple[float | None, str]]  # λ and family as they were asked for
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _know_family(self, title: str) -> None:
-        self._set("family", title)
-        if self.given[0] is None:
-            self._set("weight", LAMBDA.get(title, LAMBDA_OTHERS))
-
-    def attach(self, model: TokenModel) -> None:
-        """Learn token width and family (λ) from a model, and tap its layers if `levels` asks for grids inside."""
+    def __init__(
+        self,
+        model: TokenModel,
+        weight: float | None = None,
+        variant: Variant = "l1",
+        pairs: int | Literal["all"] = 64,
+        pool: int | tuple[int, int] | Literal["auto"] | None = "auto",
+        levels: Levels | None = None,
+        signed: bool | None = None,
+        skip_crossing: bool = False,
+        alpha: float = 0.001,
+        hidden: int = 512,
+        released: bool = False,
+        warmup: float = 20 / 300,
+    ) -> None:
         from everytoken.models.token_model import LayerTaps
 
-        self._know_family(self.given[1] or model.family.title)
-        if self.levels == "last":
-            dims = [model.num_features]
-        else:
-            self._set("taps", LayerTaps(model, self.levels))
-            dims = self.taps.dims
-        like = next(model.parameters())
-        del self.heads[:]
-        self.heads.extend(self._head(dim).to(like.device) for dim in dims)
-
-    def modules(self) -> nn.Module:
-        """The MLPs."""
-        return self.heads
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The progress of the training, with the released schedule."""
-        return frozenset({"progress"} if "schedule" in self.released else ())
-
-    @property
-    def signed(self) -> bool:
-        """Whether targets tell directions."""
-        if self.variant in ("ce", "reg"):
-            return "classes" not in self.released if self.direction is None else self.direction
-        return self.variant == "signed"
+        family = need_token_model(model, "Drloc").family.title
+        super().__init__(LAMBDA.get(family, LAMBDA_OTHERS) if weight is None else weight)
+        self.family = family
+        check_choice(self.name, "variant", variant, get_args(Variant))
+        if not isinstance(released, bool):
+            raise EverytokenError(
+                f"drloc: released is true or false (all that the authors' code does), not {released!r}."
+            )
+        if levels is None:
+            levels = ("merged" if released else "blocks") if variant == "all" else "last"
+            if released and levels == "last" and family in SWIN + VIT:
+                levels = "final"
+        check_choice(self.name, "levels", levels, get_args(Levels))
+        if pairs != "all" and not (isinstance(pairs, int) and pairs > 0):
+            raise EverytokenError(f"drloc: pairs is a number above 0 or 'all', not {pairs!r}.")
+        if not 0 <= warmup < 1:
+            raise EverytokenError(f"drloc: warmup is a part of the training, from 0 to below 1, not {warmup}.")
+        if pool == "auto":
+            pool = 7 if levels in ("last", "final") and not (released and family in VIT) else None
+        self.pool = (pool, pool) if isinstance(pool, int) else None if pool is None else (pool[0], pool[1])
+        self.variant, self.pairs, self.levels, self.skip_crossing = variant, pairs, levels, skip_crossing
+        self.alpha, self.hidden, self.released, self.warmup = alpha, hidden, released, warmup
+        self.signed = (variant == "signed" or (variant in ("ce", "reg") and not released)) if signed is None else signed
+        self.requires = frozenset({"progress"} if released else ())
+        self.taps = None if levels == "last" else LayerTaps(model, levels)
+        device = next(model.parameters()).device
+        dims = [model.num_features] if self.taps is None else self.taps.dims
+        self.heads = nn.ModuleList(self._head(dim).to(device) for dim in dims)
 
     def _head(self, dim: int) -> DrlocHead:
         classes = None
         if self.variant in ("ce", "reg"):
-            rows, columns = self._sides()
-            released = "classes" in self.released
-            classes = (fn.class_count(rows, self.signed, released), fn.class_count(columns, self.signed, released))
-        std = None if "init" in self.released and self.family not in INIT_BY_MODEL else 0.02
-        return DrlocHead(dim, classes, self.hidden, extra="head" in self.released, std=std)
+            rows, columns = (fn.class_count(side, self.signed, self.released) for side in self._sides())
+            classes = (rows, columns)
+        std = None if self.released and self.family not in (*SWIN, "T2T-ViT") else 0.02
+        return DrlocHead(dim, classes, self.hidden, extra=self.released, std=std)
 
     def _sides(self) -> tuple[int, int]:
-        if self.sides is not None:
-            return self.sides, self.sides
-        if not isinstance(self.pool, tuple):
-            raise EverytokenError(
-                f"drloc: {self.variant!r} must know the grid to count its classes; set pool, or sides to its side."
-            )
+        """The k that classes are counted for, along rows and columns."""
+        if self.released and self.family not in SWIN:
+            return 14, 14
+        if self.pool is None:
+            raise EverytokenError(f"drloc: {self.variant!r} must know the grid to count its classes; set pool.")
         return self.pool
 
-    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """{variant: loss}, summed over levels; nothing in evaluation."""
-        if not self.heads:
-            raise EverytokenError("drloc does not know its backbone: give dim, or call attach(TokenModel(backbone)).")
-        if not self.heads.training:
+        if not self.training:
             return {}
         grids, masks = self._grids(view, batch)
         # a level of one token has no distances; it is left out as long as there is another
-        told = [i for i, grid in enumerate(grids) if grid.shape[1] * grid.shape[2] > 1] or range(len(grids))
-        losses = [self.loss(grids[i], draws(batch, f"drloc/{i}", grids[i].device), masks[i], level=i) for i in told]
+        levels = [i for i, grid in enumerate(grids) if grid.shape[1] * grid.shape[2] > 1] or range(len(grids))
+        losses = [
+            self.grid_loss(grids[i], draws(batch, f"drloc/{i}", grids[i].device), masks[i], level=i) for i in levels
+        ]
         # its MLP takes part with nothing, as distributed training waits for every parameter
-        losses += [p.sum() * 0 for i, head in enumerate(self.heads) if i not in told for p in head.parameters()]
+        losses += [p.sum() * 0 for i, head in enumerate(self.heads) if i not in levels for p in head.parameters()]
         total = torch.stack(losses).sum()
-        factor = fn.ramp(batch.key.progress if batch.key else 0.0, self.warmup) if "schedule" in self.released else 1.0
-        return {self.variant: total * factor}
+        if self.released:
+            if batch is None or batch.key is None:
+                raise EverytokenError(
+                    "drloc: the released weight follows the progress of the training, which the batch's key tells: "
+                    "Batch(images, key=StepKey(seed, step, epoch=..., epochs=...))."
+                )
+            total = total * fn.ramp(batch.key.progress, self.warmup)
+        return {self.variant: total}
 
-    def _grids(self, view: View, batch: Batch) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _grids(self, view: TokenView, batch: Batch | None) -> tuple[list[Tensor], list[Tensor | None]]:
         """Grids, and for each the mask of own tokens (None: pairs cannot cross, or may)."""
-        if self.taps is None and self.levels != "last":
-            raise EverytokenError(f"drloc with levels={self.levels!r} must be attached: attach(TokenModel(backbone)).")
-        mix = batch.mix if self.skip_crossing else None
+        mix = batch.mix if self.skip_crossing and batch is not None else None
         if self.taps is None:
             grids = [view.grid]
             mix = None if mix is not None and mix.unmixes else mix  # the view has put tokens back to their images
         else:
-            grids = self.taps.grids((batch.images.shape[-2], batch.images.shape[-1]))
+            shape = view.grid.shape[1:3] if batch is None else batch.images.shape[-2:]
+            grids = self.taps.grids((shape[0], shape[1]))
         return grids, [None if mix is None else mix.at((g.shape[1], g.shape[2])) for g in grids]
 
-    def loss(self, grid: Tensor, generator: torch.Generator, mask: Tensor | None = None, level: int = 0) -> Tensor:
+    def grid_loss(self, grid: Tensor, generator: torch.Generator, mask: Tensor | None = None, level: int = 0) -> Tensor:
         """The loss of one grid, without λ and schedule.
 
         Args:
@@ -282,8 +239,8 @@ class Drloc(Objective):
             level: which MLP.
         """
         given = (grid.shape[1], grid.shape[2])
-        if isinstance(self.pool, tuple):
-            grid = fn.pool_grid(grid, self.pool, "released" if "pooling" in self.released else "mean")
+        if self.pool is not None:
+            grid = fn.pool_grid(grid, self.pool, "released" if self.released else "mean")
         b, size = grid.shape[0], (grid.shape[1], grid.shape[2])
         if size == (1, 1):
             raise EverytokenError(_one_token(given))
@@ -299,16 +256,12 @@ class Drloc(Objective):
         if self.variant in ("ce", "reg"):
             sides = self._sides()
             if size[0] > sides[0] or size[1] > sides[1]:
-                raise EverytokenError(
-                    f"drloc: the grid is {size}, but classes were counted for {sides}; set pool or sides."
-                )
-            classes = fn.offset_classes(offset, size, sides, self.signed, "classes" in self.released)
+                raise EverytokenError(f"drloc: the grid is {size}, but classes were counted for {sides}; set pool.")
+            classes = fn.offset_classes(offset, size, sides, self.signed, self.released)
             if self.variant == "ce":
                 return fn.drloc_ce(answer, classes, weight)
-            log: Literal["sigma", "variance"] = "variance" if "variance" in self.released else "sigma"
-            return fn.drloc_reg(answer, classes, weight, self.alpha, log)
-        target = fn.offset_targets(offset, size, self.signed, "offsets" in self.released)
-        return fn.drloc_l1(answer, target, weight, self.norm)
+            return fn.drloc_reg(answer, classes, weight, self.alpha, "variance" if self.released else "sigma")
+        return fn.drloc_l1(answer, fn.offset_targets(offset, size, self.signed, self.released), weight)
 
 
 def _one_token(given: tuple[int, int]) -> str:
@@ -317,11 +270,6 @@ def _one_token(given: tuple[int, int]) -> str:
             f"drloc: pool averages the grid of {given[0]}x{given[1]} tokens to 1x1, which has no distances; set pool."
         )
     return (
-        "drloc: the token grid is 1x1, so there are no distances to learn. Take larger images (--img-size), a backbone "
+        "drloc: the token grid is 1x1, so there are no distances to learn. Take larger images (img_size), a backbone "
         "with finer tokens, or, in a backbone with stages, levels='stages', which has the larger grids before."
     )
-
-
-def _check(what: str, value: str, allowed: Any) -> None:
-    if value not in allowed:
-        raise EverytokenError(f"drloc: {what} {value!r} is not known.{did_you_mean(str(value), allowed)}")

@@ -6,37 +6,41 @@ Cost: that of any cross entropy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from everytoken.data.batch import Batch
 from everytoken.functional import compact_cross_entropy, from_labels
 from everytoken.mixing import mix_image_target
-from everytoken.objectives.base import Objective, View, need_labels
+from everytoken.objectives.base import Objective, need_batch, need_labels
+
+if TYPE_CHECKING:
+    from everytoken.models import TokenView
 
 
-@dataclass(frozen=True)
 class HardLabels(Objective):
-    """Cross entropy with the true class.
+    """Cross entropy of class logits [B, K] with the true classes [B].
 
     Args:
         smoothing: label smoothing s.
+        weight: of the term in the loss.
+
+    Example: `HardLabels()(model(images), Batch(images, labels))["loss"].backward()`
     """
 
-    smoothing: float = 0.1
+    name = "hard"
+    requires = frozenset({"labels"})
+    teaches_class = True
 
-    name: ClassVar[str] = "hard"
+    def __init__(self, smoothing: float = 0.1, weight: float = 1.0) -> None:
+        super().__init__(weight)
+        self.smoothing = smoothing
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Labels."""
-        return frozenset({"labels"})
-
-    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """{"class": H}"""
-        target = from_labels(need_labels(batch), view.logits.shape[-1], self.smoothing)
+        batch = need_batch(batch, self.name)
+        target = from_labels(need_labels(batch, self.name), view.logits.shape[-1], self.smoothing)
         if batch.mix is not None:
             target = mix_image_target(target, batch.mix)
         return {"class": compact_cross_entropy(view.logits, target)}

@@ -1,15 +1,14 @@
 """`relabel`: the class token learns what the annotator saw in the crop.
 
 Paper: ReLabel; in All Tokens Matter it is the class token's label y^cls of eq. 3. The crop's averaged scores, softmax
-over all K classes. Differently: crops are read in the right coordinate order, and what lies outside the map has no
-say (`legacy=True` does as released). Cost: a few microseconds per image.
+over all K classes. Differently: crops are read in the right coordinate order, and what lies outside the map does not
+count (`released=True` does as the released code). Cost: a few microseconds per image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from everytoken.errors import EverytokenError
 from everytoken.functional import (
     CompactTarget,
     MapTargets,
-    SampledMaps,
     compact_cross_entropy,
     from_labels,
     from_scores,
@@ -28,12 +26,27 @@ from everytoken.functional import (
     mix_with_truth,
 )
 from everytoken.mixing import mix_image_target
-from everytoken.objectives.base import Objective, View, need_labels, need_maps
+from everytoken.objectives.base import Objective, check_choice, need_batch, need_labels, need_maps
+
+if TYPE_CHECKING:
+    from everytoken.models import TokenView
 
 ClassTarget = Literal["machine", "truth", "both"]
 
 
-@dataclass(frozen=True)
+class MapSettings(TypedDict, total=False):
+    """Keywords of `FromMaps`, for those that pass them on."""
+
+    smoothing: float
+    temperature: float
+    top_k: int | None
+    class_target: ClassTarget
+    rho: float | None
+    class_map: Sequence[int] | None
+    released: bool
+    weight: float
+
+
 class FromMaps(Objective):
     """Settings that all supervision by score maps shares.
 
@@ -43,82 +56,86 @@ class FromMaps(Objective):
         top_k: None is the papers' softmax over all classes; n shares all mass among the n best of the vocabulary.
         class_target: what the class token learns: the "machine" label of the crop (papers), the "truth", or "both".
         rho: the machine's part of "both"; None is the released rule, 0.5 where it agrees with the truth, else 0.9.
-        class_map: for annotators with other classes than the data set: the data set's class for each of the
+        class_map: for annotators with other classes than the dataset: the dataset's class for each of the
             annotator's, -1 = none.
-        legacy: as the released code: swapped crop coordinates, and smoothed labels that sum to 1 + s/K.
+        released: as the released code: swapped crop coordinates, and smoothed labels that sum to 1 + s/K.
+        weight: of all terms in the loss.
     """
 
-    smoothing: float = 0.1
-    temperature: float = 1.0
-    top_k: int | None = None
-    class_target: ClassTarget = "machine"
-    rho: float | None = None
-    class_map: Sequence[int] | None = None
-    legacy: bool = False
+    teaches_class = True
 
-    def __post_init__(self) -> None:
-        if self.class_target not in ("machine", "truth", "both"):
-            raise EverytokenError(f"class_target is 'machine', 'truth' or 'both', not '{self.class_target}'.")
+    def __init__(
+        self,
+        smoothing: float = 0.1,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        class_target: ClassTarget = "machine",
+        rho: float | None = None,
+        class_map: Sequence[int] | None = None,
+        released: bool = False,
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(weight)
+        check_choice(self.name, "class_target", class_target, get_args(ClassTarget))
+        self.smoothing, self.temperature, self.top_k = smoothing, temperature, top_k
+        self.class_target, self.rho, self.class_map, self.released = class_target, rho, class_map, released
+        self.requires = frozenset({"maps"} if class_target == "machine" else {"maps", "labels"})
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Maps, and labels when the truth is asked for."""
-        return frozenset({"maps"} if self.class_target == "machine" else {"maps", "labels"})
-
-    def labels(self, batch: Batch, grid: tuple[int, int]) -> MapTargets:
+    def map_targets(self, batch: Batch, grid: tuple[int, int]) -> MapTargets:
         """What the maps say about a grid of tokens and about the crop."""
-        maps, placement = need_maps(batch)
+        maps, placement = need_maps(batch, self.name)
         return label_tokens(
-            maps, placement, grid, batch.sampling, self.temperature, self.top_k, self.smoothing, self.legacy
+            maps, placement, grid, batch.sampling, self.temperature, self.top_k, self.smoothing, self.released
         )
 
-    def soft_target(self, logits: Tensor, classes: Tensor, num_classes: int, weight: Tensor) -> CompactTarget:
-        """Sampled scores [B, ..., U] as a smoothed target."""
-        how = (self.temperature, self.top_k, self.smoothing, self.legacy)
-        return from_scores(logits, classes, num_classes, weight, *how)
-
-    def image_target(self, view: View, batch: Batch, made: MapTargets | SampledMaps | None) -> CompactTarget:
-        """The class token's target [B], mixed as the images are. `made`: from the maps, if that has been done."""
+    def image_target(self, view: TokenView, batch: Batch, sampled: MapTargets | None) -> CompactTarget:
+        """The class token's target [B], not mixed. `sampled`: of `map_targets`, if that has been done."""
         K = view.logits.shape[-1]
-        target = batch.class_target
         if self.class_target == "truth":
-            target = from_labels(need_labels(batch), K, self.smoothing)
-        else:
-            if target is None:
-                target = self._machine_target(K, batch, made)
-            if self.class_target == "both":
-                target = mix_with_truth(target, need_labels(batch), self.rho, self.smoothing)
-        return target if batch.mix is None else mix_image_target(target, batch.mix)
+            return from_labels(need_labels(batch, self.name), K, self.smoothing)
+        target = batch.class_target
+        if target is None:
+            target = self._machine_target(K, batch, sampled or self.map_targets(batch, (1, 1)))
+        if self.class_target == "both":
+            target = mix_with_truth(target, need_labels(batch, self.name), self.rho, self.smoothing)
+        return target
 
-    def _machine_target(self, K: int, batch: Batch, made: MapTargets | SampledMaps | None) -> CompactTarget:
-        maps, _ = need_maps(batch)
-        made = made or self.labels(batch, (1, 1))
-        if isinstance(made, SampledMaps):
-            logits, weight = made.image, made.image_weight
-        else:
-            logits, weight = made.image_logits, made.image.weight
-        classes = maps.classes
+    def class_loss(self, view: TokenView, batch: Batch, sampled: MapTargets | None = None) -> Tensor:
+        """H(cls), with the target mixed as the images are."""
+        target = self.image_target(view, batch, sampled)
+        return compact_cross_entropy(view.logits, target if batch.mix is None else mix_image_target(target, batch.mix))
+
+    def _machine_target(self, K: int, batch: Batch, sampled: MapTargets) -> CompactTarget:
+        maps, _ = need_maps(batch, self.name)
         if self.class_map is not None:
             if len(self.class_map) != maps.num_classes:
                 raise EverytokenError(
-                    f"class_map has {len(self.class_map)} entries, but the maps know {maps.num_classes} classes."
+                    f"class_map has {len(self.class_map)} entries, but the maps have {maps.num_classes} classes."
                 )
-            logits, classes = map_classes(logits, classes, torch.as_tensor(self.class_map, device=classes.device))
-        elif maps.num_classes != K:
+            table = torch.as_tensor(self.class_map, device=maps.classes.device)
+            logits, classes = map_classes(sampled.image_logits, maps.classes, table)
+            how = (self.temperature, self.top_k, self.smoothing, self.released)
+            return from_scores(logits, classes, K, sampled.image.weight, *how)
+        if maps.num_classes != K:
             raise EverytokenError(
-                f"the class token has {K} outputs and the score maps speak {maps.num_classes} classes, so the maps "
-                "cannot label whole images. Let the class token learn the data set's own labels "
+                f"the class token has {K} outputs and the score maps have {maps.num_classes} classes, so the maps "
+                "cannot label whole images. Let the class token learn the dataset's own labels "
                 "(class_target='truth'), or say which classes correspond (class_map)."
             )
-        return self.soft_target(logits, classes, K, weight)
+        return sampled.image
 
 
-@dataclass(frozen=True)
 class ReLabel(FromMaps):
-    """Cross entropy of the class token with the annotator's label of the crop."""
+    """Cross entropy of class logits [B, K] with the annotator's label of the crop. Settings: `FromMaps`.
 
-    name: ClassVar[str] = "relabel"
+    Example: `ReLabel()(model(images), Batch(images, maps=maps, placement=placement))["loss"].backward()`
+    """
 
-    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
+    name = "relabel"
+
+    def __init__(self, **settings: Unpack[MapSettings]) -> None:
+        super().__init__(**settings)
+
+    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """{"class": H}"""
-        return {"class": compact_cross_entropy(view.logits, self.image_target(view, batch, None))}
+        return {"class": self.class_loss(view, need_batch(batch, self.name))}

@@ -1,60 +1,86 @@
-"""`token`: token labeling, the method of All Tokens Matter.
+"""`token_labeling`: the method of All Tokens Matter.
 
 Equations 3, 4: L = H(cls) + β · mean over tokens of H(token), β = 0.5, with labels from score maps through RoIAlign.
 Differently from the released code: β is the paper's (it has 1.0), crops are read in the right order, tokens without a
-label do not count, and the token head may speak other classes than the class head (`class_target="truth"`).
+label do not count, and the token head may have other classes than the class head (`class_target="truth"`).
 Cost: the token head, about 1 % of a ViT's multiply-adds at 1000 classes, and the loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Unpack
 
+import torch
 from torch import Tensor
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import compact_cross_entropy, participating
 from everytoken.mixing import mix_token_target
-from everytoken.objectives.base import View, draws, need_token_logits
-from everytoken.objectives.relabel import FromMaps
+from everytoken.objectives.base import draws, need_batch, need_token_logits
+from everytoken.objectives.relabel import FromMaps, MapSettings
+
+if TYPE_CHECKING:
+    from everytoken.models import TokenView
 
 
-@dataclass(frozen=True)
 class TokenLabeling(FromMaps):
-    """H(cls) + β · mean H(token).
+    """H(cls) + β · mean H(token): class logits [B, K], token logits [B, h, w, C], score maps of C classes.
 
     Args:
         beta: β.
         participation: part of each image's tokens that count (the paper's ablation); 1 = all.
         class_term: False leaves H(cls) to another objective.
+        skip_erased: tokens whose patch was mostly erased (random erasing, CutOut) do not count.
+        settings: those of `FromMaps`.
+
+    Example:
+        model = TokenModel(timm.create_model("deit_small_patch16_224", num_classes=10), token_classes=10)
+        batch = Batch(images, labels, placement=placement, maps=maps)
+        TokenLabeling(beta=0.5)(model(batch.images), batch)["loss"].backward()
     """
 
-    beta: float = 0.5
-    participation: float = 1.0
-    class_term: bool = True
+    name = "token_labeling"
 
-    name: ClassVar[str] = "token"
+    def __init__(
+        self,
+        beta: float = 0.5,
+        participation: float = 1.0,
+        class_term: bool = True,
+        skip_erased: bool = False,
+        **settings: Unpack[MapSettings],
+    ) -> None:
+        super().__init__(**settings)
+        self.beta, self.participation, self.teaches_class, self.skip_erased = (
+            beta,
+            participation,
+            class_term,
+            skip_erased,
+        )
+        if not class_term:
+            self.requires = frozenset({"maps"})
+        self.requires |= {"token_logits", "erased"} if skip_erased else {"token_logits"}
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Maps and a token head, and labels when the truth is asked for."""
-        asked = super().needs if self.class_term else frozenset({"maps"})
-        return asked | {"token_logits"}
-
-    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
-        """{"class": H(cls), "token": β · mean H(token)}"""
-        logits = need_token_logits(view)
-        target, made = batch.token_target, None
+    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+        """{"token": β · mean H(token), "class": H(cls)}"""
+        batch, logits = need_batch(batch, self.name), need_token_logits(view, self.name)
+        grid = (logits.shape[1], logits.shape[2])
+        target, sampled = batch.token_target, None
         if target is None:
-            made = self.labels(batch, (logits.shape[1], logits.shape[2]))
-            target = made.tokens
+            sampled = self.map_targets(batch, grid)
+            target = sampled.tokens
         if logits.shape[-1] != target.num_classes:
             raise EverytokenError(
-                f"the token head has {logits.shape[-1]} outputs, but the score maps speak {target.num_classes} "
-                f"classes: build TokenModel(backbone, token_classes={target.num_classes})."
+                f"the token head has {logits.shape[-1]} outputs, but the score maps have {target.num_classes} classes: "
+                f"build TokenModel(backbone, token_classes={target.num_classes})."
             )
+        if self.skip_erased:
+            if batch.erased is None:
+                raise EverytokenError(
+                    f"{self.name} with skip_erased needs the erased rectangles in the batch (Batch.erased, [B, R, 4])."
+                )
+            target = replace(target, weight=target.weight * (erased_part(batch.erased, grid) <= 0.5))
         if batch.mix is not None and not batch.mix.unmixes:
             target = mix_token_target(target, batch.mix)
         weight = target.weight
@@ -62,6 +88,23 @@ class TokenLabeling(FromMaps):
             generator = draws(batch, "participation", weight.device)
             weight = weight * participating(weight.shape, self.participation, generator, weight.device)
         terms = {"token": compact_cross_entropy(logits, target, weight=weight) * self.beta}
-        if self.class_term:
-            terms["class"] = compact_cross_entropy(view.logits, self.image_target(view, batch, made))
+        if self.teaches_class:
+            terms["class"] = self.class_loss(view, batch, sampled)
         return terms
+
+
+def erased_part(rectangles: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The part of every token's patch that was erased, [B, h, w] in 0..1 (rectangles that overlap count twice).
+
+    Args:
+        rectangles: [B, R, 4], (x0, y0, x1, y1) in network fractions.
+        grid: (h, w).
+    """
+    covered = []
+    for side, low, high in ((grid[0], 1, 3), (grid[1], 0, 2)):
+        edges = torch.arange(side + 1, device=rectangles.device) / side
+        top = torch.minimum(rectangles[..., high, None], edges[1:])
+        covered.append(
+            (top - torch.maximum(rectangles[..., low, None], edges[:-1])).clamp(min=0) * side
+        )  # [B, R, side]
+    return torch.einsum("brh,brw->bhw", covered[0], covered[1]).clamp(max=1)

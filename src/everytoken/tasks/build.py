@@ -20,6 +20,7 @@ from everytoken.engine.options import TrainOptions
 from everytoken.errors import EverytokenError
 from everytoken.keyed import uniform
 from everytoken.maps import Maps
+from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel, probe
 from everytoken.models.open import (
     Description,
@@ -31,8 +32,8 @@ from everytoken.models.open import (
     with_own_head,
 )
 from everytoken.models.weights import load_weights
-from everytoken.objectives import OBJECTIVES
-from everytoken.tasks.step import ALIASES, FrozenTeacher, TokenStep, build_mixer, build_objectives
+from everytoken.objectives import build_objectives, canonical, required_by
+from everytoken.tasks.step import FrozenTeacher, TokenStep
 
 logger = logging.getLogger(__name__)
 
@@ -74,21 +75,17 @@ def build(options: TrainOptions, world: World) -> Parts:
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
     class_names = tuple(train_set.class_names)
-    token_names: tuple[str, ...] = ()
-    if any("token_logits" in _needs(name, fields) for name, fields in settings.items()):
-        token_names = class_names if store is None else _names(store)
     backbone, arguments = build_backbone(options, num_classes)
-    model = TokenModel(backbone, len(token_names) or None)
-    notes += _start_heads(model, options, class_names, token_names)
-    own = getattr(backbone, "aux_head", None)
-    if own is not None and not model.uses_own_head:
-        own.requires_grad_(False)  # nothing trains it, and DDP wants every trained weight to have a gradient
+    model = TokenModel(backbone)
     objectives = build_objectives(settings, model, options.augment.smoothing)
+    token_names: tuple[str, ...] = ()
+    if any("token_logits" in required_by(objective) for objective in objectives.values()):
+        token_names = class_names if store is None else _names(store)
+        model.add_token_head(len(token_names))
+    notes += _start_heads(model, options, class_names, token_names)
     notes += check_objectives(options, objectives)
     config = resolve_data_config({}, model=backbone)
     train_view, eval_view = build_views(options, config)
-    if any("distill_logits" in o.needs for o in objectives):
-        backbone.set_distilled_training(True)  # type: ignore[operator]
     teacher = build_teacher(options, config, num_classes, class_names)
     step = TokenStep(
         model, objectives, build_mixer(options.mixing), teacher,
@@ -131,14 +128,6 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     return train_set, val_set, notes
 
 
-def _needs(name: str, fields: dict[str, Any]) -> frozenset[str]:
-    """What an objective will ask for; unknown names and settings are reported when it is built."""
-    known = OBJECTIVES.get(ALIASES.get(name, name))
-    if known is None:
-        return frozenset()
-    return known(**{k: v for k, v in fields.items() if k in known.__dataclass_fields__}).needs
-
-
 def check_held_out(store: Maps, val_set: DataSet) -> list[str]:
     """What to say if the maps' annotator may have learnt from images that this run validates on.
 
@@ -168,24 +157,24 @@ def _resolve_class_targets(
     options: TrainOptions, store: Maps | None, train_set: DataSet
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """With maps of other classes, the class token learns the data's own labels; say so."""
-    settings = {name: dict(fields) for name, fields in options.objectives.items()}
+    settings = canonical(options.objectives)
     notes: list[str] = []
     if store is None or list(store.manifest.class_names) == list(train_set.class_names):
         return settings, notes
     if "relabel" in settings and "class_map" not in settings["relabel"]:
         raise ContradictionError(
             f"ReLabel teaches the class token what the score maps say, and these speak {store.manifest.num_classes} "
-            f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token`, which lets every "
-            "token learn the maps' classes, or say which classes correspond with class_map."
+            f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token_labeling`, which "
+            "lets every token learn the maps' classes, or say which classes correspond with class_map."
         )
-    for name in ("token", "token_labeling"):
-        if name in settings and "class_map" not in settings[name]:
-            settings[name]["class_target"] = "truth"  # whatever the recipe says: the maps cannot label whole images
-            notes.append(
-                f"the score maps speak {store.manifest.num_classes} classes of their own (such as "
-                f"{store.manifest.class_name(0)!r}), the data has {train_set.num_classes} (such as "
-                f"{train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
-            )
+    if "token_labeling" in settings and "class_map" not in settings["token_labeling"]:
+        # whatever the recipe says: the maps cannot label whole images
+        settings["token_labeling"]["class_target"] = "truth"
+        notes.append(
+            f"the score maps speak {store.manifest.num_classes} classes of their own (such as "
+            f"{store.manifest.class_name(0)!r}), the data has {train_set.num_classes} (such as "
+            f"{train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
+        )
     return settings, notes
 
 

@@ -1,39 +1,30 @@
-"""One training step as a module: mix the batch, look at it through the token view, add up the objectives.
+"""One training step as a module: mix the batch, run the model, add up the objectives.
 
-It is a module so that DistributedDataParallel and weight averaging see everything that is trained: the backbone, the
-token head, and what objectives bring along.
+It is a module so that DistributedDataParallel, optimizers and weight averaging see everything that is trained: the
+backbone, the token head, and what objectives have of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from timm.models import group_parameters
 from torch import Tensor, nn
 
-from everytoken.data.batch import Batch
-from everytoken.engine.guide import guide_for
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.data.batch import Batch, TeacherView
+from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing import MIXERS, Guide, GuideKind, Mix, Mixer, OneOf, apply_to_pixels
-from everytoken.models import TokenModel
-from everytoken.objectives import OBJECTIVES, Objective, total_loss
+from everytoken.mixing import Guide, GuideKind, Mixer, apply_to_pixels, guide_for
+from everytoken.models import TokenModel, probe
+from everytoken.objectives import required_by
 
-CLASS_TERMS = {"hard", "relabel", "token", "online-token", "alignment", "transmix"}
-ALIASES = {"token_labeling": "token", "online_token": "online-token", "distillation": "distill"}
-
-
-@dataclass(frozen=True)
-class TeacherAnswer:
-    """A teacher's answer: class logits [B, K] and cell logits [B, h, w, K]."""
-
-    logits: Tensor
-    token_logits: Tensor | None
+_BACKBONE = "model.backbone."
 
 
-class FrozenTeacher(nn.Module):
+class FrozenTeacher:
     """A classifier that answers while the student trains. Its weights are not trained, saved or averaged.
 
     Args:
@@ -47,25 +38,28 @@ class FrozenTeacher(nn.Module):
         student_norm: tuple[Sequence[float], Sequence[float]],
         own_norm: tuple[Sequence[float], Sequence[float]],
     ) -> None:
-        super().__init__()
         self.model = model.eval().requires_grad_(False)
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in student_norm)
         own_mean, own_std = (torch.tensor(v).view(1, -1, 1, 1) for v in own_norm)
-        self.register_buffer("scale", std / own_std, persistent=False)
-        self.register_buffer("shift", (mean - own_mean) / own_std, persistent=False)
+        self.scale, self.shift = std / own_std, (mean - own_mean) / own_std
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenTeacher:
+        return self  # copies of a step, such as averaged weights, share it
 
     @torch.no_grad()
-    def forward(self, images: Tensor, cells: bool) -> TeacherAnswer:
+    def __call__(self, images: Tensor, cells: bool) -> TeacherView:
         """Images as the student gets them -> class logits and, if asked for, logits at every cell."""
-        self.model.eval()
-        images = self.as_wanted(images)
+        images = self.normalised(images)
         if cells:
-            return TeacherAnswer(*self.model.class_and_cell_logits(images))
-        return TeacherAnswer(self.model(images).logits, None)
+            return TeacherView(*self.model.class_and_cell_logits(images))
+        return TeacherView(self.model(images).logits)
 
-    def as_wanted(self, images: Tensor) -> Tensor:
-        """The student's images, normalised as the teacher wants them."""
-        return images * self.get_buffer("scale") + self.get_buffer("shift")
+    def normalised(self, images: Tensor) -> Tensor:
+        """The student's images, normalised as the teacher wants them. The teacher follows them to their device."""
+        if self.scale.device != images.device:
+            self.model.to(images.device)
+            self.scale, self.shift = self.scale.to(images.device), self.shift.to(images.device)
+        return images * self.scale + self.shift
 
 
 class TokenStep(nn.Module):
@@ -73,137 +67,96 @@ class TokenStep(nn.Module):
 
     Args:
         model: the student.
-        objectives: what it learns.
-        mixer: draws how each batch is mixed, or None.
-        teacher: for objectives that need one; kept out of the state dict.
+        objectives: what it learns, by name; see `everytoken.objectives.build_objectives`.
+        mixer: draws how each batch is mixed.
+        teacher: for objectives that need one.
+        compile: compile the model, in place: state dict and copies stay plain.
     """
 
     def __init__(
         self,
         model: TokenModel,
-        objectives: Sequence[Objective],
-        mixer: Mixer | OneOf | None = None,
+        objectives: Mapping[str, nn.Module],
+        mixer: Mixer | None = None,
         teacher: FrozenTeacher | None = None,
         compile: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        self.objectives = list(objectives)
+        self.objectives = nn.ModuleDict(objectives)
         self.mixer = mixer
-        self._teacher = [teacher]  # in a list, so that it is not a submodule
-        brought = {o.name: o.modules() for o in objectives}
-        self.brought = nn.ModuleDict({name: module for name, module in brought.items() if module is not None})
-        if compile:
-            model.compile()  # in place: the state dict and copies stay plain
+        self.teacher = teacher
         self.grid: tuple[int, int] | None = None
+        requires = [required_by(objective) for objective in objectives.values()]
+        self.asks_teacher_for_tokens = any({"teacher", "token_logits"} <= required for required in requires)
+        if any("distill_logits" in required for required in requires):
+            model.backbone.set_distilled_training(True)  # type: ignore[operator]
+        unused_head = getattr(model.backbone, "aux_head", None)
+        if unused_head is not None and not model.uses_own_head:
+            unused_head.requires_grad_(False)  # DDP wants every trained weight to have a gradient
+        if compile:
+            model.compile()
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Terms by name, each a scalar; "loss" is their weighted sum; "output" holds the class logits [B, K].
 
         In evaluation mode the output only.
         """
+        if not self.training:
+            return {"output": self.model(batch.images).logits}
         batch = self.mixed(batch)
         view = self.model(batch.images, batch.mix)
-        if not self.training:
-            return {"output": view.logits}
-        loss, terms = total_loss(self.objectives, view, replace(batch, teacher=self._ask_teacher(batch)))
-        return {"loss": loss, **terms, "output": view.logits.detach()}
+        if self.teacher is not None:
+            batch = replace(batch, teacher=self.teacher(batch.images, self.asks_teacher_for_tokens))
+        losses: list[Tensor] = []
+        terms: dict[str, Tensor] = {}
+        for name, objective in self.objectives.items():
+            result = objective(view, batch)
+            if not isinstance(result, dict) or "loss" not in result:
+                raise EverytokenError(
+                    f'objective {name!r} must return a dict with "loss", not {type(result).__name__}.'
+                )
+            losses.append(result["loss"])
+            terms |= {f"{name}/{term}": value.detach() for term, value in result.items() if term != "loss"}
+        if not losses:
+            raise EverytokenError("there is nothing to train on: no objectives.")
+        return {"loss": sum(losses[1:], start=losses[0]), **terms, "output": view.logits.detach()}
 
     def mixed(self, batch: Batch) -> Batch:
         """The batch with its mix drawn and, for pixels, carried out."""
-        if self.mixer is None or not self.training:
+        if self.mixer is None:
             return batch
-        size = (batch.images.shape[-2], batch.images.shape[-1])
+        images = batch.images
+        size = (images.shape[-2], images.shape[-1])
+        if self.grid is None:
+            self.grid = probe(self.model, size, images.shape[1])
         rng = (batch.key or StepKey()).generator("mix")
-        guide = self._guide(batch)
-        mix: Mix | None = self.mixer.draw(len(batch), size, self._grid(batch.images), rng, batch.images.device, guide)
+        mix = self.mixer.draw(len(batch), size, self.grid, rng, images.device, self._guide(batch))
         if mix is None:
             return batch
-        images = apply_to_pixels(batch.images, mix) if mix.level == "pixels" else batch.images
-        return replace(batch, images=images, mix=mix)
+        return replace(batch, images=apply_to_pixels(images, mix) if mix.level == "pixels" else images, mix=mix)
 
     def _guide(self, batch: Batch) -> Guide:
         """What mixers that look at images may ask; the teacher answers if there is one and no gradient is wanted."""
-        (teacher,) = self._teacher
 
         def guide(kind: GuideKind) -> Tensor:
-            if teacher is not None and kind == "attention":
-                return guide_for(teacher.model, teacher.as_wanted(batch.images), batch.labels)(kind)
+            if self.teacher is not None and kind == "attention":
+                return guide_for(self.teacher.model, self.teacher.normalised(batch.images), batch.labels)(kind)
             return guide_for(self.model, batch.images, batch.labels)(kind)
 
         return guide
 
-    def _grid(self, images: Tensor) -> tuple[int, int]:
-        if self.grid is None:
-            from everytoken.models import probe
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that the backbone exempts from weight decay; timm's optimizer factory asks."""
+        exempt: set[str] = getattr(self.model.backbone, "no_weight_decay", set)()
+        return {_BACKBONE + name for name in exempt}
 
-            self.grid = probe(self.model, (images.shape[-2], images.shape[-1]), images.shape[1])
-        return self.grid
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], float]:
+        """Parameter name -> number of its layer, for layer-wise learning rates; timm's optimizer factory asks.
 
-    def _ask_teacher(self, batch: Batch) -> TeacherAnswer | None:
-        (teacher,) = self._teacher
-        if teacher is None:
-            return None
-        return teacher(batch.images, any("token_logits" in o.needs and "teacher" in o.needs for o in self.objectives))
-
-    def to(self, *args: Any, **kwargs: Any) -> TokenStep:
-        """Move, and take the teacher along."""
-        (teacher,) = self._teacher
-        if teacher is not None:
-            teacher.to(*args, **kwargs)
-        return super().to(*args, **kwargs)
-
-
-def build_objectives(
-    settings: Mapping[str, Mapping[str, Any]], model: TokenModel, smoothing: float = 0.1
-) -> list[Objective]:
-    """Objectives by name; `hard` is added when nothing else teaches the class token.
-
-    Args:
-        settings: name -> its fields. `token_labeling: {weight: w}` is `token: {beta: w}`, as the papers write it.
-        model: whose token width and family some objectives want to know.
-        smoothing: label smoothing of those that have it and do not say their own.
-    """
-    known = {"dim": model.num_features, "family": model.family.title, "smoothing": smoothing}
-    out: list[Objective] = []
-    wanted = {ALIASES.get(name, name): dict(fields) for name, fields in settings.items()}
-    if "token_labeling" in settings and "weight" in wanted["token"]:
-        wanted["token"]["beta"] = wanted["token"].pop("weight")
-    if not any(_teaches_class_token(name, fields) for name, fields in wanted.items()):
-        wanted = {"hard": {}, **wanted}
-    for name, fields in wanted.items():
-        if name not in OBJECTIVES:
-            raise EverytokenError(f"there is no objective {name!r}.{did_you_mean(name, [*OBJECTIVES, *ALIASES])}")
-        allowed = OBJECTIVES[name].__dataclass_fields__
-        for field in fields:
-            if field not in allowed:
-                raise EverytokenError(f"objective {name!r} has no setting {field!r}.{did_you_mean(field, allowed)}")
-        extra = {k: v for k, v in known.items() if k in allowed and k not in fields}
-        objective = OBJECTIVES[name](**{**extra, **fields})
-        attach = getattr(objective, "attach", None)
-        if attach is not None:  # it wants to see the backbone: for its width, its layers or its shares
-            attach(model)
-        out.append(objective)
-    return out
-
-
-def _teaches_class_token(name: str, fields: Mapping[str, Any]) -> bool:
-    return name in CLASS_TERMS and bool(fields.get("class_term", True)) and fields.get("class_target") != "none"
-
-
-def build_mixer(settings: Mapping[str, Mapping[str, Any]]) -> Mixer | OneOf | None:
-    """No entry: no mixing. One: that one. Several: one of them for each batch, with `odds` (default: equal)."""
-    mixers, odds = [], []
-    for name, fields in settings.items():
-        if name not in MIXERS:
-            raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
-        fields = dict(fields)
-        odds.append(float(fields.pop("odds", 1.0)))
-        allowed = MIXERS[name].__dataclass_fields__
-        for field in fields:
-            if field not in allowed:
-                raise EverytokenError(f"mixing {name!r} has no setting {field!r}.{did_you_mean(field, allowed)}")
-        mixers.append(MIXERS[name](**fields))
-    if not mixers:
-        return None
-    return mixers[0] if len(mixers) == 1 else OneOf(mixers, odds)
+        What does not belong to the backbone is grouped with its last layer, the classifier.
+        """
+        backbone: Any = self.model.backbone
+        layers = group_parameters(backbone, backbone.group_matcher(coarse=coarse), reverse=True)
+        last = max(layers.values())
+        return lambda name: layers.get(name.removeprefix(_BACKBONE), last) if name.startswith(_BACKBONE) else last

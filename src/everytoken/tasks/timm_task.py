@@ -4,14 +4,14 @@
     result = task(images, labels)        # labels: class numbers [B]
     result["loss"].backward()
 
-timm's batches have images and labels and no score maps; so objectives that need maps want the `Batch` form:
-`task(batch)`. Mixing is drawn here, so leave timm's own mixup off. A task does not see the loop around it: terms that
-grow or fade with the training (drloc with the released schedule) want to know its length, `steps`.
+Score maps come in a `Batch`: `task(batch)`, or, from a loader that yields (batch.images, batch), `task(images, batch)`,
+which is what timm's loop calls. Mixing is drawn here, so leave timm's own mixup off. A task does not see the loop
+around it: terms that grow or fade with the training (drloc as released) want to know its length, `steps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,13 @@ from timm.task import TrainingTask
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
+from everytoken.engine.checkpoint import present_names
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
+from everytoken.mixing import Mixer, build_mixer
 from everytoken.models import TokenModel
-from everytoken.tasks.step import TokenStep, build_mixer, build_objectives
+from everytoken.objectives import build_objectives, required_by
+from everytoken.tasks.step import FrozenTeacher, TokenStep
 
 
 class TokenTask(TrainingTask):
@@ -31,18 +34,26 @@ class TokenTask(TrainingTask):
 
     Args:
         model: a timm model, or a TokenModel (with a token head, if an objective needs one).
-        objectives: name -> settings, as in a recipe.
-        mixing: name -> settings, as in a recipe.
+        objectives: name -> settings, as in a recipe, or name -> an objective that has been built.
+        mixing: name -> settings, as in a recipe, or a mixer.
+        teacher: for objectives that need one.
         seed: key of all randomness.
         steps: batches in the whole training, epochs · len(loader); only objectives that follow the progress of the
             training ask for it. It may be set later: `task.steps = ...`.
+
+    Example:
+        task = TokenTask(TokenModel(model, token_classes=maps.num_classes), {"token_labeling": {"beta": 0.5}})
+        optimizer = create_optimizer_v2(task.get_trainable_module(), "adamw", weight_decay=0.05, layer_decay=0.75)
+        for batch in loader:
+            task(batch)["loss"].backward()
     """
 
     def __init__(
         self,
         model: nn.Module,
-        objectives: Mapping[str, Mapping[str, Any]],
-        mixing: Mapping[str, Mapping[str, Any]] | None = None,
+        objectives: Mapping[str, Mapping[str, Any] | nn.Module | None],
+        mixing: Mapping[str, Mapping[str, Any]] | Mixer | None = None,
+        teacher: FrozenTeacher | None = None,
         seed: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -51,8 +62,22 @@ class TokenTask(TrainingTask):
     ) -> None:
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         view = model if isinstance(model, TokenModel) else TokenModel(model)
-        built = build_objectives(objectives, view)
-        self.trainable_module: nn.Module = TokenStep(view, built, build_mixer(mixing or {})).to(self.device)
+        built = {name: given for name, given in objectives.items() if isinstance(given, nn.Module)}
+        settings = {name: given for name, given in objectives.items() if not isinstance(given, nn.Module)}
+        if settings or not built:
+            built |= build_objectives(settings, view)
+        for name, objective in built.items():
+            required = required_by(objective)
+            if "token_logits" in required and view.token_head is None and not view.uses_own_head:
+                raise EverytokenError(
+                    f"objective {name!r} needs a token head: give TokenTask a TokenModel(model, token_classes=...)."
+                )
+            if "teacher" in required and teacher is None:
+                raise EverytokenError(
+                    f"objective {name!r} needs a teacher: TokenTask(..., teacher=FrozenTeacher(...))."
+                )
+        mixer = build_mixer(mixing or {}) if mixing is None or isinstance(mixing, Mapping) else mixing
+        self.trainable_module: nn.Module = TokenStep(view, built, mixer, teacher).to(self.device)
         self.seed, self.step, self.steps = seed, 0, steps
 
     def prepare_distributed(self, device_ids: list[int] | None = None, **ddp_kwargs: Any) -> TokenTask:
@@ -63,10 +88,18 @@ class TokenTask(TrainingTask):
         return self
 
     def compile(self, backend: str = "inductor", mode: str | None = None, **kwargs: Any) -> nn.Module:
-        """Compile the token view in place."""
+        """Compile the token model in place."""
         view = self._step().model
         view.compile(backend=backend, mode=mode, **kwargs)
         return view.backbone
+
+    def get_clip_parameters(self, exclude_head: bool = False) -> Iterator[nn.Parameter]:
+        """Parameters whose gradients are clipped; `exclude_head` leaves out the classifiers of image and tokens."""
+        step = self._step()
+        heads: Any = step.model.backbone.get_classifier() if exclude_head else ()  # type: ignore[operator]
+        heads = [*(heads if isinstance(heads, tuple) else (heads,)), *([step.model.token_head] if exclude_head else [])]
+        left_out = {id(p) for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
+        return (p for p in step.parameters() if id(p) not in left_out)
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
         """The plain timm model, whose state dict checkpoints hold."""
@@ -74,7 +107,7 @@ class TokenTask(TrainingTask):
         return None if module is None else self._step(module).model.backbone
 
     def get_task_state(self, module: nn.Module | None = None, ema: bool = False) -> dict[str, Any]:
-        """What is trained besides the timm model: token head, objectives' modules."""
+        """What is trained besides the timm model: token head, objectives."""
         state = self._step(module or self.get_trainable_module(ema=ema)).state_dict()
         return {k: v for k, v in state.items() if not k.startswith("model.backbone.")} | {"step": self.step}
 
@@ -83,13 +116,28 @@ class TokenTask(TrainingTask):
     ) -> None:
         """The reverse of `get_task_state`."""
         if state:
-            state = dict(state)
+            state = present_names(state)
             self.step = int(state.pop("step", 0))
             self._step(module or self.get_trainable_module(ema=ema)).load_state_dict(state, strict=False)
 
-    def forward(self, input: Tensor | Batch, target: Tensor | None = None) -> dict[str, Tensor]:
-        """Images [B, 3, H, W] and labels [B], or a Batch -> {"loss", "output" (class logits), terms}."""
-        batch = input if isinstance(input, Batch) else Batch(images=input, labels=target)
+    def forward(self, input: Tensor | Batch, target: Tensor | Batch | None = None) -> dict[str, Tensor]:
+        """{"loss", "output" (class logits [B, K]), terms}.
+
+        Args:
+            input: images [B, 3, H, W], or a Batch.
+            target: labels [B]; or, from a loader that yields (images, batch), the Batch of these images.
+        """
+        if isinstance(input, Batch):
+            batch = input
+        elif isinstance(target, Batch):
+            batch = replace(target, images=input)
+        elif target is not None and target.ndim != 1:
+            raise EverytokenError(
+                f"TokenTask takes labels as class numbers [B], got targets of shape {list(target.shape)}, as timm's "
+                "mixup makes them. Switch that off and let the task mix: TokenTask(..., mixing={'cutmix': {}})."
+            )
+        else:
+            batch = Batch(images=input, labels=target)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         training = self.trainable_module.training
         key = StepKey(self.seed, self.step, rank, epoch=self.progress if training else 0.0, epochs=1)
@@ -102,12 +150,12 @@ class TokenTask(TrainingTask):
         """Part of the training that is done, 0..1; 0 where nobody asks and `steps` is not known."""
         if self.steps is not None:
             return min(1.0, self.step / max(1, self.steps))
-        asking = [o.name for o in self._step().objectives if "progress" in o.needs]
-        if asking:
-            raise EverytokenError(
-                f"objective {asking[0]!r} follows the progress of the training (its released schedule), which a task "
-                "cannot see: give TokenTask steps=epochs * len(loader), or leave 'schedule' out of `released`."
-            )
+        for name, objective in self._step().objectives.items():
+            if "progress" in required_by(objective):
+                raise EverytokenError(
+                    f"objective {name!r} follows the progress of the training, which a task cannot see: give TokenTask "
+                    "steps=epochs * len(loader), or leave released=True out."
+                )
         return 0.0
 
     def _step(self, module: nn.Module | None = None) -> TokenStep:

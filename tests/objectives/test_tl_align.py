@@ -11,13 +11,11 @@ from torch.nn import functional as F
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.functional import collate_maps, compact_cross_entropy, from_labels, sample_maps
+from everytoken.functional import collate_maps, compact_cross_entropy, from_labels, from_scores, sample_maps
 from everytoken.mixing import CutMix, Mix, MixToken, MixUp, PuzzleMix, apply_to_pixels, apply_to_tokens
 from everytoken.models import TokenModel
 from everytoken.models.align import Shares
-from everytoken.objectives.alignment import AlignedLabels, TransMix
-from everytoken.objectives.hard import HardLabels
-from everytoken.objectives.token_labeling import TokenLabeling
+from everytoken.objectives import HardLabels, TLAlign, TokenLabeling, TransMix, aligned
 
 B, K, GRID = 4, 7, (4, 4)
 
@@ -58,23 +56,21 @@ def a_batch(mix=None):
 @pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem"), MixToken()])
 def test_the_class_token_learns_the_label_that_reached_it(model, mixer):
     batch = a_batch(draw(mixer))
-    objective = AlignedLabels(smoothing=0.1)
-    objective.attach(model)
+    objective = TLAlign(model, smoothing=0.1)
     view = model(batch.images, batch.mix)
     terms = objective(view, batch)
     smooth = F.one_hot(batch.labels, K) * 0.9 + 0.1 / K
     r = view.shares.image[:, None]
     target = r * smooth + (1 - r) * smooth[batch.mix.partner]
     torch.testing.assert_close(terms["class"], F.cross_entropy(view.logits, target))
-    assert set(terms) == {"class"}
+    assert set(terms) == {"loss", "class"}
     assert (view.shares.image - batch.mix.ratio).abs().max() > 1e-3
     assert not view.shares.image.requires_grad
 
 
 def test_a_batch_that_is_not_mixed_is_trained_as_usual(model):
     batch = a_batch()
-    objective = AlignedLabels()
-    objective.attach(model)
+    objective = TLAlign(model)
     view = model(batch.images, None)
     assert view.shares is None
     torch.testing.assert_close(objective(view, batch), HardLabels()(view, batch))
@@ -82,22 +78,20 @@ def test_a_batch_that_is_not_mixed_is_trained_as_usual(model):
 
 def test_under_mixup_it_is_ordinary_mixup(model):
     batch = a_batch(draw(MixUp()))
-    objective = AlignedLabels()
-    objective.attach(model)
+    objective = TLAlign(model)
     view = model(batch.images, batch.mix)
     torch.testing.assert_close(objective(view, batch), HardLabels()(view, batch))
 
 
 def test_token_labels_follow_the_tokens_too(model):
     batch = a_batch(draw(CutMix()))
-    objective = AlignedLabels(beta=0.5, class_target="machine")
-    objective.attach(model)
-    assert objective.needs == {"maps", "token_logits"}
+    objective = TLAlign(model, beta=0.5, class_target="machine")
+    assert objective.requires == {"maps", "token_logits"}
     view = model(batch.images, batch.mix)
     terms = objective(view, batch)
 
     sampled = sample_maps(batch.maps, batch.placement, GRID)
-    own = objective.soft_target(sampled.tokens, batch.maps.classes, K, sampled.weight).dense()
+    own = from_scores(sampled.tokens, batch.maps.classes, K, sampled.weight, 1.0, None, 0.1).dense()
     r = view.shares.grid[..., None]
     target = r * own + (1 - r) * own[batch.mix.partner]
     rows = -(view.token_logits.log_softmax(-1) * target).sum(-1)
@@ -136,8 +130,7 @@ def slow_transmix(backbone, images, mix):
 @pytest.mark.parametrize("mixer", [CutMix(), CutMix(mode="elem")])
 def test_transmix_is_the_mean_of_area_and_attention_ratio(model, mixer):
     batch = a_batch(draw(mixer))
-    objective = TransMix(smoothing=0.0)
-    objective.attach(model)
+    objective = TransMix(model, smoothing=0.0)
     view = model(batch.images, batch.mix)
     with torch.no_grad():
         ratio = slow_transmix(model.backbone, batch.images, batch.mix)
@@ -148,11 +141,11 @@ def test_transmix_is_the_mean_of_area_and_attention_ratio(model, mixer):
     torch.testing.assert_close(objective(view, batch)["class"], F.cross_entropy(view.logits, target))
 
 
-def test_token_labels_move_with_patches_that_a_mix_moves():
+def test_token_labels_move_with_patches_that_a_mix_moves(model):
     # token labels: in both images the class of a token is the number of its patch, in the second one more
     classes = torch.arange(4).view(1, 2, 2) + torch.arange(2).view(2, 1, 1)
     scores = F.one_hot(classes % 4, 4).float() * 50
-    target = AlignedLabels(smoothing=0.0).soft_target(scores, torch.arange(4).expand(2, 4), 4, torch.ones(2, 2, 2))
+    target = from_scores(scores, torch.arange(4).expand(2, 4), 4, torch.ones(2, 2, 2))
     moves = torch.tensor([[[3, 2], [1, 0]], [[1, 0], [3, 2]]]).expand(2, 2, 2, 2)  # of the own image, of the partner
     mask = torch.tensor([[1.0, 0.0], [0.25, 1.0]]).expand(2, 2, 2)
     mix = Mix(torch.tensor([1, 0]), mask, mask.mean((1, 2)), "pixels", soft=True, moves=moves)
@@ -160,7 +153,7 @@ def test_token_labels_move_with_patches_that_a_mix_moves():
     shares = torch.rand(2, 2, 2, generator=torch.Generator().manual_seed(1))
     view = SimpleNamespace(logits=torch.zeros(2, 4), token_logits=logits, shares=Shares(mix.ratio, shares))
     batch = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), token_target=target, mix=mix)
-    got = AlignedLabels(beta=1.0, smoothing=0.0)(view, batch)["token"]
+    got = TLAlign(model, beta=1.0, smoothing=0.0)(view, batch)["token"]
 
     dense, total = target.dense(), 0.0
     for b in range(2):
@@ -177,8 +170,7 @@ def test_a_puzzle_trains_with_token_labels_that_follow(model):
     saliency = torch.rand(B, 4, 4, generator=torch.Generator().manual_seed(0))
     mix = PuzzleMix(blocks=(4,)).draw(B, (64, 64), GRID, np.random.default_rng(0), None, lambda kind: saliency)
     assert (mix.moves.flatten(2) != torch.arange(16)).any(), "nothing moves, so nothing is tested"
-    objective = AlignedLabels(beta=0.5)
-    objective.attach(model)
+    objective = TLAlign(model, beta=0.5)
     batch = a_batch(mix)
     assert float(objective(model(batch.images, mix), batch)["token"].detach()) > 0
 
@@ -186,8 +178,7 @@ def test_a_puzzle_trains_with_token_labels_that_follow(model):
 def test_tokens_that_are_put_back_to_their_images_take_their_shares_along(model):
     mix = draw(MixToken())
     batch = a_batch(mix)
-    objective = AlignedLabels(beta=1.0)
-    objective.attach(model)
+    TLAlign(model, beta=1.0)
     view = model(batch.images, mix)
     model.aligner.remove()
     model.aligner = None
@@ -213,24 +204,24 @@ def test_table_8_is_reachable_from_the_objective(model):
         "attention": {"layers": [-1], "residual": False},
         "sum": {"normalise": False},
     }.items():
-        objective = AlignedLabels(**options)
-        objective.attach(model)
+        objective = TLAlign(model, **options)
         losses[name] = objective(model(batch.images, batch.mix), batch)["class"].item()
     assert len({round(v, 5) for v in losses.values()}) == 4
     assert losses["sum"] == pytest.approx(losses["full"] * 2**4, rel=1e-5)
 
 
-def test_without_attach_the_error_says_what_to_do(model):
+def test_a_view_without_shares_gets_an_error_that_says_what_to_do(model):
     batch = a_batch(draw(CutMix()))
     view = model(batch.images, batch.mix)
-    with pytest.raises(EverytokenError, match=r"call attach\(model\) once"):
-        AlignedLabels()(view, batch)
+    with pytest.raises(EverytokenError, match=r"tl_align.*model\(images, mix\)"):
+        TLAlign(model)(view, batch)
+    with pytest.raises(EverytokenError, match="TokenModel"):
+        TLAlign(model.backbone)
 
 
 def test_the_machine_label_of_the_image_can_follow_as_well(model):
     batch = a_batch(draw(CutMix()))
-    objective = AlignedLabels(class_target="machine")
-    objective.attach(model)
+    objective = TLAlign(model, class_target="machine")
     view = model(batch.images, batch.mix)
     own = objective.image_target(view, replace(batch, mix=None), None).dense()
     r = view.shares.image[:, None]
@@ -241,8 +232,7 @@ def test_the_machine_label_of_the_image_can_follow_as_well(model):
 def test_an_image_without_label_counts_by_its_partners_part(model):
     batch = a_batch(draw(CutMix()))
     batch = replace(batch, labels=torch.tensor([0, -1, 6, 1]))
-    objective = AlignedLabels(smoothing=0.0)
-    objective.attach(model)
+    objective = TLAlign(model, smoothing=0.0)
     view = model(batch.images, batch.mix)
     loss = objective(view, batch)["class"]
     known = from_labels(batch.labels, K)
@@ -253,3 +243,59 @@ def test_an_image_without_label_counts_by_its_partners_part(model):
                 rows.append(part * compact_cross_entropy(view.logits[i : i + 1], known[who : who + 1]))
                 weights.append(part)
     torch.testing.assert_close(loss, torch.stack(rows).sum() / torch.stack(weights).sum())
+
+
+def test_aligned_equals_the_objective_and_leaves_the_model_as_it_was(model):
+    mix = draw(CutMix())
+    batch = a_batch(mix)
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    for watched in (model, model.backbone):
+        with aligned(watched, mix) as shares:
+            answer = watched(batch.images)
+        loss = shares.cross_entropy(answer, batch.labels, smoothing=0.1)
+        wanted = TLAlign(model)(model(batch.images, mix), batch)["loss"]
+        model.aligner.remove()
+        model.aligner = None
+        torch.testing.assert_close(loss, wanted)
+        assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    loss.backward()
+    assert model.backbone.patch_embed.proj.weight.grad.abs().sum() > 0
+
+
+def test_aligned_takes_soft_labels_and_the_settings_of_the_objective(model):
+    mix = draw(CutMix())
+    batch = a_batch(mix)
+    one_hot = F.one_hot(batch.labels, K).float()
+    for settings in ({}, {"layers": [-1], "patches_only": True}, {"normalise": False}):
+        with aligned(model, mix, **settings) as shares:
+            view = model(batch.images)
+        hard, soft = shares.cross_entropy(view, batch.labels), shares.cross_entropy(view.logits, one_hot)
+        torch.testing.assert_close(hard, soft)
+        torch.testing.assert_close(
+            hard, TLAlign(model, smoothing=0.0, **settings)(model(batch.images, mix), batch)["loss"]
+        )
+        model.aligner.remove()
+
+
+def test_aligned_says_what_is_wrong(model):
+    mix = draw(CutMix())
+    images = a_batch(mix).images
+    with pytest.raises(EverytokenError, match="has not run"), aligned(model, mix):
+        pass
+    with pytest.raises(EverytokenError, match="one pass"), aligned(model, mix):
+        model(images), model(images)
+    with aligned(model, mix) as shares:
+        view = model(images)
+    for labels in (torch.zeros(B + 1, dtype=torch.long), torch.zeros(B, K + 1)):
+        with pytest.raises(EverytokenError, match="labels of shape"):
+            shares.cross_entropy(view, labels)
+    with pytest.raises(ValueError, match="mine"), aligned(model, mix):
+        raise ValueError("mine")
+
+
+def test_images_that_are_not_mixed_align_to_themselves(model):
+    images, mix = CutMix(prob=0)(a_batch().images)
+    labels = a_batch().labels
+    with aligned(model, mix) as shares:
+        view = model(images)
+    torch.testing.assert_close(shares.cross_entropy(view, labels), F.cross_entropy(view.logits, labels))

@@ -1,4 +1,4 @@
-"""`online-token`: token labeling with a teacher that answers during training.
+"""`online_token`: token labeling with a teacher that answers during training.
 
 Paper: All Tokens Matter, online token labeling (Table 4): the teacher sees the student's input and labels its tokens.
 Equation: L = H(cls) + β · mean over tokens of H(softmax(teacher token), token).
@@ -8,8 +8,7 @@ Differently: teacher grids of any size are resampled, and no K-wide target is ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,12 +17,14 @@ from torch.nn import functional as F
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import dense_soft_cross_entropy
-from everytoken.objectives.base import Objective, View, need_teacher, need_token_logits
+from everytoken.objectives.base import Objective, check_choice, need_batch, need_teacher, need_token_logits
 from everytoken.objectives.hard import HardLabels
 
+if TYPE_CHECKING:
+    from everytoken.models import TokenView
 
-@dataclass(frozen=True)
-class OnlineTokens(Objective):
+
+class OnlineTokenLabeling(Objective):
     """H(cls) + β · mean H(teacher token, token).
 
     Args:
@@ -31,27 +32,37 @@ class OnlineTokens(Objective):
         temperature: of teacher and student.
         class_target: what the class token learns: the "teacher"'s class logits, the "truth", or "none" (no term).
         smoothing: of the truth.
+        weight: of all terms in the loss.
+
+    Example:
+        with torch.no_grad():
+            answer = TeacherView(*teacher.class_and_cell_logits(images))   # [B, K] and [B, h, w, K]
+        OnlineTokenLabeling()(model(images), Batch(images, teacher=answer))["loss"].backward()
     """
 
-    beta: float = 0.5
-    temperature: float = 1.0
-    class_target: Literal["teacher", "truth", "none"] = "teacher"
-    smoothing: float = 0.1
+    name = "online_token"
 
-    name: ClassVar[str] = "online-token"
+    def __init__(
+        self,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        class_target: Literal["teacher", "truth", "none"] = "teacher",
+        smoothing: float = 0.1,
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(weight)
+        check_choice(self.name, "class_target", class_target, ("teacher", "truth", "none"))
+        self.beta, self.temperature, self.class_target = beta, temperature, class_target
+        self.hard = HardLabels(smoothing)
+        self.teaches_class = class_target != "none"
+        self.requires = frozenset({"teacher", "token_logits"} | ({"labels"} if class_target == "truth" else set()))
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """A teacher and a token head, and labels when the truth is asked for."""
-        return frozenset({"teacher", "token_logits"} | ({"labels"} if self.class_target == "truth" else set()))
-
-    def __call__(self, view: View, batch: Batch) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """{"token": β · mean H(token), "class": H(cls)}"""
-        teacher, logits = need_teacher(batch), need_token_logits(view)
+        batch, logits = need_batch(batch, self.name), need_token_logits(view, self.name)
+        teacher = need_teacher(batch, self.name)
         if teacher.token_logits is None:
-            raise EverytokenError(
-                "'online-token' needs a teacher with token logits; this one labels whole images only."
-            )
+            raise EverytokenError(f"{self.name} needs a teacher with token logits; this one labels whole images only.")
         label = resize_logits(teacher.token_logits, (logits.shape[1], logits.shape[2]))
         mix = batch.mix
         if mix is None or mix.level == "pixels" or mix.unmixes:  # the teacher saw what the student's tokens show
@@ -62,15 +73,15 @@ class OnlineTokens(Objective):
             token = (own * rows[0] + (1 - own) * rows[1]).mean()
         terms = {"token": token * self.beta}
         if self.class_target == "truth":
-            terms |= HardLabels(smoothing=self.smoothing)(view, batch)
+            terms |= self.hard.terms(view, batch)
         elif self.class_target == "teacher":
-            terms["class"] = mixed_rows(
+            terms["class"] = mean_over_partners(
                 batch, lambda z: dense_soft_cross_entropy(view.logits, z, self.temperature, "none"), teacher.logits
             )
         return terms
 
 
-def mixed_rows(batch: Batch, rows: Callable[[Tensor], Tensor], teacher_logits: Tensor) -> Tensor:
+def mean_over_partners(batch: Batch, rows: Callable[[Tensor], Tensor], teacher_logits: Tensor) -> Tensor:
     """Mean over the batch of `rows(teacher logits) -> [B]`. When tokens were mixed, the teacher saw clean images: its
     answers to both partners count, by area."""
     mix = batch.mix

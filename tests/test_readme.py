@@ -14,7 +14,7 @@ from everytoken import keyed
 from everytoken.data.datasets import open_dataset
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[1] / "README.md"
 SMALLER = {
     "deit_tiny_patch16_224": "test_vit",
     "TrainTransform(224)": "TrainTransform(160)",

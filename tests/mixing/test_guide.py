@@ -7,12 +7,13 @@ import timm
 import torch
 
 from everytoken.data.batch import Batch
-from everytoken.engine.guide import guide_for, importance, importance_by_gradient
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing import MIXERS
+from everytoken.mixing import MIXERS, build_mixer
+from everytoken.mixing.guided import guide_for, importance, importance_by_gradient
 from everytoken.models import TokenModel
-from everytoken.tasks.step import FrozenTeacher, TokenStep, build_mixer, build_objectives
+from everytoken.objectives import build_objectives
+from everytoken.tasks.step import FrozenTeacher, TokenStep
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 NORM = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -34,7 +35,7 @@ def batch(n=4):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("objectives", [{"hard": {}}, {"alignment": {}}, {"transmix": {}}, {"drloc": {}}])
+@pytest.mark.parametrize("objectives", [{"hard": {}}, {"tl_align": {}}, {"transmix": {}}, {"drloc": {}}])
 def test_every_mixer_trains_with_every_way_of_labels(name, objectives):
     model = vit()
     fields = {"blocks": (4,)} if name == "puzzlemix" else {}

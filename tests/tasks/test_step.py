@@ -10,13 +10,16 @@ import torch
 
 import everytoken  # noqa: F401
 from everytoken.data.batch import Batch
+from everytoken.engine.checkpoint import load_state
 from everytoken.engine.options import ModelOptions, TrainOptions
 from everytoken.errors import EverytokenError
 from everytoken.functional import CompactTarget, from_labels
 from everytoken.keyed import StepKey
+from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
+from everytoken.objectives import build_objectives, canonical
 from everytoken.tasks.build import build_backbone
-from everytoken.tasks.step import FrozenTeacher, TokenStep, build_mixer, build_objectives
+from everytoken.tasks.step import FrozenTeacher, TokenStep
 from everytoken.tasks.timm_task import TokenTask
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -33,24 +36,23 @@ def batch(n=4):
 
 
 def test_hard_labels_are_added_when_nothing_else_teaches_the_class_token():
-    assert [o.name for o in build_objectives({"drloc": {}}, model())] == ["hard", "drloc"]
-    assert [o.name for o in build_objectives({"alignment": {}}, model())] == ["alignment"]
-    assert [o.name for o in build_objectives({"token": {"class_term": False}}, model(4))] == ["hard", "token"]
+    assert list(build_objectives({"drloc": {}}, model())) == ["hard", "drloc"]
+    assert list(build_objectives({"tl_align": {}}, model())) == ["tl_align"]
+    assert list(build_objectives({"token_labeling": {"class_term": False}}, model(4))) == ["hard", "token_labeling"]
     online = {"online-token": {"class_target": "none"}}
-    assert [o.name for o in build_objectives(online, model(4))] == ["hard", "online-token"]
-    assert [o.name for o in build_objectives({}, model())] == ["hard"]
+    assert list(build_objectives(online, model(4))) == ["hard", "online_token"]
+    assert list(build_objectives({}, model())) == ["hard"]
 
 
 def test_the_papers_way_of_writing_the_token_weight_is_understood():
-    (objective,) = build_objectives({"token_labeling": {"weight": 0.3}}, model(4))
-    assert objective.name == "token"
+    objective = build_objectives({"token_labeling": {"weight": 0.3}}, model(4))["token_labeling"]
     assert objective.beta == 0.3
     assert objective.weight == 1.0
 
 
 def test_smoothing_is_handed_to_those_that_have_it():
-    assert build_objectives({"hard": {}}, model(), smoothing=0.25)[0].smoothing == 0.25
-    assert build_objectives({"hard": {"smoothing": 0.0}}, model(), smoothing=0.25)[0].smoothing == 0.0
+    assert build_objectives({"hard": {}}, model(), smoothing=0.25)["hard"].smoothing == 0.25
+    assert build_objectives({"hard": {"smoothing": 0.0}}, model(), smoothing=0.25)["hard"].smoothing == 0.0
 
 
 def test_several_mixers_take_turns_by_their_odds():
@@ -61,7 +63,7 @@ def test_several_mixers_take_turns_by_their_odds():
     assert build_mixer({}) is None
 
 
-def test_a_step_is_repeatable_and_changes_with_its_moment():
+def test_a_step_is_repeatable_and_changes_with_its_key():
     step = TokenStep(model(), build_objectives({"drloc": {}}, model()), build_mixer({"mixtoken": {}})).train()
     first, again = (float(step(replace(batch(), key=StepKey(1, 5)))["loss"].detach()) for _ in range(2))
     other = float(step(replace(batch(), key=StepKey(1, 6)))["loss"].detach())
@@ -81,7 +83,7 @@ def test_a_copy_of_the_step_trains_its_own_heads():
     twin = copy.deepcopy(step)
     twin(batch())["loss"].backward()
     assert all(p.grad is None for p in step.parameters())
-    assert any(p.grad is not None for n, p in twin.named_parameters() if n.startswith("brought."))
+    assert any(p.grad is not None for n, p in twin.named_parameters() if n.startswith("objectives."))
 
 
 def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the_state():
@@ -101,7 +103,7 @@ def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the
     assert torch.allclose(both.logits, wanted, atol=1e-5)
     assert torch.allclose(both.token_logits, other.cell_logits((pixels - own_mean) / own_std), atol=1e-5)
     student = model(4)
-    step = TokenStep(student, build_objectives({"online-token": {}}, student), None, teacher).train()
+    step = TokenStep(student, build_objectives({"online_token": {}}, student), None, teacher).train()
     assert not any("teacher" in name for name in step.state_dict())
     step(batch())["loss"].backward()
     assert all(p.grad is None for p in other.parameters())
@@ -112,7 +114,7 @@ def test_a_teacher_sees_the_images_in_its_own_normalisation_and_stays_out_of_the
     [
         ({"hard": {}}, {}),
         ({"hard": {}, "drloc": {}}, {"cutmix": {}}),
-        ({"alignment": {}}, {"cutmix": {}}),
+        ({"tl_align": {}}, {"cutmix": {}}),
         ({"hard": {}}, {"mixtoken": {}}),
     ],
 )
@@ -151,7 +153,7 @@ def test_a_timm_task_resumes_with_its_step_and_heads():
     assert all(torch.equal(mine[k], theirs[k]) for k in mine if k != "step")
 
 
-@pytest.mark.parametrize("wrong", [{"tokn": {}}, {"token": {"betta": 1}}])
+@pytest.mark.parametrize("wrong", [{"tokn": {}}, {"token_labeling": {"betta": 1}}])
 def test_wrong_names_get_suggestions(wrong):
     with pytest.raises(EverytokenError, match="Did you mean"):
         build_objectives(wrong, model(4))
@@ -183,10 +185,100 @@ def test_processes_draw_other_pairs_other_participants_and_other_mixes():
         target.num_classes,
     )
     data = replace(batch(), token_target=tokens, class_target=target)
-    drawn = [({"drloc": {}}, {}), ({"token": {"participation": 0.5}}, {}), ({"hard": {}}, {"cutmix": {}})]
+    drawn = [({"drloc": {}}, {}), ({"token_labeling": {"participation": 0.5}}, {}), ({"hard": {}}, {"cutmix": {}})]
     for objectives, mixing in drawn:
         step = TokenStep(student, build_objectives(objectives, student), build_mixer(mixing)).train()
         keys = (StepKey(rank=0), StepKey(rank=1), StepKey(part=1), StepKey(rank=1))
         losses = [float(step(replace(data, key=key))["loss"].detach()) for key in keys]
         assert len({*losses[:3]}) == 3
         assert losses[1] == losses[3]
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "settings"),
+    [
+        ({"token": {"beta": 0.2, "legacy": True}}, "token_labeling", {"beta": 0.2, "released": True}),
+        ({"online-token": {}}, "online_token", {}),
+        ({"distill": {"kind": "soft"}}, "distillation", {"kind": "soft"}),
+        ({"alignment": {"legacy": False}}, "tl_align", {"released": False}),
+        ({"drloc": {"released": "all", "norm": False, "sides": None}}, "drloc", {"released": True}),
+        ({"drloc": {"released": [], "direction": True}}, "drloc", {"released": False, "signed": True}),
+        ({"token": {"beta": 0.2}, "token_labeling": {"rho": 0.5}}, "token_labeling", {"beta": 0.2, "rho": 0.5}),
+    ],
+)
+def test_older_names_and_settings_of_recipes_are_read(old, name, settings):
+    assert canonical(old) == {name: settings}
+    objective = build_objectives(old, model(4))[name]
+    assert all(getattr(objective, field) == value for field, value in settings.items())
+
+
+@pytest.mark.parametrize("gone", [{"norm": True}, {"sides": 14}, {"released": ["offsets"]}])
+def test_settings_that_are_gone_say_what_to_do_instead(gone):
+    with pytest.raises(EverytokenError, match=f"drloc: {next(iter(gone))}"):
+        build_objectives({"drloc": gone}, model())
+
+
+class Sparse(torch.nn.Module):
+    """Somebody's own objective: no base class, parameters of its own, wants to see the model."""
+
+    def __init__(self, model, strength=1.0):
+        super().__init__()
+        self.strength, self.scale = strength, torch.nn.Parameter(torch.ones(model.num_features))
+
+    def forward(self, view, batch):
+        size = (view.grid * self.scale).abs().mean()
+        return {"loss": self.strength * size, "size": size}
+
+
+def test_an_objective_of_ones_own_is_named_by_its_import_path():
+    m = model()
+    step = TokenStep(m, build_objectives({"hard": {}, f"{__name__}:Sparse": {"strength": 2.0}}, m)).train()
+    result = step(batch())
+    torch.testing.assert_close(result["loss"], result["hard/class"] + 2 * result["Sparse/size"])
+    result["loss"].backward()
+    assert step.objectives["Sparse"].scale.grad is not None
+    for wrong, why in (("nowhere.at_all:Sparse", "imported"), (f"{__name__}:Dense", "no class Dense")):
+        with pytest.raises(EverytokenError, match=why):
+            build_objectives({wrong: {}}, m)
+    with pytest.raises(EverytokenError, match=r"no setting 'strenght'.*'strength'"):
+        build_objectives({f"{__name__}:Sparse": {"strenght": 2.0}}, m)
+
+
+def test_an_objective_without_a_loss_is_named():
+    m = model()
+    step = TokenStep(m, {"mine": torch.nn.Identity()}).train()
+    step.objectives["mine"].forward = lambda view, batch: {"size": view.grid.mean()}
+    with pytest.raises(EverytokenError, match=r"'mine'.*\"loss\""):
+        step(batch())
+
+
+def test_state_of_an_older_run_still_loads(tmp_path):
+    m = model()
+    step = TokenStep(m, build_objectives({"drloc": {}}, m))
+    names = [n for n, _ in step.named_parameters()]
+    old = {n: n.replace("objectives.drloc.heads.", "brought.drloc.") for n in names}
+    assert sum(a != b for a, b in old.items()) == 6
+    state = {
+        "module": {old.get(n, n): v for n, v in step.state_dict().items()},
+        "optimizer": {
+            "state": {o: {"step": 1} for o in old.values()},
+            "param_groups": [{"params": list(old.values())}],
+        },
+        "step": 3,
+    }
+    torch.save(state, tmp_path / "state.pt")
+    read = load_state(tmp_path)
+    twin = copy.deepcopy(step)
+    for parameter in twin.parameters():
+        parameter.data.zero_()
+    twin.load_state_dict(read["module"])
+    assert all(torch.equal(a, b) for a, b in zip(step.parameters(), twin.parameters(), strict=True))
+    assert list(read["optimizer"]["state"]) == read["optimizer"]["param_groups"][0]["params"] == names
+    assert read["step"] == 3
+
+
+def test_a_head_that_nothing_trains_is_frozen():
+    lvvit = TokenModel(timm.create_model("lvvit_micro_patch4_32", num_classes=4))
+    assert not TokenStep(lvvit, build_objectives({}, lvvit)).model.backbone.aux_head.weight.requires_grad
+    used = TokenModel(timm.create_model("lvvit_micro_patch4_32", num_classes=4), token_classes=4)
+    assert TokenStep(used, build_objectives({}, used)).model.backbone.aux_head.weight.requires_grad

@@ -1,0 +1,213 @@
+"""`tl_align` and `transmix`: labels that follow the tokens when images are mixed.
+
+Paper: "Token-Label Alignment for Vision Transformers", equation (12): cross entropy of the class logits with
+r·y_own + (1-r)·y_partner, where r is the share of the own image in what the head reads, after every layer has mixed
+tokens. It replaces the mix ratio of ordinary CutMix; a batch that is not mixed is trained as usual.
+With `beta` above 0, token labels follow as well: the label of every token is r·own + (1-r)·partner with the token's own
+r, instead of the label of the place where it stands (token labeling and alignment together; not in the paper).
+In somebody's own loop, on any timm model: `aligned`. Cost: see `everytoken.models.align`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Unpack
+
+from torch import Tensor, nn
+
+from everytoken.data.batch import Batch
+from everytoken.errors import EverytokenError
+from everytoken.functional import compact_cross_entropy
+from everytoken.functional.shares import aligned_cross_entropy, aligned_target
+from everytoken.mixing import Mix, placed_token_targets
+from everytoken.objectives.base import need_batch, need_token_logits, need_token_model
+from everytoken.objectives.relabel import FromMaps, MapSettings
+
+if TYPE_CHECKING:
+    from everytoken.models import TokenModel, TokenView
+    from everytoken.models.align import Shares
+
+
+class TLAlign(FromMaps):
+    """Cross entropy with labels that followed the tokens. Give the model the mix: `model(images, mix)`.
+
+    Args:
+        model: the TokenModel that is trained; it follows shares from now on.
+        layers: mixing layers that count, from 1, -1 the last; None: all (Table 8: (12,), (2, 4, 6, 8)).
+        residual: average with the residual (equation 11); False: attention alone.
+        normalise: the paper's Norm; False multiplies the loss by 2 for every residual connection (Table 8).
+        patches_only: attention to class, distillation and register tokens does not count (TransMix).
+        beta: weight of the tokens' own labels, which needs maps and a token head; 0 leaves them out (paper).
+        settings: those of `FromMaps`; `class_target` is "truth" (paper) unless it is said.
+
+    Example:
+        tl_align = TLAlign(model)
+        images, mix = CutMix()(images)
+        tl_align(model(images, mix), Batch(images, labels, mix=mix))["loss"].backward()
+    """
+
+    name = "tl_align"
+
+    def __init__(
+        self,
+        model: TokenModel,
+        layers: Sequence[int] | None = None,
+        residual: bool = True,
+        normalise: bool = True,
+        patches_only: bool = False,
+        beta: float = 0.0,
+        **settings: Unpack[MapSettings],
+    ) -> None:
+        from everytoken.models.align import Alignment
+
+        settings.setdefault("class_target", "truth")
+        super().__init__(**settings)
+        self.beta = beta
+        asked = frozenset({"labels"}) if self.class_target == "truth" else self.requires
+        self.requires = asked | {"maps", "token_logits"} if beta else asked
+        chosen = None if layers is None else tuple(layers)
+        options = Alignment(chosen, residual, normalise, patches_only=patches_only)
+        need_token_model(model, type(self).__name__).align(options)
+
+    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+        """{"class": H(cls)}, and {"token": β · mean H(token)} with `beta`."""
+        batch = need_batch(batch, self.name)
+        sampled, terms = None, {}
+        if self.beta:
+            logits = need_token_logits(view, self.name)
+            target = batch.token_target
+            if target is None:
+                sampled = self.map_targets(batch, (logits.shape[1], logits.shape[2]))
+                target = sampled.tokens
+            if batch.mix is not None:
+                target = aligned_target(*placed_token_targets(target, batch.mix), self._shares(view).grid)
+            terms["token"] = compact_cross_entropy(logits, target) * self.beta
+        target, total = self.image_target(view, batch, sampled), 1.0
+        if batch.mix is not None:
+            shares = self._shares(view)
+            target, total = aligned_target(target, target[batch.mix.partner], shares.image), shares.total
+        terms["class"] = compact_cross_entropy(view.logits, target) * total
+        return terms
+
+    def _shares(self, view: TokenView) -> Shares:
+        if view.shares is None:
+            raise EverytokenError(
+                f"{self.name} needs the shares of mixed images, and this view has none: give the model that "
+                f"{type(self).__name__} was built with the mix, model(images, mix)."
+            )
+        return view.shares
+
+
+class TransMix(TLAlign):
+    """TransMix: the share is the mean of the mix ratio and of the class token's attention in the last layer.
+
+    Paper: "TransMix: Attend to Mix for Vision Transformers" (CVPR 2022). The attention is averaged over heads and
+    normalised over patches: λ = (area + Σ_patches A·M / Σ_patches A) / 2; use it with CutMix. The area is the residual
+    half of alignment, as the class token holds the mix ratio before its last layer; `residual=False` leaves it out.
+    What we do differently: a patch that the box cuts counts by its part, where TransMix takes the nearest pixel. A head
+    that reads several tokens (distilled, pooled) gets the mean of their shares; TransMix itself is for class tokens.
+
+    Args:
+        model: the TokenModel that is trained.
+        residual: count the area too.
+        settings: others of `TLAlign`.
+
+    Example: as for `TLAlign`.
+    """
+
+    name = "transmix"
+
+    def __init__(
+        self,
+        model: TokenModel,
+        layers: Sequence[int] | None = (-1,),
+        residual: bool = True,
+        normalise: bool = True,
+        patches_only: bool = True,
+        beta: float = 0.0,
+        **settings: Unpack[MapSettings],
+    ) -> None:
+        super().__init__(model, layers, residual, normalise, patches_only, beta, **settings)
+
+
+class AlignedShares:
+    """What `aligned` yields: the shares, once the model has run inside of the `with` block.
+
+    Attributes:
+        mix: of the batch.
+    """
+
+    def __init__(self, mix: Mix) -> None:
+        self.mix = mix
+        self._watched: Any = None
+
+    @property
+    def shares(self) -> Shares:
+        """Shares of what the head reads (`.image` [B]) and of the tokens (`.grid` [B, h, w])."""
+        if self._watched is None:
+            raise EverytokenError("the model has not run inside of `with aligned(model, mix)`, so there are no shares.")
+        shares: Shares = self._watched.shares
+        return shares
+
+    def cross_entropy(self, logits: Tensor | TokenView, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Equation (12), a scalar. Call it after the `with` block.
+
+        Args:
+            logits: [B, K], or the view that a TokenModel returned.
+            labels: of the images before they were mixed: classes [B], or distributions [B, K].
+            smoothing: label smoothing of classes.
+        """
+        logits = logits if isinstance(logits, Tensor) else logits.logits
+        if labels.shape not in ((len(logits),), logits.shape):
+            raise EverytokenError(
+                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits.shape)}: classes [B] or "
+                "distributions [B, K] of the images, before they were mixed."
+            )
+        shares = self.shares
+        loss = aligned_cross_entropy(logits, labels, labels[self.mix.partner], shares.image, smoothing)
+        return loss * shares.total
+
+
+@contextmanager
+def aligned(
+    model: nn.Module,
+    mix: Mix,
+    layers: Sequence[int] | None = None,
+    residual: bool = True,
+    normalise: bool = True,
+    patches_only: bool = False,
+) -> Iterator[AlignedShares]:
+    """Follow the labels of mixed images through one pass of any timm model (TL-Align).
+
+    Args:
+        model: a timm model, a TokenModel, or a DistributedDataParallel around one. It is watched inside of the block
+            only and does not change.
+        mix: of the images that the model is given.
+        layers, residual, normalise, patches_only: as for `TLAlign`.
+
+    Example:
+        images, mix = et.CutMix()(images)
+        with et.aligned(model, mix) as shares:
+            logits = model(images)
+        loss = shares.cross_entropy(logits, labels)
+    """
+    from everytoken.models.align import Aligner, Alignment
+
+    plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    backbone = getattr(plain, "backbone", plain)
+    chosen = None if layers is None else tuple(layers)
+    result = AlignedShares(mix)
+    with ExitStack() as stack:
+        aligner = Aligner(backbone, Alignment(chosen, residual, normalise, patches_only=patches_only))
+        stack.callback(aligner.remove)
+
+        def begin(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if result._watched is not None:
+                raise EverytokenError("`with aligned(model, mix)` follows one pass, and the model has run already.")
+            result._watched = stack.enter_context(aligner.watch(args[0], mix))
+
+        stack.callback(model.register_forward_pre_hook(begin).remove)
+        yield result
+        if result._watched is None:
+            raise EverytokenError("the model has not run inside of `with aligned(model, mix)`.")

@@ -1,0 +1,144 @@
+"""What a timm task knows of the training around it."""
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+
+import everytoken  # noqa: F401
+from everytoken.data.batch import Batch
+from everytoken.errors import EverytokenError
+from everytoken.functional import CompactTarget, from_labels
+from everytoken.mixing import CutMix
+from everytoken.models import TokenModel
+from everytoken.objectives import Drloc, HardLabels
+from everytoken.tasks.timm_task import TokenTask
+
+SCHEDULE = {"drloc": {"released": True, "warmup": 0.5}}
+
+
+def task(objectives, name="swin_nano_patch2_window4_32", token_classes=None, **more):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4, drop_path_rate=0.0)
+    model = TokenModel(model, token_classes) if token_classes else model
+    return TokenTask(model, objectives, verbose=False, **more).train()
+
+
+def data():
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 3])
+
+
+def test_the_released_schedule_follows_the_steps_of_the_task():
+    scheduled = task(SCHEDULE, steps=4)
+    for progress in (0.0, 0.25, 0.5, 0.75, 1.0, 1.0):  # λ grows over half of the steps, then falls
+        assert scheduled.progress == progress
+        loss = float(scheduled(*data())["drloc/l1"].detach())
+        assert (loss > 0) == (0 < progress < 1)
+
+
+def test_a_schedule_without_the_number_of_steps_is_refused_and_the_number_may_come_later():
+    one = task({"drloc": {"released": True}})
+    with pytest.raises(EverytokenError, match=r"'drloc'.*steps=epochs \* len\(loader\)"):
+        one(*data())
+    one.steps = 10
+    one(*data())
+    assert one.progress == 0.1
+    one.eval()
+    one(*data())
+    assert one.progress == 0.1, "evaluation is no training"
+
+
+def test_a_resumed_task_goes_on_where_it_was():
+    first, second = task(SCHEDULE, steps=4), task(SCHEDULE, steps=4)
+    first(*data())
+    second.load_task_state(first.get_task_state())
+    assert second.progress == 0.25
+
+
+def test_others_need_no_number_of_steps():
+    assert float(task({"drloc": {}})(*data())["loss"].detach()) > 0
+
+
+def test_it_answers_what_timms_optimizer_factory_asks():
+    step = task({"drloc": {}}, name="vit_nano_patch4_32").get_trainable_module()
+    optimizer = create_optimizer_v2(step, "adamw", lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    by_name = {id(p): n for n, p in step.named_parameters()}
+    found = {by_name[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    plain = step.model.backbone
+    alone = create_optimizer_v2(plain, "adamw", lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    for group in alone.param_groups:
+        for parameter in group["params"]:
+            name = by_name[id(parameter)]
+            assert (found[name]["lr_scale"], found[name]["weight_decay"]) == (group["lr_scale"], group["weight_decay"])
+    assert found["model.backbone.cls_token"]["weight_decay"] == found["model.backbone.pos_embed"]["weight_decay"] == 0
+    assert found["model.backbone.patch_embed.proj.weight"]["lr_scale"] < found["model.backbone.head.weight"]["lr_scale"]
+    assert found["objectives.drloc.heads.0.layers.0.weight"]["lr_scale"] == 1
+    exempt = create_optimizer_v2(step, "adamw", lr=1.0, weight_decay=0.1)
+    decays = {by_name[id(p)]: group["weight_decay"] for group in exempt.param_groups for p in group["params"]}
+    assert decays["model.backbone.cls_token"] == decays["model.backbone.pos_embed"] == 0
+    assert decays["objectives.drloc.heads.0.layers.0.weight"] == 0.1
+
+
+def test_clipping_can_leave_out_the_classifiers():
+    view = TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=4), token_classes=6)
+    one = TokenTask(view, {"hard": {}, "drloc": {}}, verbose=False)
+    left_out = {id(p) for p in one.get_clip_parameters()} - {id(p) for p in one.get_clip_parameters(exclude_head=True)}
+    heads = [*view.backbone.head.parameters(), *view.token_head.parameters()]
+    assert left_out == {id(p) for p in heads}
+
+
+def token_batch():
+    images, labels = data()
+    target = from_labels(labels, 4)
+    tokens = CompactTarget(
+        target.classes,
+        target.mass[:, None, None].expand(2, 8, 8, -1),
+        *(t[:, None, None].expand(2, 8, 8) for t in (target.background, target.weight)),
+        4,
+    )
+    return Batch(images, labels, token_target=tokens, class_target=target)
+
+
+def test_score_maps_come_in_a_batch_also_through_timms_loop():
+    made = [
+        task({"token_labeling": {}}, name="vit_nano_patch4_32", token_classes=4, mixing={"mixtoken": {}})
+        for _ in range(2)
+    ]
+    loader = [(batch.images, batch) for batch in (token_batch(), token_batch())]  # what a collate function makes
+    losses = []
+    for images, target in loader:  # as timm's train_one_epoch does
+        images, target = images.to("cpu"), target.to("cpu")
+        losses.append(float(made[0](images, target)["loss"].detach()))
+    assert losses == [float(made[1](token_batch())["loss"].detach()) for _ in range(2)]
+
+
+def test_what_a_task_lacks_is_said_when_it_is_built_or_called():
+    with pytest.raises(EverytokenError, match="TokenModel"):
+        task({"token_labeling": {}})
+    with pytest.raises(EverytokenError, match="teacher"):
+        task({"distillation": {}})
+    with pytest.raises(EverytokenError, match=r"\[2, 4\].*mixup"):
+        task({"hard": {}})(data()[0], torch.eye(4)[:2])
+
+
+def test_objectives_and_mixers_that_have_been_built_can_be_given():
+    model = TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=4))
+    given = TokenTask(model, {"hard": HardLabels(), "mine": Drloc(model, weight=0.3)}, CutMix(), verbose=False).train()
+    named = task({"hard": {}, "drloc": {"weight": 0.3}}, name="vit_nano_patch4_32", mixing={"cutmix": {}})
+    assert set(given(*data())) - {"mine/l1"} == set(named(*data())) - {"drloc/l1"}
+
+
+def test_distributed_training_of_a_model_with_a_head_that_nobody_uses(tmp_path, monkeypatch):
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/join", rank=0, world_size=1)
+    try:
+        one = task({"hard": {}, "drloc": {}}, name="lvvit_micro_patch4_32").prepare_distributed()
+        losses = []
+        for rank in (0, 1, 0):  # a trained weight without a gradient would fail in the second pass
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda *_, rank=rank: rank)
+            one.step = 0
+            result = one(*data())
+            result["loss"].backward()
+            losses.append(float(result["drloc/l1"].detach()))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert losses[0] == losses[2] != losses[1], "each process draws its own pairs"
