@@ -35,7 +35,7 @@ def test_a_recipe_survives_the_way_to_a_run_folder_and_back():
     options = apply(TrainOptions(), read_recipe("lvvit_s_token"), "x")
     assert apply(TrainOptions(), flat(options), "config.yaml") == options
     assert options.optim.lr_base_size == 640
-    assert options.objectives == {"token": {"beta": 0.5}}
+    assert options.objectives == {"token_labeling": {"beta": 0.5}}
 
 
 def test_an_unknown_key_is_an_error_with_a_suggestion():
@@ -113,3 +113,11 @@ def test_overrides_reach_inner_values_and_remove_entries():
         overrides(["objectives.drloc.weight.x=1"], base)
     with pytest.raises(RecipeError, match="'objectives'"):
         overrides(["objective.drloc.weight=1"], base)
+
+
+def test_old_names_of_objectives_reach_the_ones_that_a_recipe_has():
+    base = {"objectives": {"token": {"beta": 0.5}, "alignment": {}}}
+    changed = overrides(["objectives.token_labeling.beta=1.0", "objectives.alignment=null"], base)
+    assert changed == {"objectives": {"token_labeling": {"beta": 1.0}}}
+    base = {"objectives": {"token_labeling": {"beta": 0.5}}}
+    assert overrides(["objectives.token.beta=2"], base) == {"objectives": {"token_labeling": {"beta": 2}}}

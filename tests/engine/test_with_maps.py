@@ -51,7 +51,7 @@ def terms(folder):
 def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, capsys, mixing):
     words = ["--labels", str(own), "--set", "objectives.token_labeling={weight: 0.5}", "--set", f"mixing.{mixing}={{}}"]
     assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
-    assert {"token/class", "token/token"} <= terms(tmp_path)
+    assert {"token_labeling/class", "token_labeling/token"} <= terms(tmp_path)
     assert ("saw no gain" in capsys.readouterr().out) == (mixing == "mixup")
     loaded = open_model(tmp_path)
     assert loaded.info.token_class_names == ("class-0", "class-1", "class-2")
@@ -95,7 +95,7 @@ def test_the_network_that_fit_has_kept_can_teach(photos, own, tmp_path, capsys):
     assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
     words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online-token={}"]
     assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "run")]) == 0
-    assert "online-token/token" in terms(tmp_path / "run")
+    assert "online_token/token" in terms(tmp_path / "run")
     words[1] = f"fit:{own}"
     assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "other")]) == 2
     assert "keeps no network of its own" in capsys.readouterr().err

@@ -282,8 +282,6 @@ def test_aligned_says_what_is_wrong(model):
     images = a_batch(mix).images
     with pytest.raises(EverytokenError, match="has not run"), aligned(model, mix):
         pass
-    with pytest.raises(EverytokenError, match="one pass"), aligned(model, mix):
-        model(images), model(images)
     with aligned(model, mix) as shares:
         view = model(images)
     for labels in (torch.zeros(B + 1, dtype=torch.long), torch.zeros(B, K + 1)):

@@ -109,7 +109,7 @@ def train_words(
     learn = {
         "plain": ["--set", "objectives.hard={}"],
         "every-token": [
-            *("--labels", str(maps), "--set", "objectives.token={beta: 1.0, class_target: truth}"),
+            *("--labels", str(maps), "--set", "objectives.token_labeling={beta: 1.0, class_target: truth}"),
         ],
     }[kind]
     return [

@@ -4,7 +4,7 @@ model: lvvit_s
 batch_size: 128
 lr_base: 1.0e-3
 objectives:
-  token_labeling: {weight: 0.5}
+  token_labeling: {beta: 0.5}
 mixing:
   mixtoken: {alpha: 1.0}
 """
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from everytoken import schema
 from everytoken.errors import did_you_mean
+from everytoken.objectives import registry
 from everytoken.schema import SchemaError
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, 
         if first not in _DICTS:
             raise RecipeError(f"{text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
         node = values.setdefault(first, copy.deepcopy(dict(base.get(first) or {})))
+        if first == "objectives":
+            node = values[first] = registry.canonical(node)
+            rest[0] = registry.ALIASES.get(rest[0], rest[0])
         for name in rest[:-1]:
             inner = node.get(name)
             if inner is not None and not isinstance(inner, dict):

@@ -11,8 +11,8 @@ In somebody's own loop, on any timm model: `aligned`. Cost: see `everytoken.mode
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Unpack
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ from everytoken.objectives.relabel import FromMaps, MapSettings
 
 if TYPE_CHECKING:
     from everytoken.models import TokenModel, TokenView
-    from everytoken.models.align import Shares
+    from everytoken.models.align import AlignedPass, Shares
 
 
 class TLAlign(FromMaps):
@@ -132,23 +132,19 @@ class TransMix(TLAlign):
 
 
 class AlignedShares:
-    """What `aligned` yields: the shares, once the model has run inside of the `with` block.
+    """What `aligned` yields: the shares of the pass, once the `with` block has ended.
 
     Attributes:
         mix: of the batch.
     """
 
-    def __init__(self, mix: Mix) -> None:
-        self.mix = mix
-        self._watched: Any = None
+    def __init__(self, mix: Mix, followed: AlignedPass) -> None:
+        self.mix, self._followed = mix, followed
 
     @property
     def shares(self) -> Shares:
         """Shares of what the head reads (`.image` [B]) and of the tokens (`.grid` [B, h, w])."""
-        if self._watched is None:
-            raise EverytokenError("the model has not run inside of `with aligned(model, mix)`, so there are no shares.")
-        shares: Shares = self._watched.shares
-        return shares
+        return self._followed.shares
 
     def cross_entropy(self, logits: Tensor | TokenView, labels: Tensor, smoothing: float = 0.0) -> Tensor:
         """Equation (12), a scalar. Call it after the `with` block.
@@ -197,17 +193,9 @@ def aligned(
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     backbone = getattr(plain, "backbone", plain)
     chosen = None if layers is None else tuple(layers)
-    result = AlignedShares(mix)
-    with ExitStack() as stack:
-        aligner = Aligner(backbone, Alignment(chosen, residual, normalise, patches_only=patches_only))
-        stack.callback(aligner.remove)
-
-        def begin(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if result._watched is not None:
-                raise EverytokenError("`with aligned(model, mix)` follows one pass, and the model has run already.")
-            result._watched = stack.enter_context(aligner.watch(args[0], mix))
-
-        stack.callback(model.register_forward_pre_hook(begin).remove)
-        yield result
-        if result._watched is None:
-            raise EverytokenError("the model has not run inside of `with aligned(model, mix)`.")
+    aligner = Aligner(backbone, Alignment(chosen, residual, normalise, patches_only=patches_only))
+    try:
+        with aligner.watch(mix) as followed:
+            yield AlignedShares(mix, followed)
+    finally:
+        aligner.remove()

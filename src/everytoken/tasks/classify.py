@@ -98,7 +98,7 @@ class Classification(Task):
         return (
             f"{len(parts.train_set):,} training and {len(parts.val_set):,} validation images, "
             f"{parts.train_set.num_classes} classes; {self.options.model.model}, token grid "
-            f"{parts.grid[0]}x{parts.grid[1]}; {', '.join(o.name for o in parts.step.objectives)}"
+            f"{parts.grid[0]}x{parts.grid[1]}; {', '.join(parts.step.objectives)}"
         )
 
     def finish(self, module: nn.Module) -> None:
