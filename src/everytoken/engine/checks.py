@@ -17,7 +17,7 @@ from everytoken.engine.recipe import check_settings, flat
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import MIXERS
 from everytoken.models import family_of_name
-from everytoken.objectives import required_by
+from everytoken.objectives import OBJECTIVES, canonical, find_objective, required_by
 
 SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
 _LEAST = {
@@ -83,6 +83,9 @@ def check_options(options: TrainOptions) -> list[str]:
         if name not in MIXERS:
             raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
         check_settings(MIXERS[name], settings, f"mixing {name}")
+    for name, settings in canonical(options.objectives).items():
+        if name in OBJECTIVES:
+            check_settings(find_objective(name), settings, f"objective {name}")
     return notes
 
 

@@ -32,10 +32,12 @@ from torch import Tensor, nn
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import drloc as fn
+from everytoken.models import TokenModel
+from everytoken.models.token_model import LayerTaps
 from everytoken.objectives.base import Objective, check_choice, draws, need_token_model
 
 if TYPE_CHECKING:
-    from everytoken.models import TokenModel, TokenView
+    from everytoken.models import TokenView
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
 Levels = Literal["last", "final", "blocks", "stages", "merged"]
@@ -149,8 +151,6 @@ class Drloc(Objective):
         released: bool = False,
         warmup: float = 20 / 300,
     ) -> None:
-        from everytoken.models.token_model import LayerTaps
-
         family = need_token_model(model, "Drloc").family.title
         super().__init__(LAMBDA.get(family, LAMBDA_OTHERS) if weight is None else weight)
         self.family = family

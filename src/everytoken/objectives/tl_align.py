@@ -21,12 +21,13 @@ from everytoken.errors import EverytokenError
 from everytoken.functional import compact_cross_entropy
 from everytoken.functional.shares import aligned_cross_entropy, aligned_target
 from everytoken.mixing import Mix, placed_token_targets
+from everytoken.models import TokenModel
+from everytoken.models.align import AlignedPass, Aligner, Alignment, Shares
 from everytoken.objectives.base import need_batch, need_token_logits, need_token_model
 from everytoken.objectives.relabel import FromMaps, MapSettings
 
 if TYPE_CHECKING:
-    from everytoken.models import TokenModel, TokenView
-    from everytoken.models.align import AlignedPass, Shares
+    from everytoken.models import TokenView
 
 
 class TLAlign(FromMaps):
@@ -59,8 +60,6 @@ class TLAlign(FromMaps):
         beta: float = 0.0,
         **settings: Unpack[MapSettings],
     ) -> None:
-        from everytoken.models.align import Alignment
-
         settings.setdefault("class_target", "truth")
         super().__init__(**settings)
         self.beta = beta
@@ -188,8 +187,6 @@ def aligned(
             logits = model(images)
         loss = shares.cross_entropy(logits, labels)
     """
-    from everytoken.models.align import Aligner, Alignment
-
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     backbone = getattr(plain, "backbone", plain)
     chosen = None if layers is None else tuple(layers)
