@@ -103,9 +103,9 @@ class Annotator(ABC):
         images = torch.zeros(1, 3, height, width, device=device)
         try:
             logits = self.score(images, np.zeros(1, dtype=np.int64))
+        except (EverytokenError, torch.OutOfMemoryError):
+            raise
         except (RuntimeError, ValueError, AssertionError) as error:
-            if isinstance(error, EverytokenError) or "out of memory" in str(error):
-                raise
             raise AnnotatorError(
                 f"{self.name} fails on an image of {height} x {width} pixels: {str(error).strip()[:300]}\n"
                 "Try another img_size; transformers want their own size, other networks multiples of 32."

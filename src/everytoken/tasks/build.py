@@ -24,6 +24,7 @@ from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel, probe
 from everytoken.models.open import (
     Description,
+    constructor_arguments,
     create_sized,
     describe,
     find_weights,
@@ -210,17 +211,15 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
     """The timm model and the arguments it was made with."""
     chosen = options.model
     arguments: dict[str, Any] = {"num_classes": num_classes, "img_size": chosen.img_size, **chosen.model_kwargs}
-    # 0 is said too: some timm models (Swin) have stochastic depth of their own unless they are told not to
-    extra: dict[str, Any] = {"pretrained": chosen.pretrained, "drop_path_rate": chosen.drop_path}
+    extra: dict[str, Any] = {"pretrained": chosen.pretrained}
+    if chosen.drop_path or "drop_path_rate" in constructor_arguments(chosen.model):
+        extra["drop_path_rate"] = chosen.drop_path  # also 0: Swin has stochastic depth of its own unless told not to
     if chosen.drop:
         extra["drop_rate"] = chosen.drop
-    while True:
-        try:
-            backbone, arguments = create_sized(chosen.model, arguments, **extra)
-            break
-        except TypeError as error:
-            if "drop_path_rate" not in str(error) or extra.pop("drop_path_rate", 1):  # 0: none, where there is none
-                raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
+    try:
+        backbone, arguments = create_sized(chosen.model, arguments, **extra)
+    except TypeError as error:
+        raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
     if chosen.initial_checkpoint:
         report = load_weights(backbone, find_weights(chosen.initial_checkpoint))
         logger.info(f"weights from {chosen.initial_checkpoint}: {report}")
