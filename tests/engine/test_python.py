@@ -1,5 +1,7 @@
 """Training and annotating from Python: the same defaults as the commands, objects instead of exit codes."""
 
+import logging
+
 import pytest
 
 from everytoken.annotators import annotate
@@ -39,7 +41,8 @@ def maps(undivided, tmp_path_factory):
     return annotate(undivided, tmp_path_factory.mktemp("maps") / "maps", "fit", **FIT)
 
 
-def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys):
+def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("everytoken"), "handlers", [])  # as before any command was called
     run = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, output=str(tmp_path / "run"), **TINY)
     assert isinstance(run, Run)
     assert run.path == tmp_path / "run"
