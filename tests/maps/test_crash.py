@@ -78,7 +78,7 @@ def test_a_kill_at_any_disk_operation_ends_in_the_same_store(filling, content, t
         assert content(folder) == undisturbed, f"differs after a kill at operation {step}"
         if not killed:
             break
-        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 5
+        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 7
     assert step > 60  # the plan, 2 shards with their notes, the end
 
 
@@ -100,7 +100,7 @@ def test_a_kill_while_a_deleted_shard_is_made_again_ends_in_the_same_store(filli
         assert content(folder) == undisturbed, f"differs after a kill at operation {step}"
         if not killed:
             break
-        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 5
+        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 7
     assert step > 30
 
 
@@ -125,13 +125,13 @@ def test_a_kill_while_skipped_images_are_tried_again_ends_in_the_same_store(fill
         assert content(folder) == mended, f"differs after a kill at operation {step}"
         if not killed:
             break
-        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 4
+        step += 1 if "EVERYTOKEN_KILLS" in os.environ else 7
     assert step > 30
 
 
 def test_kills_at_random_moments_end_in_the_same_store(content, reference, tmp_path):
     chance, folder, kills = random.Random(7), tmp_path / "s", 0
-    for _ in range(int(os.environ.get("EVERYTOKEN_KILLS", 5))):
+    for _ in range(int(os.environ.get("EVERYTOKEN_KILLS", 3))):
         process = start(folder, delay=0.01)
         time.sleep(chance.uniform(0.1, 0.6))
         process.kill()

@@ -38,7 +38,7 @@ from everytoken.maps.score_map import checksum
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it was written. `keys`: the images it concerns, when they can be told."""
+    """Something that is not as it was written. `keys`: the images it concerns, when they are known."""
 
     file: str
     what: str
@@ -99,8 +99,8 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
     checks += [(shard_name(i), _check_shard(folder, manifest, table, i, info)) for i, info in shards.items()]
     total = sum(_size(folder / name) for name, _ in checks)
     done = 0
-    for name, found in checks:
-        problems.extend(found)
+    for name, check in checks:
+        problems.extend(check)
         done += _size(folder / name)
         if progress is not None:
             progress(done, total)
