@@ -164,10 +164,19 @@ def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
 
     Other spellings count, and for ImageNet's classes WordNet ids and synonyms.
     """
-    words = imagenet_classes()
-    numbers = [words.find(name) for name in names]
-    synonyms = tuple(() if number is None else words.synonyms[number] for number in numbers)
-    return ClassList(len(names), tuple(names), synonyms).find
+    by_name = {name: number for number, name in enumerate(names)}
+
+    @cache
+    def with_synonyms() -> ClassList:  # imports timm, which takes seconds and is seldom needed
+        words = imagenet_classes()
+        numbers = [words.find(name) for name in names]
+        synonyms = tuple(() if number is None else words.synonyms[number] for number in numbers)
+        return ClassList(len(names), tuple(names), synonyms)
+
+    def find(name: str) -> int | None:
+        return by_name.get(name) if name in by_name or not names else with_synonyms().find(name)
+
+    return find
 
 
 # A dataset's folders among a model's outputs
