@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from everytoken.cli import dispatch
-from everytoken.cli.train import resolve
+from everytoken.cli.train import print_plan, resolve
 from everytoken.files import plain_json
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class TrainFlags:
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default_factory=tuple)
     """NAME=VALUE for inner settings, such as model_kwargs.depth=4; may be repeated."""
+    dry_run: bool = False
+    """Print the plan (data, model, schedule, memory, time from a few timed steps) and stop."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,16 @@ def spelled_out(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     return words
 
 
-def train_options(config: type[Any], plain: type[Any], argv: list[str], prog: str) -> Any:
-    """Recipe, then flags, then --set, as the library's own options."""
+def train(config: type[Any], plain: type[Any], module: str, argv: list[str], prog: str) -> int:
+    """Recipe, then flags, then --set; then `module`'s train, or the plan."""
     options = resolve(config, argv, prog)
-    return plain(**{f.name: getattr(options, f.name) for f in dataclasses.fields(plain)})
+    task = importlib.import_module(module)
+    options_of_run = plain(**{f.name: getattr(options, f.name) for f in dataclasses.fields(plain)})
+    if options.dry_run:
+        print_plan(task.dry_run(options_of_run))
+    else:
+        task.train(options_of_run)
+    return 0
 
 
 def report(

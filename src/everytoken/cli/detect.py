@@ -13,7 +13,7 @@ from everytoken.cli._dense import (
     print_rows,
     report,
     spelled_out,
-    train_options,
+    train,
 )
 from everytoken.cli._parse import parse
 from everytoken.tasks.detect.options import DetectEval, DetectOptions, DetectPredict
@@ -67,11 +67,7 @@ def main(argv: list[str], prog: str) -> int | None:
 
 
 def _train(argv: list[str], prog: str) -> int:
-    options = train_options(Train, DetectOptions, argv, prog)
-    from everytoken.tasks.detect.task import train
-
-    train(options)
-    return 0
+    return train(Train, DetectOptions, "everytoken.tasks.detect.task", argv, prog)
 
 
 def _eval(argv: list[str], prog: str) -> None:

@@ -12,7 +12,7 @@ from everytoken.cli._dense import (
     print_rows,
     report,
     spelled_out,
-    train_options,
+    train,
 )
 from everytoken.cli._parse import parse
 from everytoken.tasks.segment.options import SegmentEval, SegmentOptions, SegmentPredict
@@ -71,11 +71,7 @@ def main(argv: list[str], prog: str) -> int | None:
 
 
 def _train(argv: list[str], prog: str) -> int:
-    options = train_options(Train, SegmentOptions, argv, prog)
-    from everytoken.tasks.segment.task import train
-
-    train(options)
-    return 0
+    return train(Train, SegmentOptions, "everytoken.tasks.segment.task", argv, prog)
 
 
 def _eval(argv: list[str], prog: str) -> None:

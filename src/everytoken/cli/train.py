@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -57,16 +58,20 @@ def start(options: TrainOptions, dry_run: bool) -> int:
     if not dry_run:
         classify.train_with(options)
         return 0
+    print_plan(classify.dry_run(options))
+    return 0
+
+
+def print_plan(facts: Mapping[str, Any]) -> None:
+    """The table of --dry-run; nothing on all processes but the first."""
     from rich.console import Console
     from rich.table import Table
 
-    facts = classify.dry_run(options)
     if facts:
         table = Table(title="The plan (nothing was written)", show_header=False)
         for name, value in facts.items():
             table.add_row(name, str(value))
         Console().print(table)
-    return 0
 
 
 def resolve(config: type[T], argv: list[str], prog: str) -> T:

@@ -5,47 +5,61 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from everytoken.engine.distributed import World
+from everytoken.engine.checks import check_loop
+from everytoken.engine.distributed import World, join_world
 from everytoken.engine.optim import learning_rate
-from everytoken.engine.options import TrainOptions
+from everytoken.engine.options import LoopOptions
+from everytoken.engine.run_folder import RunFolder
+from everytoken.engine.task import Task
 from everytoken.keyed import StepKey
 from everytoken.progress import clock
 
-if TYPE_CHECKING:
-    from everytoken.tasks.classify import Classification
+
+def plan(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> dict[str, Any]:
+    """What a run would train and how long that would take, as rows of a table; nothing is written.
+
+    Args:
+        build: makes the task, as for `loop.run`, with a loader that has no workers: what is timed is the step, and
+            beside it the loader in one process.
+
+    Returns:
+        Nothing on all processes but the first.
+    """
+    check_loop(options)
+    if options.run.threads:
+        torch.set_num_threads(options.run.threads)
+    with join_world(options.run.device) as world:
+        torch.manual_seed(options.run.seed)
+        facts = _facts(build(world, RunFolder(output, writable=False)), options)
+        return facts if world.is_main else {}
 
 
-def plan_facts(task: Classification, options: TrainOptions, steps: int = 3) -> dict[str, Any]:
-    """What would be trained, as rows of a table; `steps` updates are timed, and the task is closed."""
-    optim, data, parts, world = options.optim, options.dataset, task.parts, task.world
+def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
+    """Rows of the table; `steps` updates are timed, and the task is closed."""
+    optim, data, world = options.optim, options.dataset, task.world
     updates = max(1, task.batches_per_epoch // optim.grad_accum_steps)
     global_batch = data.batch_size * world.size * optim.grad_accum_steps
     weights = sum(p.numel() for p in task.backbone.parameters())
-    extra = sum(p.numel() for p in parts.step.parameters()) - weights
+    extra = sum(p.numel() for p in task.module.parameters()) - weights
     step_seconds, load_seconds = _time_steps(task, options, steps)
     per_update = max(step_seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
     total = optim.iters or updates * (optim.epochs + optim.cooldown_epochs)
-    length = f"{updates} per epoch, {total:,} in all, {total / updates:g} epochs"
     warmup = (
         f"{optim.warmup_iters} warm-up updates" if optim.warmup_iters else f"{optim.warmup_epochs:g} warm-up epochs"
     )
     rate = learning_rate(optim, global_batch)
-    images = f"{len(parts.train_set):,} training, {len(parts.val_set):,} validation"
     return {
-        "model": options.model.model,
-        "parameters": f"{weights:,}" + (f" (+ {extra:,} only while training)" if extra else ""),
-        "token grid": f"{parts.grid[0]} x {parts.grid[1]} at {options.model.img_size} px",
-        "images": f"{images}, {parts.train_set.num_classes} classes",
-        "score maps": f"{options.maps} ({parts.store.manifest.num_classes} classes)" if parts.store else "none",
-        "objectives": ", ".join(f"{n} (weight {getattr(o, 'weight', 1):g})" for n, o in parts.step.objectives.items()),
-        "mixing": ", ".join(options.mixing) or "none",
+        **task.facts(),
+        "parameters": f"{weights:,} of the backbone" + (f", {extra:,} besides" if extra else ""),
         "batch": f"{data.batch_size} x {world.size} processes x {optim.grad_accum_steps} accumulated = {global_batch}",
-        "updates": length,
+        "updates": f"{updates} per epoch, {total:,} in all, {total / updates:g} epochs",
         "learning rate": f"{rate:.3g} ({optim.sched}, {warmup}, down to {min(optim.min_lr, rate):.3g})",
         "memory": _memory(world),
         "one step": f"{step_seconds:.2f} s, {data.batch_size / step_seconds:.1f} images/s per process",
@@ -55,10 +69,10 @@ def plan_facts(task: Classification, options: TrainOptions, steps: int = 3) -> d
     }
 
 
-def _time_steps(task: Classification, options: TrainOptions, steps: int) -> tuple[float, float]:
+def _time_steps(task: Task, options: LoopOptions, steps: int) -> tuple[float, float]:
     """Median seconds of a training step, and of loading a batch in one process."""
     loading, working = [], []
-    batches = task.train_loader.epoch(0)
+    batches = task.loaders[0].epoch(0)
     for _ in range(min(steps + 1, task.batches_per_epoch)):
         started = time.perf_counter()
         next(batches)

@@ -90,6 +90,10 @@ class Task(TrainingTask):
         """Data and model in a few words, for the log."""
         return type(self).__name__
 
+    def facts(self) -> dict[str, str]:
+        """Data and model as rows of a table, for the plan of a run."""
+        return {"task": self.describe()}
+
     def finish(self, module: nn.Module) -> None:
         """Write tables and pictures of a finished run, on rank 0; `module` is in evaluation mode."""
 

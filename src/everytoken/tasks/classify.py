@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch, Prefetcher
-from everytoken.engine.distributed import World, join_world
+from everytoken.engine.distributed import World
 from everytoken.engine.loop import run
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.progress import watched
@@ -101,6 +101,22 @@ class Classification(Task):
             f"{parts.grid[0]}x{parts.grid[1]}; {', '.join(parts.step.objectives)}"
         )
 
+    def facts(self) -> dict[str, str]:
+        """Data, model, objectives as rows of a table."""
+        options, parts = self.options, self.parts
+        images = f"{len(parts.train_set):,} training, {len(parts.val_set):,} validation"
+        return {
+            "model": options.model.model,
+            "token grid": f"{parts.grid[0]} x {parts.grid[1]} at {options.model.img_size} px",
+            "images": f"{images}, {parts.train_set.num_classes} classes",
+            "score maps": f"{options.maps} ({parts.store.manifest.num_classes} classes)" if parts.store else "none",
+            "objectives": ", ".join(
+                f"{name} (weight {getattr(objective, 'weight', 1):g})"
+                for name, objective in parts.step.objectives.items()
+            ),
+            "mixing": ", ".join(options.mixing) or "none",
+        }
+
     def finish(self, module: nn.Module) -> None:
         """Accuracy of each class, of the last epoch, with averaged weights if there are any."""
         if self.latest is None and self.world.size == 1:  # a run that was killed after its last checkpoint
@@ -173,17 +189,11 @@ def dry_run(options: TrainOptions) -> dict[str, Any]:
 
     Empty on all processes but the first.
     """
-    from everytoken.engine.checks import check_loop
-    from everytoken.engine.dryrun import plan_facts
+    from everytoken.engine.dryrun import plan
 
-    check_loop(options)
-    if options.run.threads:
-        torch.set_num_threads(options.run.threads)
-    with join_world(options.run.device) as world:
-        torch.manual_seed(options.run.seed)
-        parts = build(options, world)
-        # no workers are started: what is timed is the step, and beside it the loader in one process
-        quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
-        folder = RunFolder(options.run.output or default_output(options), writable=False)
-        facts = plan_facts(Classification(parts, quick, world, folder), options)
-        return facts if world.is_main else {}
+    quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
+    return plan(
+        lambda world, folder: Classification(build(options, world), quick, world, folder),
+        options,
+        options.run.output or default_output(options),
+    )

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -27,7 +27,9 @@ from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataError, DataSet, Strings, split_off
 from everytoken.data.decode import ImageError
 from everytoken.data.loader import BadImages, Loader, Request
+from everytoken.draw import stack
 from everytoken.engine.distributed import World
+from everytoken.engine.dryrun import plan
 from everytoken.engine.loop import run
 from everytoken.engine.progress import watched
 from everytoken.engine.run_folder import Run, RunFolder
@@ -105,7 +107,7 @@ class Views(Generic[V]):
         return len(self.data)
 
     def view(self, request: Request, key: str) -> V:
-        """What is seen of one image."""
+        """One image as the network gets it."""
         raise NotImplementedError
 
     def collate(self, views: list[V]) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -278,12 +280,23 @@ class DenseTask(Task):
         )
 
 
-def train_dense(options: Any, name: str, build: Callable[[World, RunFolder], DenseTask]) -> Run:
+def train_dense(options: Any, name: str, task_type: Callable[[Any, World, RunFolder], DenseTask]) -> Run:
     """Train a dense task, or continue the run in the output folder."""
+    return run(partial(task_type, options), options, _checked_output(options, name))
+
+
+def plan_dense(options: Any, name: str, task_type: Callable[[Any, World, RunFolder], DenseTask]) -> dict[str, Any]:
+    """What would be trained, and how long it would take from a few timed steps; nothing is written."""
+    quick = replace(options, dataset=replace(options.dataset, workers=0))
+    return plan(partial(task_type, quick), options, _checked_output(options, name))
+
+
+def _checked_output(options: Any, name: str) -> str:
+    """The run folder; raises on options that do not make a run."""
     if not options.data:
         raise EverytokenError(f"data is empty: name the images to train on (everytoken {name} train DATA)")
     check_rate(options.optim)
-    return run(build, options, options.run.output or default_output(options, name))
+    return options.run.output or default_output(options, name)
 
 
 def held_out_note(data: str, val_split: float) -> str:
@@ -343,25 +356,19 @@ class EvalPass(Generic[A]):
         return {"images": self.images, "images_per_second": self.images / max(self.seconds, 1e-9)}
 
 
-def unseen_part(known: HeldOut, data: str, open_data: Callable[[str, float], DataSet]) -> tuple[DataSet, list[str]]:
+def unseen_part(origin: HeldOut, data: str, open_data: Callable[[str, float], DataSet]) -> tuple[DataSet, list[str]]:
     """Of data without parts, the images that the run held out, or all of them; and what to say about that.
 
     Args:
         open_data: (split, val_split) -> dataset.
     """
-    opened = open_data("val" if known.share else "all", known.share)
-    note = known.note(data, len(opened))
+    opened = open_data("val" if origin.share else "all", origin.share)
+    note = origin.note(data, len(opened))
     return opened, [note] if note else []
 
 
-def save_sheet(panels: Sequence[Image.Image], path: str | Path) -> None:
-    """Panels below each other, as a JPEG."""
-    if not panels:
-        return
-    canvas = Image.new("RGB", (max(p.width for p in panels), sum(p.height + 4 for p in panels)), "white")
-    top = 0
-    for panel in panels:
-        canvas.paste(panel, (0, top))
-        top += panel.height + 4
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path, quality=88)
+def save_sheet(panels: Sequence[Image.Image], path: str | Path, subtitle: str) -> None:
+    """Truth and answer of some images, one panel for each, as a JPEG."""
+    if panels:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        stack("Truth and answer", subtitle, panels).save(path, quality=88)

@@ -55,24 +55,6 @@ class BatchOptions:
     """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""
 
 
-@dataclass(frozen=True)
-class IterOptim(OptimOptions):
-    """Optimizer and schedule, counted in updates."""
-
-    iters: int = 160_000
-    """Updates of the weights, warm-up included, through as many passes over the data as it takes; 0: count epochs."""
-    warmup_iters: int = 1500
-    """Updates of linear warm-up."""
-
-
-@dataclass(frozen=True)
-class IterRun(RunOptions):
-    """The run."""
-
-    val_iters: int = 8000
-    """Updates between validations; each also writes a checkpoint."""
-
-
 def check_rate(optim: OptimOptions) -> None:
     """Raise if `lr_base` was set and would do nothing: dense tasks have an absolute `lr`, as the papers do."""
     if optim.lr and optim.lr_base != OptimOptions().lr_base:
@@ -92,7 +74,7 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions(SourceOptions):
-    """What every evaluation of a dense task is told."""
+    """Options of every evaluation of a dense task."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """The dataset, laid out as for training."""
@@ -115,7 +97,7 @@ class EvaluateOptions(SourceOptions):
 
 @dataclass(frozen=True)
 class PredictOptions(SourceOptions):
-    """What every prediction of a dense task is told."""
+    """Options of every prediction of a dense task."""
 
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
     """Image files and folders."""
@@ -136,7 +118,7 @@ def fill(options: T, defaults: Mapping[str, Any]) -> T:
 
 
 class _Named(Protocol):
-    """What the name of a run folder is made of."""
+    """Options that name a run folder."""
 
     @property
     def data(self) -> str: ...

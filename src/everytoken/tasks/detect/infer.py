@@ -161,7 +161,7 @@ def evaluate(options: DetectEval) -> Evaluation:
             shown = shown.take([k for k, label in enumerate(shown.labels.tolist()) if columns[label] >= 0])
             labels = np.array([columns[label] for label in shown.labels.tolist()], dtype=np.int64)
             panels.append(truth_and_answer(whole, i, replace(shown, labels=labels)))
-        save_sheet(panels, options.pictures)
+        save_sheet(panels, options.pictures, f"{options.source} on {options.data}")
     if options.results:
         ids = [whole.category_ids[c] if c >= 0 else None for c in columns]
         rows = [row for i in sorted(detections) for row in detections[i].rows(int(whole.image_ids[i]), ids)]
@@ -179,10 +179,10 @@ def _open_data(options: DetectEval) -> tuple[DataSet, list[str]]:
         option = "annotations" if run.config.get("annotations") else "data"
         return run.names(coco.annotations or data, option, whole_file)
 
-    known = held_out(
+    origin = held_out(
         [options.source], data, trained_on, lambda run: 0.0 if run.config.get("val_annotations") else run.val_split
     )
-    return unseen_part(known, data, lambda split, share: open_instances(data, split, replace(coco, val_split=share)))
+    return unseen_part(origin, data, lambda split, share: open_instances(data, split, replace(coco, val_split=share)))
 
 
 def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:

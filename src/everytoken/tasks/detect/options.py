@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -92,15 +92,12 @@ class FindOptions:
 
 
 NEW_RUN = {"score_thresh": 0.05, "nms_thresh": 0.5, "max_detections": 100}
-"""What a run's `FindOptions` are where nothing else is said."""
+"""What a run's `FindOptions` are where they are left open."""
 
 
-@dataclass(frozen=True)
-class DetectOptim(OptimOptions):
-    """Optimizer and schedule."""
-
-    warmup_iters: int = 500
-    """Updates of linear warm-up."""
+def _optim() -> OptimOptions:
+    optim = OptimOptions(epochs=12, sched="multistep", decay_milestones=(8, 11), weight_decay=0.05)
+    return replace(optim, lr=1e-4, warmup_iters=500, warmup_lr=1e-7)
 
 
 @dataclass(frozen=True)
@@ -116,17 +113,13 @@ class DetectOptions:
     dataset: tyro.conf.OmitArgPrefixes[DetectData] = field(default_factory=DetectData)
     augment: tyro.conf.OmitArgPrefixes[DetectAugment] = field(default_factory=DetectAugment)
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
-    optim: tyro.conf.OmitArgPrefixes[DetectOptim] = field(
-        default_factory=lambda: DetectOptim(
-            epochs=12, lr=1e-4, weight_decay=0.05, sched="multistep", decay_milestones=(8, 11), warmup_lr=1e-7
-        )
-    )
+    optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=_optim)
     run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)
 
 
 @dataclass(frozen=True)
 class DetectEval(EvaluateOptions):
-    """What `evaluate` is told."""
+    """Options of `evaluate`."""
 
     coco: tyro.conf.OmitArgPrefixes[CocoOptions] = field(default_factory=CocoOptions)
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
@@ -138,7 +131,7 @@ class DetectEval(EvaluateOptions):
 
 @dataclass(frozen=True)
 class DetectPredict(PredictOptions):
-    """What `predict` is told."""
+    """Options of `predict`."""
 
     sure: float = 0.5
     """Score of the objects that are drawn and counted; the file has all above score_thresh."""

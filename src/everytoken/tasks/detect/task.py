@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from everytoken.tasks.dense import (
     DenseTask,
     fill_colour,
     held_out_note,
+    plan_dense,
     save_sheet,
     train_dense,
     whole_set,
@@ -115,14 +116,22 @@ class DetectTask(DenseTask):
         self.folder.log(", ".join(f"{name} {value:.1f}" for name, value in numbers.items()))
         shown = sorted(detections)[:PICTURES]
         panels = [truth_and_answer(data, i, detections[i].better_than(_SURE)) for i in shown]
-        save_sheet(panels, self.folder.path / "pictures.jpg")
+        save_sheet(panels, self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
+
+
+def _resolved(options: DetectOptions) -> DetectOptions:
+    tool()  # say at once if it is missing
+    return replace(options, find=resolve(options.find, options.augment))
 
 
 def train(options: DetectOptions) -> Run:
     """Train a detector, or continue the run in the output folder."""
-    tool()  # say at once if it is missing
-    options = replace(options, find=resolve(options.find, options.augment))
-    return train_dense(options, "detect", partial(DetectTask, options))
+    return train_dense(_resolved(options), "detect", DetectTask)
+
+
+def dry_run(options: DetectOptions) -> dict[str, Any]:
+    """What `train` would do, as rows of a table."""
+    return plan_dense(_resolved(options), "detect", DetectTask)
 
 
 def _open_data(options: DetectOptions, folder: RunFolder) -> tuple[DataSet, DataSet]:

@@ -78,8 +78,8 @@ class SegmentTransform:
         """Whether a crop shows two classes or more, none of which covers too much of it."""
         side = self.options.crop_size
         placement = pl.from_pixels(matrix, (side, side), mask.shape[::-1])
-        seen = sample_mask(mask, placement, (side, side), self.ignored)[::2, ::2]  # a quarter of the pixels will do
-        counts = np.bincount(seen[seen != self.ignored])
+        crop = sample_mask(mask, placement, (side, side), self.ignored)[::2, ::2]  # a quarter of the pixels will do
+        counts = np.bincount(crop[crop != self.ignored])
         counts = counts[counts > 0]
         return len(counts) > 1 and bool(counts.max() < self.options.cat_max_ratio * counts.sum())
 

@@ -227,7 +227,7 @@ def evaluate(options: SegmentEval) -> Evaluation:
         confusion.add(batch.targets[0], answer)
         if options.pictures and len(panels) < options.picture_count:
             panels.append(truth_and_answer(batch, answer, class_names))
-    save_sheet(panels, options.pictures)
+    save_sheet(panels, options.pictures, f"{options.source} on {options.data}")
     numbers = {**confusion.summary(), **run.numbers}
     return Evaluation(numbers, confusion.per_class(class_names), [*notes, *more], dict(run.bad_images.seen))
 
@@ -236,12 +236,12 @@ def _open_data(options: SegmentEval) -> tuple[DataSet, list[str]]:
     data, masks = options.data, options.masks
     if options.split != "val" or masks.val_split or divided(data, masks):
         return open_masks(data, options.split, masks), []
-    known = held_out(
+    origin = held_out(
         [options.source],
         data,
         lambda run: run.names(data) if (run.config.get("images") or "") == masks.images else None,
     )
-    return unseen_part(known, data, lambda split, share: open_masks(data, split, replace(masks, val_split=share)))
+    return unseen_part(origin, data, lambda split, share: open_masks(data, split, replace(masks, val_split=share)))
 
 
 def truth_and_answer(batch: Batch, answer: Tensor, class_names: Sequence[str]) -> Image.Image:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import tyro
 
-from everytoken.tasks.options import (
-    BackboneOptions,
-    BatchOptions,
-    EvaluateOptions,
-    IterOptim,
-    IterRun,
-    PredictOptions,
-    SourceOptions,
-)
+from everytoken.engine.options import OptimOptions, RunOptions
+from everytoken.tasks.options import BackboneOptions, BatchOptions, EvaluateOptions, PredictOptions, SourceOptions
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class EvalOptions:
 
 
 NEW_RUN = {"mode": "whole", "stride": 0, "scales": (1.0,), "flip": False}
-"""What a run's `EvalOptions` are where nothing else is said."""
+"""What a run's `EvalOptions` are where they are left open."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +98,11 @@ class InferOptions(EvalOptions):
 
     resize: int | None = None
     """Short side that images are resized to; 0: the training crop's side."""
+
+
+def _optim() -> OptimOptions:
+    optim = OptimOptions(iters=160_000, warmup_iters=1500, weight_decay=0.01, sched="linear")
+    return replace(optim, lr=6e-5, warmup_lr=6e-11, min_lr=5e-6)
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,8 @@ class SegmentOptions:
     dataset: tyro.conf.OmitArgPrefixes[SegmentData] = field(default_factory=SegmentData)
     augment: tyro.conf.OmitArgPrefixes[SegmentAugment] = field(default_factory=SegmentAugment)
     evaluation: tyro.conf.OmitArgPrefixes[EvalOptions] = field(default_factory=EvalOptions)
-    optim: tyro.conf.OmitArgPrefixes[IterOptim] = field(
-        default_factory=lambda: IterOptim(lr=6e-5, weight_decay=0.01, sched="linear", warmup_lr=6e-11, min_lr=5e-6)
-    )
-    run: tyro.conf.OmitArgPrefixes[IterRun] = field(default_factory=IterRun)
+    optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=_optim)
+    run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=lambda: RunOptions(val_iters=8000))
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ class SegmenterOptions(SourceOptions):
 
 @dataclass(frozen=True)
 class SegmentEval(SegmenterOptions, EvaluateOptions):
-    """What `evaluate` is told."""
+    """Options of `evaluate`."""
 
     masks: tyro.conf.OmitArgPrefixes[MaskOptions] = field(default_factory=MaskOptions)
     picture_count: int = 16
@@ -152,4 +148,4 @@ class SegmentEval(SegmenterOptions, EvaluateOptions):
 
 @dataclass(frozen=True)
 class SegmentPredict(SegmenterOptions, PredictOptions):
-    """What `predict` is told."""
+    """Options of `predict`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from everytoken.engine.distributed import World
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
-from everytoken.tasks.dense import PICTURES, DenseTask, fill_colour, held_out_note, save_sheet, train_dense
+from everytoken.tasks.dense import PICTURES, DenseTask, fill_colour, held_out_note, plan_dense, save_sheet, train_dense
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import SegmentTransform
 from everytoken.tasks.segment.data import TrainViews, WholeViews, divided, open_masks
@@ -119,10 +119,18 @@ class SegmentTask(DenseTask):
         self.folder.write("classes.json", plain_json(confusion.per_class(names)))
         numbers = confusion.summary()
         self.folder.log(f"mIoU {numbers['mIoU']:.2f}, mAcc {numbers['mAcc']:.2f}, pixels right {numbers['aAcc']:.2f} %")
-        save_sheet(panels, self.folder.path / "pictures.jpg")
+        save_sheet(panels, self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
+
+
+def _resolved(options: SegmentOptions) -> SegmentOptions:
+    return replace(options, evaluation=fill(options.evaluation, NEW_RUN))
 
 
 def train(options: SegmentOptions) -> Run:
     """Train a segmenter, or continue the run in the output folder."""
-    options = replace(options, evaluation=fill(options.evaluation, NEW_RUN))
-    return train_dense(options, "segment", partial(SegmentTask, options))
+    return train_dense(_resolved(options), "segment", SegmentTask)
+
+
+def dry_run(options: SegmentOptions) -> dict[str, Any]:
+    """What `train` would do, as rows of a table."""
+    return plan_dense(_resolved(options), "segment", SegmentTask)
