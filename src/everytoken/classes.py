@@ -432,6 +432,71 @@ def _class_number(path: Path, known: ClassList, value: Any) -> int:
     raise ClassError(f"{path}: the annotator has no class {value!r}.{known.near(str(value))}")
 
 
+def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = "") -> list[int]:
+    """For each class of a model, the class of the dataset that it belongs to; -1 for none.
+
+    Args:
+        names, data_names: of both; several words for a class may be separated by commas or semicolons.
+        path: a class map file, in which "*" stands for all classes that are not named otherwise; empty: by equal names.
+    """
+    if path:
+        return _map_by_file(names, data_names, path)
+    index: dict[str, int] = {}
+    for i, name in enumerate(data_names):
+        for word in _words(name):
+            index.setdefault(word, i)
+    mapping = [min((index[word] for word in _words(name) if word in index), default=-1) for name in names]
+    if max(mapping, default=-1) < 0:
+        raise ClassError(
+            f"no class of the token head (such as {', '.join(names[:3])}) has the name of a class of the data (such as "
+            f"{', '.join(data_names[:3])}). Say which belong together in a class_map file"
+        )
+    return mapping
+
+
+def _words(name: str) -> list[str]:
+    """'building;edifice' -> 'building', 'edifice', normalised."""
+    return [normal_name(word) for word in re.split("[,;]", name) if word.strip()]
+
+
+def _map_by_file(names: Sequence[str], data_names: Sequence[str], path: str) -> list[int]:
+    numbers: dict[str, int] = {}
+    for number, name in enumerate(names):
+        for word in (name, *_words(name)):
+            numbers.setdefault(word, number)
+    mapping, rest = [-1] * len(names), -1
+    for name, member in class_map_rows(Path(path)):
+        if name not in data_names:
+            raise ClassError(f"{path}: the data has no class {name!r}.{did_you_mean(name, data_names)}")
+        target = list(data_names).index(name)
+        if member == "*":
+            rest = target
+        elif member not in (None, ""):
+            number = member if isinstance(member, int) else numbers.get(member, numbers.get(normal_name(member), -1))
+            if not 0 <= number < len(names):
+                near = did_you_mean(str(member), names)
+                raise ClassError(f"{path}: the token head has no class {member!r} (for {name!r}).{near}")
+            mapping[number] = target
+    return [rest if target < 0 else target for target in mapping]
+
+
+def mapped_names(path: str) -> list[str]:
+    """The classes of the data that a class map file names."""
+    return list(dict.fromkeys(name for name, _ in class_map_rows(Path(path))))
+
+
+def exact_lookup(data_names: Sequence[str], names: Sequence[str], where: str) -> np.ndarray:
+    """Class of the data -> class of a model, by exactly the same name; the model must have every class of the data."""
+    index = {name: i for i, name in enumerate(names)}
+    unknown = [name for name in data_names if name not in index]
+    if unknown:
+        raise ClassError(
+            f"{where} has classes that the model was not trained on: {', '.join(unknown[:5])}."
+            f"{did_you_mean(unknown[0], names)}"
+        )
+    return np.array([index[name] for name in data_names], dtype=np.int64)
+
+
 def class_map_rows(path: Path) -> list[tuple[str, Any]]:
     """The pairs (class of the dataset, class of the model) of a class map file; None for a class that has none."""
     try:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from everytoken.classes import map_to_dataset
 from everytoken.cli import main
 from everytoken.data.datasets import result_stems
 from everytoken.models.open import Description
@@ -21,7 +22,7 @@ from everytoken.tasks.segment.infer import segmenter_inference
 from everytoken.tasks.segment.model import load_segmenter
 from everytoken.tasks.segment.options import InferOptions, MaskOptions
 from everytoken.tasks.segment.task import SegmentTask
-from everytoken.tasks.segment.token import TokenSegmenter, class_map, load_token_segmenter
+from everytoken.tasks.segment.token import TokenSegmenter, load_token_segmenter
 
 TINY = [
     *("--model", "vit_tiny_patch16_224", "--channels", "24", "--pyramid-channels", "32", "--aux-channels", "16"),
@@ -267,17 +268,17 @@ def test_mistakes_are_named(shapes, tmp_path, capsys, make_shapes):
 def test_class_maps_match_names_synonyms_and_the_rest(tmp_path):
     head = ["tabby, tabby cat", "Persian_cat", "bus", "rock"]
     data = ["background", "cat", "bus;autobus"]
-    assert class_map(head, ["sky", "persian cat", "bus;coach"]).tolist() == [-1, 1, 2, -1]
+    assert map_to_dataset(head, ["sky", "persian cat", "bus;coach"]) == [-1, 1, 2, -1]
     (tmp_path / "m.json").write_text(json.dumps({"cat": ["tabby", 1], "bus;autobus": "bus", "background": "*"}))
-    assert class_map(head, data, str(tmp_path / "m.json")).tolist() == [1, 1, 2, 0]
+    assert map_to_dataset(head, data, str(tmp_path / "m.json")) == [1, 1, 2, 0]
     with pytest.raises(Exception, match=r"no class of the token head \(such as tabby"):
-        class_map(head, ["sky"])
+        map_to_dataset(head, ["sky"])
     (tmp_path / "m.json").write_text(json.dumps({"cat": ["tabbi"]}))
     with pytest.raises(Exception, match="token head has no class 'tabbi'"):
-        class_map(head, data, str(tmp_path / "m.json"))
+        map_to_dataset(head, data, str(tmp_path / "m.json"))
     (tmp_path / "m.json").write_text(json.dumps({"cats": ["tabby"]}))
     with pytest.raises(Exception, match=r"no class 'cats'. Did you mean 'cat'"):
-        class_map(head, data, str(tmp_path / "m.json"))
+        map_to_dataset(head, data, str(tmp_path / "m.json"))
 
 
 @pytest.fixture

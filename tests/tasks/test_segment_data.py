@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from everytoken.classes import exact_lookup
 from everytoken.data import placement as pl
 from everytoken.data.datasets import DataError
 from everytoken.data.decode import Picture
@@ -21,7 +22,6 @@ from everytoken.tasks.segment.data import (
     MaskError,
     TrainViews,
     WholeViews,
-    class_lookup,
     divided,
     open_masks,
     read_classes,
@@ -204,7 +204,7 @@ def test_wrong_folders_and_class_files_are_named(tmp_path):
     with pytest.raises(DataError, match="70000 cannot be the value"):
         open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
     with pytest.raises(DataError, match="not trained on: wall"):
-        class_lookup(["wall"], ["walls"], "data")
+        exact_lookup(["wall"], ["walls"], "data")
 
 
 @pytest.mark.parametrize(

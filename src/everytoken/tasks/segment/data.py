@@ -28,7 +28,6 @@ from everytoken import keyed, schema
 from everytoken.data.datasets import DataError, DataSet, Strings, is_image
 from everytoken.data.decode import FORMATS, ImageError, Picture
 from everytoken.data.loader import Request
-from everytoken.errors import did_you_mean
 from everytoken.tasks.dense import FileSet, Views, check_relative, split_by_name, whole_set
 from everytoken.tasks.segment.augment import SegmentTransform
 from everytoken.tasks.segment.options import MaskOptions
@@ -525,15 +524,3 @@ def _first(root: Path, names: Sequence[str], what: str) -> Path:
         if (root / name).is_dir():
             return root / name
     raise DataError(f"{root}: the {what} should be in {' or '.join(names)}, and there is no such folder")
-
-
-def class_lookup(data_names: Sequence[str], model_names: Sequence[str], where: str) -> np.ndarray:
-    """Class of the data -> class of the model, by name; the model must have every class of the data."""
-    index = {name: i for i, name in enumerate(model_names)}
-    unknown = [name for name in data_names if name not in index]
-    if unknown:
-        raise DataError(
-            f"{where} has classes that the segmenter was not trained on: {', '.join(unknown[:5])}."
-            f"{did_you_mean(unknown[0], model_names)}"
-        )
-    return np.array([index[name] for name in data_names], dtype=np.int64)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from everytoken.classes import exact_lookup, mapped_names
 from everytoken.data.batch import Batch, normalise
 from everytoken.data.datasets import DataSet, gather_images, result_stems
 from everytoken.engine.distributed import pick_device
@@ -30,7 +31,7 @@ from everytoken.evaluation.held_out import held_out
 from everytoken.tasks.dense import EvalPass, Evaluation, save_sheet, unseen_part
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import resized
-from everytoken.tasks.segment.data import MaskSet, WholeViews, class_lookup, divided, open_masks
+from everytoken.tasks.segment.data import MaskSet, WholeViews, divided, open_masks
 from everytoken.tasks.segment.draw import as_palette_image, overlay, panel
 from everytoken.tasks.segment.metrics import Confusion
 from everytoken.tasks.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
@@ -42,7 +43,7 @@ from everytoken.tasks.segment.options import (
     SegmentEval,
     SegmentPredict,
 )
-from everytoken.tasks.segment.token import load_token_segmenter, mapped_names
+from everytoken.tasks.segment.token import load_token_segmenter
 
 Network = Callable[[Tensor], Tensor]
 _WINDOWS = 8  # that go through the network together
@@ -192,7 +193,7 @@ def open_inference(
         model_names = list(loaded.info.class_names)
         if data_names is None or list(data_names) == model_names:
             return inference, model_names, []
-        columns = torch.from_numpy(class_lookup(data_names, model_names, "the data"))
+        columns = torch.from_numpy(exact_lookup(data_names, model_names, "the data"))
         note = f"{len(data_names)} of the {len(model_names)} classes are asked"
         return replace(inference, columns=columns), list(data_names), [note]
     if data_names is None:

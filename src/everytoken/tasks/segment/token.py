@@ -14,14 +14,13 @@ answered, and their IoU is 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from everytoken.classes import class_map_rows
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.classes import map_to_dataset
+from everytoken.errors import EverytokenError
 from everytoken.models import TokenModel
 from everytoken.models.open import Description, open_model
 from everytoken.tasks.segment.model import resize
@@ -29,70 +28,11 @@ from everytoken.tasks.segment.model import resize
 _NEVER = -1e4  # a finite log probability, so that interpolation stays finite
 
 
-def synonyms(name: str) -> set[str]:
-    """'building;edifice' -> {'building', 'edifice'}; lower case, no underscores."""
-    parts = name.replace(";", ",").split(",")
-    return {" ".join(part.replace("_", " ").lower().split()) for part in parts} - {""}
-
-
-def class_map(head_names: Sequence[str], data_names: Sequence[str], path: str = "") -> Tensor:
-    """int64 [classes of the head]: the class of the data that each belongs to, -1 for none.
-
-    Args:
-        head_names, data_names: of both.
-        path: class map file, see above; empty: by equal names. Names of the head in it may be numbers of classes.
-    """
-    mapping = torch.full((len(head_names),), -1, dtype=torch.int64)
-    if path:
-        return _from_file(mapping, head_names, data_names, path)
-    index: dict[str, int] = {}
-    for i, name in enumerate(data_names):
-        for word in synonyms(name):
-            index.setdefault(word, i)
-    for j, name in enumerate(head_names):
-        matches = [index[word] for word in synonyms(name) if word in index]
-        if matches:
-            mapping[j] = min(matches)
-    if bool((mapping < 0).all()):
-        raise EverytokenError(
-            f"no class of the token head (such as {', '.join(list(head_names)[:3])}) has the name of a class of the "
-            f"data (such as {', '.join(list(data_names)[:3])}). Say which belong together in a class_map file"
-        )
-    return mapping
-
-
-def mapped_names(path: str) -> list[str]:
-    """The classes of the data that a class map file names."""
-    return list(dict.fromkeys(name for name, _ in class_map_rows(Path(path))))
-
-
-def _from_file(mapping: Tensor, head_names: Sequence[str], data_names: Sequence[str], path: str) -> Tensor:
-    words: dict[str, int] = {}
-    for j, name in enumerate(head_names):
-        for word in (name, *synonyms(name)):
-            words.setdefault(word, j)
-    rest = -1
-    for name, member in class_map_rows(Path(path)):
-        if name not in data_names:
-            raise EverytokenError(f"{path}: the data has no class {name!r}.{did_you_mean(name, data_names)}")
-        if member in (None, ""):
-            continue
-        if member == "*":
-            rest = list(data_names).index(name)
-            continue
-        j = member if isinstance(member, int) else words.get(member, words.get(member.lower(), -1))
-        if not 0 <= j < len(head_names):
-            near = did_you_mean(str(member), head_names)
-            raise EverytokenError(f"{path}: the token head has no class {member!r} (for {name!r}).{near}")
-        mapping[j] = list(data_names).index(name)
-    return torch.where(mapping < 0, torch.full_like(mapping, rest), mapping)
-
-
 class TokenSegmenter(nn.Module):
     """Images -> log probabilities of the data's classes for every pixel, from the tokens of a classifier.
 
     Args:
-        model: its token view. mapping: of `class_map`. classes: of the data.
+        model: its token view. mapping: of `map_to_dataset`. classes: of the data.
         head: "token", the token head; "class", the class head applied to every cell.
     """
 
@@ -136,5 +76,5 @@ def load_token_segmenter(
         classes = opened.token_classes
     classes = classes.or_imagenet()
     names = classes.names or [f"class {i}" for i in range(classes.count)]  # a class map can name them by number
-    mapping = class_map(names, data_names, path)
+    mapping = torch.tensor(map_to_dataset(names, data_names, path), dtype=torch.int64)
     return TokenSegmenter(model, mapping, len(data_names), head).eval(), opened.info, mapping
