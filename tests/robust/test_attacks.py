@@ -7,6 +7,7 @@ from torch import nn
 from everytoken.errors import EverytokenError
 from everytoken.robust import autoattack
 from everytoken.robust.gradient_attacks import (
+    AttackBatch,
     boundary,
     checkpoints,
     distance,
@@ -21,6 +22,10 @@ from everytoken.robust.square_attack import area, bump
 SMALL = autoattack.Budget(steps=25, pgd_steps=10, queries=300, targets=3)
 TINY = autoattack.Budget(steps=8, pgd_steps=5, queries=30, targets=2)
 NORMS = ("linf", "l2")
+
+
+def attack(model, images, labels, keys, parts, eps, norm):
+    return autoattack.run(AttackBatch(model, images, labels, keys, eps, norm), parts)
 
 
 def linear(classes=4, side=4, seed=0, scale=1.0):
@@ -56,8 +61,8 @@ def network():
 @pytest.mark.parametrize("norm", NORMS)
 def test_fab_finds_the_exact_distance_of_a_linear_model(norm):
     model, images, labels, _ = linear()
-    others = rivals(model, images, labels, 3)
-    _, far = boundary(model, images, labels, others, images, 1.0, norm, steps=60, stop=False)
+    batch = AttackBatch(model, images, labels, [""] * len(images), 1.0, norm)
+    _, far = boundary(batch, rivals(batch, 3), images, steps=60, stop=False)
     exact = exact_distance(model, images, labels, norm)
     assert far == pytest.approx(exact, rel=0.01)  # it overshoots a little, on purpose
     assert (far >= exact * (1 - 1e-4)).all()
@@ -70,7 +75,7 @@ def test_a_linear_model_breaks_exactly_beyond_its_distance(name, norm):
     far = exact_distance(model, images, labels, norm)
     for eps in far.sort().values[[3, 8]].tolist():
         eps *= 1.02
-        out = autoattack.run(model, images, labels, keys, autoattack.attacks(name, SMALL), eps, norm)
+        out = attack(model, images, labels, keys, autoattack.attacks(name, SMALL), eps, norm)
         broken = torch.tensor([by != "" for by in out.by])
         assert not broken[far > eps].any()  # impossible
         sure = far < eps * 0.97
@@ -84,7 +89,7 @@ def test_square_breaks_a_linear_model_with_ample_eps():
     model, images, labels, keys = linear(classes=2)
     for norm in NORMS:
         eps = float(exact_distance(model, images, labels, norm).max()) * (2 if norm == "linf" else 4)
-        out = autoattack.run(model, images, labels, keys, autoattack.attacks("square", SMALL), eps, norm)
+        out = attack(model, images, labels, keys, autoattack.attacks("square", SMALL), eps, norm)
         assert sum(by == "square" for by in out.by) >= 9
 
 
@@ -96,7 +101,7 @@ def test_accuracy_never_rises_with_eps_and_the_ensemble_is_at_least_as_strong(ne
     for eps in (unit, 8 * unit):
         broken = {}
         for name in (*autoattack.SINGLE, *autoattack.ENSEMBLES):
-            out = autoattack.run(model, images, labels, keys, autoattack.attacks(name, TINY), eps, norm)
+            out = attack(model, images, labels, keys, autoattack.attacks(name, TINY), eps, norm)
             broken[name] = {i for i, by in enumerate(out.by) if by}
             assert float(out.distance.max()) <= eps * (1 + 1e-4)
             assert out.images.min() >= 0
@@ -118,9 +123,9 @@ def test_what_happens_to_an_image_does_not_depend_on_its_batch(network):
                                    for m in network)  # fmt: skip
     model = model.double()
     parts = autoattack.attacks("autoattack", SMALL)
-    whole = autoattack.run(model, images, labels, keys, parts, 0.02, "linf")
+    whole = attack(model, images, labels, keys, parts, 0.02, "linf")
     pick = torch.tensor([7, 2, 5])
-    some = autoattack.run(model, images[pick], labels[pick], [keys[i] for i in pick], parts, 0.02, "linf")
+    some = attack(model, images[pick], labels[pick], [keys[i] for i in pick], parts, 0.02, "linf")
     model.float()
     assert [whole.by[i] for i in pick] == some.by
     assert whole.images[pick] == pytest.approx(some.images, abs=1e-6)
@@ -189,9 +194,9 @@ def test_hidden_gradients_are_counted_and_square_gets_through():
     images = 0.5 + 0.02 * torch.rand(4, 3, 8, 8)
     labels = torch.zeros(4, dtype=torch.long)
     keys = list("abcd")
-    out = autoattack.run(Stepped(), images, labels, keys, autoattack.attacks("pgd", SMALL), 0.05, "linf")
+    out = attack(Stepped(), images, labels, keys, autoattack.attacks("pgd", SMALL), 0.05, "linf")
     assert out.no_gradient == 4
-    out = autoattack.run(Stepped(), images, labels, keys, autoattack.attacks("autoattack", SMALL), 0.05, "linf")
+    out = attack(Stepped(), images, labels, keys, autoattack.attacks("autoattack", SMALL), 0.05, "linf")
     assert set(out.by) == {"square"}
 
 
@@ -199,11 +204,11 @@ def test_random_models_wrong_names_and_zero_eps_are_refused(network):
     model, images, labels, keys = network
     noisy = lambda x: model(x) + 0.1 * torch.rand(len(x), 5)  # noqa: E731
     with pytest.raises(EverytokenError, match="differently each time"):
-        autoattack.run(noisy, images, labels, keys, autoattack.attacks("fgsm"), 0.1, "linf")
+        attack(noisy, images, labels, keys, autoattack.attacks("fgsm"), 0.1, "linf")
     with pytest.raises(EverytokenError, match="autoattack"):
         autoattack.attacks("auto-attack")
     with pytest.raises(EverytokenError, match="above 0"):
-        autoattack.run(model, images, labels, keys, autoattack.attacks("fgsm"), 0.0, "linf")
+        attack(model, images, labels, keys, autoattack.attacks("fgsm"), 0.0, "linf")
     with pytest.raises(EverytokenError, match="steps"):
         autoattack.Budget(steps=0)
 

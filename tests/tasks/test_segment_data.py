@@ -203,7 +203,7 @@ def test_wrong_folders_and_class_files_are_named(tmp_path):
     assert read_classes(tmp_path / "classes.txt", 1) == {1: "a", 2: "b"}
     with pytest.raises(DataError, match="70000 cannot be the value"):
         open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
-    with pytest.raises(DataError, match="not trained on: wall"):
+    with pytest.raises(EverytokenError, match="not trained on: wall"):
         exact_lookup(["wall"], ["walls"], "data")
 
 

@@ -8,7 +8,7 @@ its ball, within 0..1, and wrong for the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.robust.gradient_attacks import (
-    Model,
+    AttackBatch,
     Norm,
     apgd,
     apgd_targeted,
@@ -31,7 +31,7 @@ from everytoken.robust.gradient_attacks import (
 )
 from everytoken.robust.square_attack import QUERIES, square
 
-Attack = Callable[[Model, Tensor, Tensor, Sequence[str], float, Norm], Tensor]
+Attack = Callable[[AttackBatch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,25 +105,15 @@ class Outcome:
 
 
 def run(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    keys: Sequence[str],
-    parts: dict[str, Attack],
-    eps: float,
-    norm: Norm,
-    progress: Callable[[str, int], None] = lambda attack, left: None,
+    batch: AttackBatch, parts: dict[str, Attack], progress: Callable[[str, int], None] = lambda attack, left: None
 ) -> Outcome:
     """Attack one batch.
 
     Args:
-        model: images in 0..1 -> logits, without anything random in it.
-        images: float [B, C, H, W] in 0..1.
-        labels: [B]. keys: names of the images, which decide everything random.
         parts: from `attacks`.
-        eps: radius of the ball in units of 0..1. norm: of the ball.
         progress: hears which attack begins, and how many images are left.
     """
+    model, images, labels, eps, norm = batch.model, batch.images, batch.labels, batch.eps, batch.norm
     if not eps > 0:
         raise EverytokenError(f"eps must be above 0, not {eps}")
     with torch.no_grad():
@@ -134,7 +124,7 @@ def run(
                 "Use it in evaluation mode and without dropout."
             )
         if not torch.isfinite(logits).all():
-            raise EverytokenError(f"the model's logits are not finite for some of {', '.join(keys[:3])} ...")
+            raise EverytokenError(f"the model's logits are not finite for some of {', '.join(batch.keys[:3])} ...")
     clean = logits.argmax(1)
     adversarial, by = images.clone(), ["clean" if wrong else "" for wrong in (clean != labels).tolist()]
     _, _, gradient = value_and_gradient(model, images, cross_entropy(labels))
@@ -145,12 +135,12 @@ def run(
         if not len(remaining):
             break
         progress(name, len(remaining))
-        x, y = images[remaining], labels[remaining]
-        candidates = attack(model, x, y, [keys[i] for i in remaining.tolist()], eps, norm).detach()
+        some = batch.take(remaining)
+        candidates = attack(some).detach()
         with torch.no_grad():
             predicted = model(candidates).argmax(1)
-        _check(candidates, x, eps, norm, name)
-        wrong = predicted != y
+        _check(candidates, some.images, eps, norm, name)
+        wrong = predicted != some.labels
         for i in remaining[wrong].tolist():
             by[i] = name
         adversarial[remaining[wrong]], attacked[remaining[wrong]] = candidates[wrong], predicted[wrong]

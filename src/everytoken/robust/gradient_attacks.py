@@ -30,8 +30,9 @@ that is all of them). Cost: steps forward and backward passes per target, and as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -70,19 +71,62 @@ def direction(gradient: Tensor, norm: Norm) -> Tensor:
     return gradient / wide(distance(gradient, norm)).clamp(min=1e-12)
 
 
-def random_start(images: Tensor, eps: float, norm: Norm, keys: Sequence[str], *purpose: str | int) -> Tensor:
-    """A random point at distance eps, keyed by image."""
-    draw = torch.rand if norm == "linf" else torch.randn
-    dice = [keyed.torch_generator(0, key, "attack", *purpose) for key in keys]
-    change = torch.stack([draw(images.shape[1:], generator=d) for d in dice]).to(images)
-    change = change * 2 - 1 if norm == "linf" else change
-    change = change / wide(distance(change, norm)).clamp(min=1e-12)
-    return (images + eps * change).clamp(0, 1)
+Model = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttackBatch:
+    """Images to attack, and the ball that limits the change.
+
+    Attributes:
+        model: images in 0..1 -> logits, without anything random in it.
+        images: float [B, C, H, W] in 0..1. labels: [B].
+        keys: names of the images, which decide everything random.
+        eps: radius of the ball in units of 0..1. norm: of the ball.
+    """
+
+    model: Model
+    images: Tensor
+    labels: Tensor
+    keys: Sequence[str]
+    eps: float
+    norm: Norm
+
+    def take(self, rows: Tensor) -> AttackBatch:
+        """Some of the images."""
+        keys = [self.keys[i] for i in rows.tolist()]
+        return replace(self, images=self.images[rows], labels=self.labels[rows], keys=keys)
+
+    def random_start(self, *purpose: str | int, part: float = 1.0) -> Tensor:
+        """A random point at `part` of the distance eps, keyed by image."""
+        draw = torch.rand if self.norm == "linf" else torch.randn
+        generators = [keyed.torch_generator(0, key, "attack", *purpose) for key in self.keys]
+        change = torch.stack([draw(self.images.shape[1:], generator=g) for g in generators]).to(self.images)
+        change = change * 2 - 1 if self.norm == "linf" else change
+        change = change / wide(distance(change, self.norm)).clamp(min=1e-12)
+        return (self.images + self.eps * part * change).clamp(0, 1)
+
+    def project(self, moved: Tensor, rows: Tensor) -> Tensor:
+        """Points near the images `rows`, projected to their balls."""
+        return project(moved, self.images[rows], self.eps, self.norm)
+
+    def repeat(self, runs: Iterable[Callable[[AttackBatch, Tensor], Tensor]]) -> Tensor:
+        """Several runs (some of the images, their rows) -> images, each on those that withstood the runs before it.
+
+        Returns adversarial images where one was found, and the given images elsewhere.
+        """
+        adversarial = self.images.clone()
+        rows = torch.arange(len(self.images), device=self.images.device)
+        for run in runs:
+            rows = rows[(adversarial[rows] == self.images[rows]).flatten(1).all(1)]
+            if not len(rows):
+                break
+            adversarial[rows] = run(self.take(rows), rows)
+        return adversarial
 
 
 # Losses
 
-Model = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor], Tensor]  # logits [B, K] -> [B]
 
 
@@ -140,52 +184,39 @@ def value_and_gradient(model: Model, images: Tensor, loss: Loss) -> tuple[Tensor
 
 
 @torch.no_grad()
-def rivals(model: Model, images: Tensor, labels: Tensor, count: int) -> Tensor:
+def rivals(batch: AttackBatch, count: int) -> Tensor:
     """[B, count]: the classes other than the label with the largest logits, the best first."""
-    logits = model(images).scatter(1, labels[:, None], -torch.inf)
+    logits = batch.model(batch.images).scatter(1, batch.labels[:, None], -torch.inf)
     return logits.topk(min(count, logits.shape[1] - 1), dim=1).indices
 
 
 # FGSM and PGD
 
 
-def fgsm(model: Model, images: Tensor, labels: Tensor, keys: Sequence[str], eps: float, norm: Norm) -> Tensor:
+def fgsm(batch: AttackBatch) -> Tensor:
     """One step. Returns images; whether they are adversarial is for the caller to see."""
-    _, _, gradient = value_and_gradient(model, images, cross_entropy(labels))
-    return project(images + eps * direction(gradient, norm), images, eps, norm)
+    _, _, gradient = value_and_gradient(batch.model, batch.images, cross_entropy(batch.labels))
+    moved = batch.images + batch.eps * direction(gradient, batch.norm)
+    return project(moved, batch.images, batch.eps, batch.norm)
 
 
-def pgd(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    keys: Sequence[str],
-    eps: float,
-    norm: Norm,
-    steps: int = 20,
-    restarts: int = 1,
-) -> Tensor:
+def pgd(batch: AttackBatch, steps: int = 20, restarts: int = 1) -> Tensor:
     """`steps` steps from a random start, `restarts` times; the first adversarial image of each is kept."""
-    adversarial = images.clone()
-    remaining = torch.arange(len(images), device=images.device)
-    for restart in range(restarts):
-        names = [keys[i] for i in remaining.tolist()]
-        at = random_start(images[remaining], eps, norm, names, "pgd", restart)
-        left = torch.arange(len(remaining), device=images.device)  # positions in `remaining`
+
+    def run(some: AttackBatch, _: Tensor, restart: int) -> Tensor:
+        adversarial, at = some.images.clone(), some.random_start("pgd", restart)
+        rows = torch.arange(len(at), device=at.device)
         for step in range(steps + 1):
-            rows = remaining[left]
-            logits, _, gradient = value_and_gradient(model, at, cross_entropy(labels[rows]))
-            wrong = logits.argmax(1) != labels[rows]
+            logits, _, gradient = value_and_gradient(some.model, at, cross_entropy(some.labels[rows]))
+            wrong = logits.argmax(1) != some.labels[rows]
             adversarial[rows[wrong]] = at[wrong]
-            left, at, gradient = left[~wrong], at[~wrong], gradient[~wrong]
-            if not len(left) or step == steps:
+            rows, at, gradient = rows[~wrong], at[~wrong], gradient[~wrong]
+            if not len(rows) or step == steps:
                 break
-            base = images[remaining[left]]
-            at = project(at + 2.5 * eps / steps * direction(gradient, norm), base, eps, norm)
-        remaining = remaining[left]
-        if not len(remaining):
-            break
-    return adversarial
+            at = some.project(at + 2.5 * some.eps / steps * direction(gradient, some.norm), rows)
+        return adversarial
+
+    return batch.repeat(partial(run, restart=restart) for restart in range(restarts))
 
 
 # APGD
@@ -227,31 +258,22 @@ class _State:
             setattr(self, f.name, getattr(self, f.name)[rows])
 
 
-def ascend(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    start: Tensor,
-    eps: float,
-    norm: Norm,
-    steps: int,
-    loss_for: Callable[[Tensor], Loss],
-) -> Tensor:
-    """One run; returns adversarial images where it adversarial them and the given images elsewhere.
+def ascend(batch: AttackBatch, start: Tensor, steps: int, loss_for: Callable[[Tensor], Loss]) -> Tensor:
+    """One run; returns adversarial images where it found them and the given images elsewhere.
 
     Args:
         start: [B, C, H, W] in the ball.
         loss_for: rows of the batch [b] -> the loss of these rows' logits.
     """
-    adversarial = images.clone()
-    every = torch.arange(len(images), device=images.device)
-    logits, loss, gradient = value_and_gradient(model, start, loss_for(every))
-    size = torch.full_like(loss, 2 * eps)
+    adversarial = batch.images.clone()
+    every = torch.arange(len(start), device=start.device)
+    logits, loss, gradient = value_and_gradient(batch.model, start, loss_for(every))
+    size = torch.full_like(loss, 2 * batch.eps)
     none = torch.zeros_like(loss)
     s = _State(every, start, start, gradient, loss, size, start, gradient, loss, none, loss.clone(), none + 1)
 
     def drop_adversarial(logits: Tensor) -> None:
-        wrong = logits.argmax(1) != labels[s.row]
+        wrong = logits.argmax(1) != batch.labels[s.row]
         adversarial[s.row[wrong]] = s.at[wrong]
         if wrong.any():
             s.keep(~wrong)
@@ -261,12 +283,11 @@ def ascend(
     for number in range(1, steps + 1):
         if not len(s.row):
             break
-        base = images[s.row]
-        pushed = project(s.at + wide(s.step) * direction(s.gradient, norm), base, eps, norm)
+        pushed = batch.project(s.at + wide(s.step) * direction(s.gradient, batch.norm), s.row)
         share = MOMENTUM if number > 1 else 1.0
-        moved = project(s.at + share * (pushed - s.at) + (1 - share) * (s.at - s.before), base, eps, norm)
+        moved = batch.project(s.at + share * (pushed - s.at) + (1 - share) * (s.at - s.before), s.row)
         s.before, s.at = s.at, moved
-        logits, loss, s.gradient = value_and_gradient(model, moved, loss_for(s.row))
+        logits, loss, s.gradient = value_and_gradient(batch.model, moved, loss_for(s.row))
         s.rises = s.rises + (loss > s.loss)
         s.loss = loss
         better = loss > s.best_loss
@@ -291,60 +312,26 @@ def _reconsider(s: _State, since: int) -> None:
     s.was_halved, s.last_best, s.rises = halve.to(s.loss), s.best_loss.clone(), torch.zeros_like(s.rises)
 
 
-def apgd(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    keys: Sequence[str],
-    eps: float,
-    norm: Norm,
-    steps: int = 100,
-    restarts: int = 1,
-    loss: str = "ce",
-) -> Tensor:
+def apgd(batch: AttackBatch, steps: int = 100, restarts: int = 1, loss: str = "ce") -> Tensor:
     """Untargeted, on cross entropy ("ce") or on the difference of logits ratio ("dlr")."""
-    make = {"ce": cross_entropy, "dlr": dlr}[loss]
-    adversarial = images.clone()
-    remaining = torch.arange(len(images), device=images.device)
-    for restart in range(restarts):
-        remaining = unchanged(adversarial, images, remaining)
-        if not len(remaining):
-            break
-        truth, names = labels[remaining], [keys[i] for i in remaining.tolist()]
-        start = random_start(images[remaining], eps, norm, names, "apgd", loss, restart)
-        run = lambda rows, truth=truth: make(truth[rows])  # noqa: E731
-        adversarial[remaining] = ascend(model, images[remaining], truth, start, eps, norm, steps, run)
-    return adversarial
+    make_loss = {"ce": cross_entropy, "dlr": dlr}[loss]
+
+    def run(some: AttackBatch, _: Tensor, restart: int) -> Tensor:
+        start = some.random_start("apgd", loss, restart)
+        return ascend(some, start, steps, lambda rows: make_loss(some.labels[rows]))
+
+    return batch.repeat(partial(run, restart=restart) for restart in range(restarts))
 
 
-def apgd_targeted(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    keys: Sequence[str],
-    eps: float,
-    norm: Norm,
-    steps: int = 100,
-    targets: int = 9,
-) -> Tensor:
+def apgd_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
     """Targeted ratio, one run for each of the `targets` most likely wrong classes."""
-    adversarial = images.clone()
-    others = rivals(model, images, labels, targets)
-    remaining = torch.arange(len(images), device=images.device)
-    for number in range(others.shape[1]):
-        remaining = unchanged(adversarial, images, remaining)
-        if not len(remaining):
-            break
-        truth, wanted, names = labels[remaining], others[remaining, number], [keys[i] for i in remaining.tolist()]
-        start = random_start(images[remaining], eps, norm, names, "apgd-t", number)
-        run = lambda rows, truth=truth, wanted=wanted: targeted_dlr(truth[rows], wanted[rows])  # noqa: E731
-        adversarial[remaining] = ascend(model, images[remaining], truth, start, eps, norm, steps, run)
-    return adversarial
+    others = rivals(batch, targets)
 
+    def run(some: AttackBatch, remaining: Tensor, number: int) -> Tensor:
+        start, target = some.random_start("apgd-t", number), others[remaining, number]
+        return ascend(some, start, steps, lambda rows: targeted_dlr(some.labels[rows], target[rows]))
 
-def unchanged(adversarial: Tensor, images: Tensor, rows: Tensor) -> Tensor:
-    """Those of the rows for which nothing has been adversarial yet."""
-    return rows[(adversarial[rows] == images[rows]).flatten(1).all(1)]
+    return batch.repeat(partial(run, number=number) for number in range(others.shape[1]))
 
 
 # FAB
@@ -365,7 +352,7 @@ def reach_plane(points: Tensor, normal: Tensor, excess: Tensor, norm: Norm) -> T
 
     Every coordinate moves against w until it meets the box: by min(u, room) in L-infinity, by |w| min(u, room / |w|) in
     L2. What is gained, sum_i a_i min(u, c_i) with a = |w| and c = room, or a = w^2 and c = room / |w|, rises with u and
-    is linear between the sorted c_i, so the right u is adversarial by sorting and summing.
+    is linear between the sorted c_i, so the right u is found by sorting and summing.
     """
     wanted = excess.double().abs()
     sign = torch.where(excess >= 0, 1.0, -1.0).to(points)[:, None]
@@ -393,17 +380,7 @@ def reach_plane(points: Tensor, normal: Tensor, excess: Tensor, norm: Norm) -> T
     return (-move.to(points) * slope.sign()).to(points)
 
 
-def boundary(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    others: Tensor,
-    start: Tensor,
-    eps: float,
-    norm: Norm,
-    steps: int,
-    stop: bool = True,
-) -> tuple[Tensor, Tensor]:
+def boundary(batch: AttackBatch, others: Tensor, start: Tensor, steps: int, stop: bool = True) -> tuple[Tensor, Tensor]:
     """One run.
 
     Args:
@@ -412,8 +389,9 @@ def boundary(
         stop: an image is done when its change is within eps; else the smallest change is sought to the end.
 
     Returns:
-        (adversarial images, their distances); inf where none was adversarial.
+        (adversarial images, their distances); inf where none was found.
     """
+    model, images, labels, norm = batch.model, batch.images, batch.labels, batch.norm
     adversarial = images.clone()
     best = torch.full((len(images),), torch.inf, device=images.device, dtype=images.dtype)
     rows = torch.arange(len(images), device=images.device)
@@ -438,8 +416,8 @@ def boundary(
         adversarial[rows[better]], best[rows[better]] = at[better], far_away[better]
         at = torch.where(wide(wrong), base + BACK * (at - base), at)
         if stop:
-            open_ = best[rows] > eps
-            rows, at = rows[open_], at[open_]
+            missing = best[rows] > batch.eps
+            rows, at = rows[missing], at[missing]
     return adversarial, best
 
 
@@ -462,53 +440,26 @@ def _nearest_plane(model: Model, at: Tensor, labels: Tensor, others: Tensor, nor
     return gap, normal
 
 
-def fab_targeted(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    keys: Sequence[str],
-    eps: float,
-    norm: Norm,
-    steps: int = 100,
-    targets: int = 9,
-) -> Tensor:
+def fab_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
     """One run from the image for each of the `targets` most likely wrong classes; images within eps are returned."""
-    others = rivals(model, images, labels, targets)
-    adversarial = images.clone()
-    remaining = torch.arange(len(images), device=images.device)
-    for number in range(others.shape[1]):
-        remaining = unchanged(adversarial, images, remaining)
-        if not len(remaining):
-            break
-        x = images[remaining]
-        candidates, far = boundary(
-            model, x, labels[remaining], others[remaining, number : number + 1], x, eps, norm, steps
-        )
-        adversarial[remaining] = torch.where(wide(far <= eps), candidates, x)
-    return adversarial
+    others = rivals(batch, targets)
+
+    def run(some: AttackBatch, remaining: Tensor, number: int) -> Tensor:
+        return _within(some, *boundary(some, others[remaining, number : number + 1], some.images, steps))
+
+    return batch.repeat(partial(run, number=number) for number in range(others.shape[1]))
 
 
-def fab(
-    model: Model,
-    images: Tensor,
-    labels: Tensor,
-    keys: Sequence[str],
-    eps: float,
-    norm: Norm,
-    steps: int = 100,
-    restarts: int = 5,
-    classes: int = 9,
-) -> Tensor:
+def fab(batch: AttackBatch, steps: int = 100, restarts: int = 5, classes: int = 9) -> Tensor:
     """Untargeted: from the image, then from random points at half of eps."""
-    others = rivals(model, images, labels, classes)
-    adversarial = images.clone()
-    remaining = torch.arange(len(images), device=images.device)
-    for restart in range(restarts):
-        remaining = unchanged(adversarial, images, remaining)
-        if not len(remaining):
-            break
-        x, names = images[remaining], [keys[i] for i in remaining.tolist()]
-        start = random_start(x, eps / 2, norm, names, "fab", restart) if restart else x
-        candidates, far = boundary(model, x, labels[remaining], others[remaining], start, eps, norm, steps)
-        adversarial[remaining] = torch.where(wide(far <= eps), candidates, x)
-    return adversarial
+    others = rivals(batch, classes)
+
+    def run(some: AttackBatch, remaining: Tensor, restart: int) -> Tensor:
+        start = some.random_start("fab", restart, part=0.5) if restart else some.images
+        return _within(some, *boundary(some, others[remaining], start, steps))
+
+    return batch.repeat(partial(run, restart=restart) for restart in range(restarts))
+
+
+def _within(batch: AttackBatch, candidates: Tensor, far: Tensor) -> Tensor:
+    return torch.where(wide(far <= batch.eps), candidates, batch.images)

@@ -34,6 +34,7 @@ from everytoken.evaluation.run import Inference, Voter, eval_view, open_with
 from everytoken.models.open import OpenModel
 from everytoken.robust import Progress, RobustOptions, autoattack
 from everytoken.robust.corruptions import corrupt, stored
+from everytoken.robust.gradient_attacks import AttackBatch
 from everytoken.robust.suites import Suite, corruption_names, parse_suites
 from everytoken.robust.tables import Result, Table, make_table
 
@@ -370,16 +371,9 @@ class SuiteRunner:
         if not new:
             return records
         rows = torch.tensor(new, device=images.device)
-        outcome = autoattack.run(
-            model,
-            images[rows],
-            labels[rows],
-            [batch.keys[i] for i in new],
-            attacks,
-            suite.eps,
-            self.options.norm,
-            lambda attack, left: self.progress(suite.name, *done, attack),
-        )
+        keys = [batch.keys[i] for i in new]
+        attacked = AttackBatch(model, images[rows], labels[rows], keys, suite.eps, self.options.norm)
+        outcome = autoattack.run(attacked, attacks, lambda attack, left: self.progress(suite.name, *done, attack))
         for i, row in enumerate(new):
             records[row] |= {
                 "by": outcome.by[i],

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from everytoken import keyed
-from everytoken.robust.gradient_attacks import Model, Norm, distance, margin, wide
+from everytoken.robust.gradient_attacks import AttackBatch, distance, margin, wide
 
 FIRST = 0.8  # part of the image that the first squares cover
 QUERIES = 5000
@@ -35,11 +35,10 @@ def area(query: int, queries: int) -> float:
 
 
 @torch.no_grad()
-def square(
-    model: Model, images: Tensor, labels: Tensor, keys: Sequence[str], eps: float, norm: Norm, queries: int = QUERIES
-) -> Tensor:
-    """Adversarial images where they were adversarial, else the given ones."""
-    dice = [keyed.generator(0, key, "attack", "square") for key in keys]
+def square(batch: AttackBatch, queries: int = QUERIES) -> Tensor:
+    """Adversarial images where they were found, else the given ones."""
+    model, images, labels, eps, norm = batch.model, batch.images, batch.labels, batch.eps, batch.norm
+    dice = [keyed.generator(0, key, "attack", "square") for key in batch.keys]
     adversarial = images.clone()
     rows = torch.arange(len(images), device=images.device)
     best = _stripes(images, eps, dice) if norm == "linf" else _bumps(images, eps, dice)
