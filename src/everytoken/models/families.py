@@ -1,4 +1,4 @@
-"""How each timm family lays out its features: the one place that knows.
+"""How each timm family lays out its features.
 
 Every timm classifier is `forward_head(forward_features(image))`. What differs is the shape in between: a sequence
 with prefix tokens, a channels-first map or a channels-last map. FAMILIES says which, per timm module, and names the
@@ -41,51 +41,53 @@ class Family:
     embed_layout: Layout = "nhwc"
 
 
-_TOKENS = {"layout": "tokens", "prefix": None, "embed": "patch_embed"}
-_CNN = {"layout": "nchw"}
+def _vit(title: str, prefix: int | None = None, embed: str = "patch_embed", embed_layout: Layout = "nhwc") -> Family:
+    return Family(title, "tokens", prefix, embed, embed_layout)
+
+
+def _cnn(title: str) -> Family:
+    return Family(title, "nchw")
+
 
 # Keyed by the last part of the module that defines the model class.
 FAMILIES: dict[str, Family] = {
-    name: Family(title, **fields)  # type: ignore[arg-type]
-    for name, title, fields in [
-        # ours
-        ("lvvit", "LV-ViT", _TOKENS),
-        ("t2t_vit", "T2T-ViT", {**_TOKENS, "embed": "tokens_to_token"}),
-        ("cvt", "CvT", {**_TOKENS, "embed": "stage0.patch_embed", "embed_layout": "nchw"}),
-        # sequences of tokens
-        ("vision_transformer", "ViT, DeiT, DINOv2, SigLIP", _TOKENS),
-        ("deit", "DeiT, DeiT-III", _TOKENS),
-        ("vision_transformer_relpos", "ViT with relative positions", _TOKENS),
-        ("beit", "BEiT", _TOKENS),
-        ("eva", "EVA", _TOKENS),
-        ("cait", "CaiT", {**_TOKENS, "prefix": 1}),
-        ("convit", "ConViT", {**_TOKENS, "prefix": 1}),
-        ("volo", "VOLO", {**_TOKENS, "prefix": 1, "embed_layout": "nchw"}),
-        ("xcit", "XCiT", {"layout": "tokens", "prefix": 1}),
-        ("mlp_mixer", "MLP-Mixer, ResMLP, gMLP", {"layout": "tokens", "embed": "stem"}),
-        ("twins", "Twins", {"layout": "tokens"}),
-        ("mvitv2", "MViTv2", {"layout": "tokens", "prefix": None}),
-        # channels-last maps
-        ("swin_transformer", "Swin", {"layout": "nhwc", "embed": "patch_embed"}),
-        ("swin_transformer_v2", "Swin V2", {"layout": "nhwc", "embed": "patch_embed"}),
-        # channels-first maps
-        ("convnext", "ConvNeXt, ConvNeXt V2", {"layout": "nchw", "embed": "stem", "embed_layout": "nchw"}),
-        ("resnet", "ResNet, ResNeXt, SE-ResNet", _CNN),
-        ("resnest", "ResNeSt", _CNN),
-        ("resnetv2", "ResNet V2, BiT", _CNN),
-        ("nfnet", "NFNet", _CNN),
-        ("efficientnet", "EfficientNet, MobileNet V2", _CNN),
-        ("mobilenetv3", "MobileNet V3", _CNN),
-        ("regnet", "RegNet", _CNN),
-        ("densenet", "DenseNet", _CNN),
-        ("metaformer", "PoolFormer, CAFormer", _CNN),
-        ("byobnet", "ByobNet, MobileViT", _CNN),
-        ("mobilevit", "ByobNet, MobileViT", _CNN),  # the module of its names; the models are ByobNets
-        ("pvt_v2", "PVT v2", _CNN),
-        ("davit", "DaViT", _CNN),
-        ("focalnet", "FocalNet", _CNN),
-        ("edgenext", "EdgeNeXt", _CNN),
-    ]
+    # ours
+    "lvvit": _vit("LV-ViT"),
+    "t2t_vit": _vit("T2T-ViT", embed="tokens_to_token"),
+    "cvt": _vit("CvT", embed="stage0.patch_embed", embed_layout="nchw"),
+    # sequences of tokens
+    "vision_transformer": _vit("ViT, DeiT, DINOv2, SigLIP"),
+    "deit": _vit("DeiT, DeiT-III"),
+    "vision_transformer_relpos": _vit("ViT with relative positions"),
+    "beit": _vit("BEiT"),
+    "eva": _vit("EVA"),
+    "cait": _vit("CaiT", prefix=1),
+    "convit": _vit("ConViT", prefix=1),
+    "volo": _vit("VOLO", prefix=1, embed_layout="nchw"),
+    "xcit": Family("XCiT", "tokens", prefix=1),
+    "mlp_mixer": _vit("MLP-Mixer, ResMLP, gMLP", prefix=0, embed="stem"),
+    "twins": Family("Twins", "tokens"),
+    "mvitv2": Family("MViTv2", "tokens", prefix=None),
+    # channels-last maps
+    "swin_transformer": Family("Swin", "nhwc", embed="patch_embed"),
+    "swin_transformer_v2": Family("Swin V2", "nhwc", embed="patch_embed"),
+    # channels-first maps
+    "convnext": Family("ConvNeXt, ConvNeXt V2", "nchw", embed="stem", embed_layout="nchw"),
+    "resnet": _cnn("ResNet, ResNeXt, SE-ResNet"),
+    "resnest": _cnn("ResNeSt"),
+    "resnetv2": _cnn("ResNet V2, BiT"),
+    "nfnet": _cnn("NFNet"),
+    "efficientnet": _cnn("EfficientNet, MobileNet V2"),
+    "mobilenetv3": _cnn("MobileNet V3"),
+    "regnet": _cnn("RegNet"),
+    "densenet": _cnn("DenseNet"),
+    "metaformer": _cnn("PoolFormer, CAFormer"),
+    "byobnet": _cnn("ByobNet, MobileViT"),
+    "mobilevit": _cnn("ByobNet, MobileViT"),  # the module of its names; the models are ByobNets
+    "pvt_v2": _cnn("PVT v2"),
+    "davit": _cnn("DaViT"),
+    "focalnet": _cnn("FocalNet"),
+    "edgenext": _cnn("EdgeNeXt"),
 }
 
 
@@ -97,14 +99,14 @@ def family_of(model: nn.Module) -> Family:
             return FAMILIES[name]
     module = type(model).__module__.rsplit(".", 1)[-1]
     raise UnsupportedModelError(
-        f"{type(model).__name__} (module {module!r}) has no token view: it is not known how its features lie in the "
-        f"image.{did_you_mean(module, FAMILIES)} Supported families: `everytoken models`. To add one, add a line to "
-        "everytoken/models/families.py."
+        f"{type(model).__name__} (module {module!r}) has no token view: the layout of its features is not known."
+        f"{did_you_mean(module, FAMILIES)} Supported families are in everytoken.models.FAMILIES; to add one, add a "
+        "line to everytoken/models/families.py."
     )
 
 
 def family_of_name(name: str) -> Family | None:
-    """The family of a registered model name, without building it; None if there is no token view."""
+    """The family of a registered model name, without building it; None if it is not supported."""
     from timm.models import model_entrypoint
 
     from everytoken.models.small import SMALL

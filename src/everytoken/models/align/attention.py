@@ -99,9 +99,7 @@ def _observe_matrix(module: nn.Module, builder: HookBuilder, stochastic: bool = 
         builder.before(drop, _matrix, stochastic=stochastic)
 
 
-def _matrix(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, stochastic: bool = True
-) -> None:
+def _matrix(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, stochastic: bool) -> None:
     """The attention matrix [B', heads, M, N] on its way into `attn_drop`."""
     if state.keys is not None:
         state.mixed = mixed_by_matrix(args[0].detach(), state.keys, stochastic).float()
@@ -123,11 +121,9 @@ def talking_heads(module: nn.Module, builder: HookBuilder, name: str) -> None:
     self_attention(module, builder, name, stochastic=False)
 
 
-def _enter_sequence(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
-) -> None:
+def _enter_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     """Attention over [B, N, D] begins. Tokens in front of the known ones carry the mix ratio (equation 5)."""
-    shares = _with_prefix(state, shares, module, args[0].shape[1])
+    shares = _with_prefix(state, shares, layer, args[0].shape[1])
     prefix = 0 if state.grid is None else shares.shape[1] - state.grid[0] * state.grid[1]
     _enter(state, _sequence_keys(state, shares, prefix) if counts else None)
 
@@ -156,12 +152,10 @@ def _sequence_keys(state: ShareState, values: Tensor, prefix: int) -> Tensor:
     return torch.stack((values * is_patch, is_patch), dim=-1)
 
 
-def _leave_sequence(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
-) -> None:
+def _leave_sequence(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     """Attention has ended: residual average for the tokens that it has updated."""
     if counts:
-        mixed = _mixed_by(state, module)
+        mixed = _mixed_by(state, layer)
         updated = state.combine(mixed, shares[:, : mixed.shape[1]])
         state.keep(torch.cat((updated, shares[:, mixed.shape[1] :]), dim=1))
     _leave(state)
@@ -177,16 +171,13 @@ def conv_attention(module: nn.Module, builder: HookBuilder, name: str) -> None:
     builder.after(module, _leave_sequence, counts=counts)
 
 
-def _enter_convolved(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
-) -> None:
+def _enter_convolved(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     """Convolutional attention over [B, prefix + h·w, D] begins: convolve the shares that it mixes."""
-    shares = _with_prefix(state, shares, module, args[0].shape[1])
+    shares = _with_prefix(state, shares, layer, args[0].shape[1])
     if not counts:
         _enter(state, None)
         return
     assert state.grid is not None
-    layer: Any = module
     values = convolved_by(layer.conv_proj_v.conv, shares[:, layer.prefix :].unflatten(1, state.grid)).flatten(1)
     values = torch.cat((shares[:, : layer.prefix], values), dim=1)
     _enter(state, _sequence_keys(state, values, layer.prefix))
@@ -197,9 +188,8 @@ def stage_embedding(module: nn.Module, builder: HookBuilder, name: str) -> None:
     builder.after(module, _embed_stage)
 
 
-def _embed_stage(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _embed_stage(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """A stage has embedded the map of pixels [B, h, w], or the grid [B, h·w] of the stage before."""
-    layer: Any = module
     if shares.dim() == 3:
         state.shares = convolved_by(layer.proj, shares)
         return
@@ -222,14 +212,11 @@ def window_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
     builder.after(attention, _leave_windows, counts=counts)
 
 
-def _remember_window(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
-    block: Any = module
-    state.window = (tuple(block.window_size), tuple(block.shift_size))
+def _remember_window(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
+    state.window = (tuple(layer.window_size), tuple(layer.shift_size))
 
 
-def _enter_windows(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
-) -> None:
+def _enter_windows(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     """Window attention begins: cut the map as the block has cut the tokens."""
     if not counts:
         _enter(state, None)
@@ -243,13 +230,11 @@ def _enter_windows(
     _enter(state, keys)
 
 
-def _leave_windows(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
-) -> None:
+def _leave_windows(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     """Window attention has ended: put the map together, residual average."""
     if counts:
         assert state.window is not None
-        mixed = from_windows(_mixed_by(state, module), *state.window, (shares.shape[1], shares.shape[2]))
+        mixed = from_windows(_mixed_by(state, layer), *state.window, (shares.shape[1], shares.shape[2]))
         state.keep(state.combine(mixed, shares))
     _leave(state)
 
@@ -280,7 +265,7 @@ def patch_merging(module: nn.Module, builder: HookBuilder, name: str) -> None:
     builder.after(module, _merge)
 
 
-def _merge(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _merge(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     state.shares = merged_shares(shares)
 
 
@@ -304,38 +289,34 @@ def tokens_to_token(module: nn.Module, builder: HookBuilder, name: str) -> None:
     builder.after(embedding, _soft_split, split=embedding.splits[-1])
 
 
-def _soft_split(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, split: Split) -> None:
+def _soft_split(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, split: Split) -> None:
     """The map was cut into overlapping windows (kernel, stride, padding)."""
     kernel, stride, padding = split
     even = torch.full((kernel, kernel), 1 / kernel**2, device=shares.device)
     state.shares = convolved_shares(shares, even, (stride, stride), (padding,) * 4)
 
 
-def _enter_map(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
-) -> None:
+def _enter_map(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     """Attention over a whole map begins."""
     _enter(state, shares.flatten(1)[..., None] if counts else None)
 
 
-def _leave_map(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, counts: bool = True
-) -> None:
+def _leave_map(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, counts: bool) -> None:
     if counts:
-        state.shares = state.combine(_mixed_by(state, module).view_as(shares), shares)
+        state.shares = state.combine(_mixed_by(state, layer).view_as(shares), shares)
     _leave(state)
 
 
-def _remember_projection(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _remember_projection(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """A performer has made its keys, queries and values."""
     state.projected = output
 
 
-def _leave_performer(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _leave_performer(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """A performer over a whole map has ended: mix the shares by the same kernel."""
-    assert isinstance(module, TokenPerformer)
+    assert isinstance(layer, TokenPerformer)
     assert state.projected is not None
-    k, q, _ = state.projected.split(module.width, dim=-1)
-    mixed = performer(q, k, shares.flatten(1)[..., None], module.w, eps=0.0)
+    k, q, _ = state.projected.split(layer.width, dim=-1)
+    mixed = performer(q, k, shares.flatten(1)[..., None], layer.w, eps=0.0)
     state.shares = state.combine(mixed.view_as(shares), shares)
     state.projected = None

@@ -85,7 +85,7 @@ def _sides(
 
 def convolution(module: nn.Module, builder: HookBuilder, name: str) -> None:
     """Rule for one convolution or pooling layer."""
-    builder.after(module, _convolve)
+    builder.after(module, _convolve, same=False)
 
 
 def convolution_same(module: nn.Module, builder: HookBuilder, name: str) -> None:
@@ -93,11 +93,9 @@ def convolution_same(module: nn.Module, builder: HookBuilder, name: str) -> None
     builder.after(module, _convolve, same=True)
 
 
-def _convolve(
-    state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any, same: bool = False
-) -> None:
+def _convolve(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any, same: bool) -> None:
     """A convolution or pooling layer over [B, C, h, w] has run."""
-    state.shares = convolved_by(module, shares, (output.shape[-2], output.shape[-1]), same)
+    state.shares = convolved_by(layer, shares, (output.shape[-2], output.shape[-1]), same)
 
 
 def residual(shortcut: str | None = None, only_if: str | None = None) -> Callable[[nn.Module, HookBuilder, str], None]:
@@ -125,17 +123,17 @@ def residual(shortcut: str | None = None, only_if: str | None = None) -> Callabl
     return rule
 
 
-def _enter_residual(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _enter_residual(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     state.residuals.append(shares)
 
 
-def _switch_path(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _switch_path(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """The shortcut begins or ends: exchange the branch's shares with the remembered ones."""
     state.shares = state.residuals.pop()
     state.residuals.append(shares)
 
 
-def _leave_residual(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _leave_residual(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """A residual block has ended: average branch and shortcut."""
     state.keep(state.combine(shares, state.residuals.pop()))
 
@@ -147,10 +145,9 @@ def mixer_block(module: nn.Module, builder: HookBuilder, name: str) -> None:
         builder.after(branch, _mix_tokens)
 
 
-def _mix_tokens(state: ShareState, shares: Tensor, module: nn.Module, args: Args, output: Any) -> None:
+def _mix_tokens(state: ShareState, shares: Tensor, layer: Any, args: Args, output: Any) -> None:
     """A residual branch of linear layers over the token dimension has run."""
-    branch: Any = module
     mixed = shares
-    for layer in [branch] if isinstance(module, nn.Linear) else [branch.fc1, branch.fc2]:
-        mixed = mixed @ row_normalised(layer.weight).t()
+    for linear in [layer] if isinstance(layer, nn.Linear) else [layer.fc1, layer.fc2]:
+        mixed = mixed @ row_normalised(linear.weight).t()
     state.keep(state.combine(mixed, shares))

@@ -1,4 +1,4 @@
-"""The snippet of docs/alignment.md runs as it stands."""
+"""The snippets of docs/models.md and docs/alignment.md run as they stand."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ import timm
 import torch
 
 DOCS = Path(__file__).parents[2] / "docs" / "alignment.md"
+MODELS = DOCS.with_name("models.md")
 
 
 def test_the_snippet_for_ones_own_loop_trains_a_plain_timm_model():
@@ -22,6 +23,20 @@ def test_the_snippet_for_ones_own_loop_trains_a_plain_timm_model():
     assert (given["aligned"].shares.image - given["mix"].ratio).abs().max() > 0
     assert model.blocks[0].attn.qkv.weight.grad.abs().sum() > 0
     assert list(model.state_dict()) == list(timm.create_model("deit_tiny_patch16_224", depth=2).state_dict())
+
+
+def test_the_token_model_of_the_page_has_the_shapes_that_are_written_there():
+    code = re.search(r"```python\n(.*?)```", MODELS.read_text(encoding="utf-8"), re.S).group(1)
+    given = {}
+    exec(code, given)
+    for name, shape in re.findall(r"^(view\.\w+) *# (\[[\d, ]+\])", code, re.M):
+        assert str(list(eval(name, given).shape)) == shape
+
+
+def test_every_model_that_the_page_names_is_registered():
+    names = re.findall(r"`((?:lvvit|t2t_vit|cvt)_\w+)`", MODELS.read_text(encoding="utf-8"))
+    assert {"lvvit_t", "t2t_vit_t_14", "cvt_21"} <= set(names)
+    assert all(timm.is_model(name) for name in names)
 
 
 def test_the_picture_of_the_page_is_there():
