@@ -15,7 +15,10 @@ from everytoken._version import version as _version
 from everytoken.errors import EverytokenError
 
 if TYPE_CHECKING:
+    from everytoken.annotators import annotate
     from everytoken.data.batch import Batch
+    from everytoken.evaluation import evaluate, load, predict
+    from everytoken.explanation import explain
     from everytoken.maps import Maps, MapWriter, ScoreMap
     from everytoken.mixing import CutMix, Mix, MixToken, MixUp
     from everytoken.models import TokenModel, TokenView
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
         TransMix,
         aligned,
     )
+    from everytoken.reports import report
+    from everytoken.tasks.classify import train
     from everytoken.tasks.timm_task import TokenTask
 
 register_with_timm()
@@ -38,7 +43,10 @@ __version__ = _version()
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "everytoken.annotators": ["annotate"],
         "everytoken.data.batch": ["Batch"],
+        "everytoken.evaluation": ["evaluate", "load", "predict"],
+        "everytoken.explanation": ["explain"],
         "everytoken.maps": ["MapWriter", "Maps", "ScoreMap"],
         "everytoken.mixing": ["CutMix", "Mix", "MixToken", "MixUp"],
         "everytoken.models": ["TokenModel", "TokenView"],
@@ -53,6 +61,8 @@ __getattr__, __dir__ = lazy(
             "TransMix",
             "aligned",
         ],
+        "everytoken.reports": ["report"],
+        "everytoken.tasks.classify": ["train"],
         "everytoken.tasks.timm_task": ["TokenTask"],
     },
 )
@@ -79,4 +89,11 @@ __all__ = [
     "TransMix",
     "__version__",
     "aligned",
+    "annotate",
+    "evaluate",
+    "explain",
+    "load",
+    "predict",
+    "report",
+    "train",
 ]

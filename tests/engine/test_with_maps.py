@@ -59,6 +59,17 @@ def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, 
     assert main(["eval", str(tmp_path), str(photos), "--token-vote", "0.5", "--workers", "0", "--device", "cpu"]) == 0
 
 
+def test_erased_tokens_are_left_out_when_that_is_asked_for(photos, own, tmp_path):
+    losses = []
+    for skip in ("false", "true"):
+        words = ["--maps", str(own), "--reprob", "1", "--set", f"objectives.token_labeling={{skip_erased: {skip}}}"]
+        assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / skip)]) == 0
+        rows = [json.loads(line) for line in (tmp_path / skip / "metrics.jsonl").read_text().splitlines()]
+        losses.append((rows[0]["token_labeling/token"], rows[0]["token_labeling/class"]))
+    assert losses[0][0] != losses[1][0]
+    assert losses[0][1] == losses[1][1]
+
+
 @pytest.mark.parametrize("target", ["", "class_target: both, rho: 0.5"])  # as recipes say for maps of the own classes
 def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos, foreign, tmp_path, capsys, target):
     words = ["--labels", str(foreign), "--set", f"objectives.token={{{target}}}", "--output", str(tmp_path)]

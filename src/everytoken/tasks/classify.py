@@ -20,6 +20,7 @@ from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.evaluation.accuracy import Predictions
 from everytoken.files import plain_json
+from everytoken.objectives import ALIASES, required_by
 from everytoken.tasks.build import Parts, build
 
 
@@ -40,6 +41,7 @@ class Classification(Task):
             train=True,
             maps=parts.store,
             repeats=data.repeat_augment,
+            erased=any("erased" in required_by(objective) for objective in parts.step.objectives.values()),
         )
         size = data.val_batch_size or data.batch_size
         self.val_loader = self.loader(parts.val_set, parts.eval_view, size, train=False)
@@ -179,7 +181,8 @@ def train(
     given = {"data": str(data), "maps": str(maps), **options}
     for name, changes in (("objectives", objectives), ("mixing", mixing)):
         if changes is not None:
-            merged = {**getattr(settings, name), **changes}
+            aliases = ALIASES if name == "objectives" else {}
+            merged = {aliases.get(k, k): v for k, v in [*getattr(settings, name).items(), *changes.items()]}
             given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
     return train_with(apply(settings, given, "train()"))
 

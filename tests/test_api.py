@@ -1,0 +1,98 @@
+"""The public API: which names there are, that they say what they are, and that the first page's snippets run."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+import everytoken as et
+from everytoken.functional import collate_maps
+
+NAMES = {
+    *("Maps", "ScoreMap", "MapWriter", "Batch", "TokenModel", "TokenView"),
+    *("HardLabels", "TokenLabeling", "ReLabel", "OnlineTokenLabeling", "Distillation", "Drloc", "TLAlign", "TransMix"),
+    *("CutMix", "MixUp", "MixToken", "Mix", "aligned", "TokenTask"),
+    *("annotate", "train", "evaluate", "predict", "explain", "report", "load"),
+    *("EverytokenError", "__version__"),
+}
+LATER = {"with_maps", "collate"}
+
+
+def test_the_surface_is_this_and_every_name_has_a_docstring_with_an_example():
+    assert set(et.__all__) - LATER == NAMES
+    assert set(dir(et)) >= NAMES - {"EverytokenError", "__version__"}
+    with pytest.raises(AttributeError, match="Mapps"):
+        _ = et.Mapps
+    for name in NAMES - {"EverytokenError", "__version__"}:
+        doc = getattr(et, name).__doc__
+        assert doc, name
+        assert len(doc.splitlines()) > 3, name
+
+
+def test_looking_at_the_names_imports_no_torch():
+    code = "import sys, everytoken as et; dir(et); print('torch' in sys.modules, 'timm' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False False"
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return et.TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=10), token_classes=7).train()
+
+
+@pytest.fixture
+def images():
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+LABELS = torch.tensor([1, 2, 3, 9])
+
+
+def test_drloc_in_a_loop_of_ones_own(model, images):
+    drloc = et.Drloc(model)
+    optimizer = torch.optim.AdamW([*model.parameters(), *drloc.parameters()], lr=1e-3)
+    before = [p.detach().clone() for p in drloc.parameters()]
+    for _ in range(2):
+        view = model(images)
+        loss = F.cross_entropy(view.logits, LABELS) + drloc(view)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, drloc.parameters(), strict=True))
+
+
+def test_tl_align_on_any_timm_model(images):
+    for name in ("vit_nano_patch4_32", "swin_nano_patch2_window4_32", "test_resnet"):
+        torch.manual_seed(0)
+        plain = timm.create_model(name, num_classes=10)
+        mixed, mix = et.CutMix()(images)
+        with et.aligned(plain, mix) as shares:
+            logits = plain(mixed)
+        loss = shares.cross_entropy(logits, LABELS)
+        loss.backward()
+        assert loss.isfinite()
+        assert shares.shares.image.shape == (4,)
+
+
+def test_token_labels_with_a_batch_made_by_hand(model, images):
+    rng = np.random.default_rng(0)
+    records = []
+    for _ in range(4):
+        classes = np.stack([rng.permutation(7)[:3] for _ in range(36)]).reshape(6, 6, 3).astype(np.uint32)
+        scores = -np.sort(-rng.normal(2, 3, (6, 6, 3)), axis=-1).astype(np.float16)
+        records.append(et.ScoreMap(scores, classes, (32, 32), (0.0, 0.0, 1.0, 1.0)))
+    placement = torch.tensor([[[0.6, 0.0, 0.1], [0.0, 0.5, 0.3]]] * 4)  # a crop: network fractions -> image fractions
+    batch = et.Batch(images, LABELS, placement=placement, maps=collate_maps(records, 7))
+    result = et.TokenLabeling(beta=0.5, class_target="truth")(model(batch.images), batch)
+    assert set(result) == {"loss", "class", "token"}
+    result["loss"].backward()
+    assert model.token_head.weight.grad.abs().sum() > 0
+    mixed, _ = et.MixToken()(images, grid=(8, 8))
+    assert mixed is images
+    task = et.TokenTask(model, {"token_labeling": {"class_target": "truth"}}, verbose=False)
+    assert task(batch)["output"].shape == (4, 10)
