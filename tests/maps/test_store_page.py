@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import everytoken as et
-
 PAGE = Path(__file__).parents[2] / "docs/store.md"
 
 
@@ -31,8 +29,6 @@ def test_maps_of_an_own_network_are_written_and_read_as_the_page_says(tmp_path, 
     }
     writing, reading = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     exec(writing, given)
-    if not hasattr(et, "Maps"):
-        reading = reading.replace("import everytoken as et", "import everytoken.maps as et")
     exec(reading, given)
     assert len(given["maps"]) == 2
     assert list(given["maps"].skipped) == ["dog/broken.jpg"]
