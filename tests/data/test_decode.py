@@ -238,7 +238,7 @@ def test_a_jpeg_header_that_lies_about_its_size_is_refused_before_decoding():
     data = bytearray(encode(photo(), "JPEG"))
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", 60_000, 60_000)
-    with pytest.raises(ImageError, match=r"bomb\.jpg.*60000 x 60000"):
+    with pytest.raises(ImageError, match=r"bomb\.jpg.*3600000000 pixels"):
         Picture(bytes(data), "bomb.jpg")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -126,6 +127,18 @@ def test_real_content_from_beyond_the_crop_is_shown_and_fill_only_beyond_the_ima
     far = pl.compose(crop, np.array([[1.0, 0.0, 500.0], [0.0, 1.0, 0.0]]))
     pixels, _ = render(Picture(image), far, (100, 100), bicubic=True, fill=(9, 9, 9))
     assert (pixels == (9, 9, 9)).all()
+
+
+@pytest.mark.parametrize("bicubic", [False, True])
+@pytest.mark.parametrize("degrees", [10, 30, 45])
+def test_a_rotated_view_inside_an_image_is_the_same_whether_the_rest_of_the_image_is_there_or_not(bicubic, degrees):
+    """Only the visible part is reduced and sampled; its cut edges must not show."""
+    flat = Image.new("RGB", (400, 400), (0, 200, 0))
+    for side, offset in itertools.product((10, 100), (0.0, 0.2, 0.4, 0.6, 0.8)):
+        crop = np.array([[side / 50, 0.0, 150 + offset], [0.0, side / 50, 141 - offset]])
+        turned = pl.compose(crop, pl.to_pixels(pl.rotation(degrees, (50, 50)), (50, 50), (50, 50)))
+        pixels, _ = render(Picture(flat), turned, (50, 50), bicubic=bicubic, fill=(9, 9, 9))
+        assert (pixels == (0, 200, 0)).all()
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.4, -0.45, 1.3])

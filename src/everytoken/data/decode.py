@@ -1,8 +1,9 @@
 """Decoding: any image file to upright 8-bit RGB, or an error that names the file and the reason.
 
-JPEG files are decoded by simplejpeg (libjpeg-turbo, straight into NumPy; at 1/2, 1/4 or 1/8 of their size where the
-crop allows it), everything else by Pillow with a list of allowed formats. What simplejpeg refuses gets a second chance
-with Pillow, which passes over harmless damage and raises on truncated files; the pixels of both are the same.
+Pillow reads the header, with a list of allowed formats. Grey and RGB pixels of JPEG files are decoded by simplejpeg
+(libjpeg-turbo, straight into NumPy; at 1/2, 1/4 or 1/8 of their size where the crop allows it), all others by Pillow.
+What simplejpeg refuses gets a second chance with Pillow, which passes over harmless damage and raises on truncated
+files; the pixels of both are the same.
 
 What happens to unusual images (`docs/data.md` has the table): EXIF rotation is applied; grey, palette, CMYK and 1-bit
 become RGB; transparency is composited over white; 16-bit grey is scaled to 8 bits (Pillow alone would clip it to
@@ -32,8 +33,6 @@ Box = tuple[int, int, int, int]
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF")
 MAX_PIXELS = 178_956_970  # Pillow's own limit for an error; a 13,000 x 13,000 image passes
 _EXIF_ORIENTATION = 0x0112
-_METADATA = (b"Exif\0", b"http://ns.adobe.com/xap")  # how the JPEG segments begin that may say an orientation
-_PLAIN_COLOURS = ("YCbCr", "RGB", "Gray")  # JPEG colour spaces that simplejpeg turns into RGB as Pillow does
 _SMALLEST = 8  # pixels of a side from which on the eighths that libjpeg can scale by all give different sizes
 # upright pixel position (u, v) -> stored pixel position, for each EXIF orientation; W, H are those of the stored image.
 # Rows: (coefficient of u, of v, of W, of H) for x and for y.
@@ -87,6 +86,7 @@ class Picture:
         size: (width, height) of the upright image, in pixels.
         raw_size: (width, height) as stored, before EXIF rotation.
         orientation: EXIF orientation, 1 to 8.
+        image: the stored image as Pillow opened it.
         to_raw: float64 [2, 3], upright pixel position -> stored pixel position (identity without EXIF rotation).
         where: what to call it in messages.
     """
@@ -95,49 +95,24 @@ class Picture:
         self, source: bytes | str | Path | Image.Image, where: str = "image", *, max_pixels: int = MAX_PIXELS
     ) -> None:
         self.where = where
-        self._image: Image.Image | None = None
         self._data = b""
-        self._jpeg = False  # whether simplejpeg decodes it
         with _naming(where):
             if isinstance(source, Image.Image):
-                self._image = source
+                self.image = source
             else:
                 self._data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
                 if not self._data:
                     raise ImageError(f"{where}: the file is empty.")
-            raw_size = self._jpeg_size()
-            if raw_size is None:
-                raw_size = self.image.size
-            _check_pixels(raw_size, where, max_pixels)
-            self.orientation = 1
-            if not self._jpeg or any(name in self._data for name in _METADATA):
-                if self.image.format == "TIFF":
-                    self.image.load()  # Pillow turns a TIFF upright by itself, but only then says so
-                    raw_size = self.image.size
-                self.orientation = _orientation(self.image)
-        width, height = self.raw_size = raw_size
+                self.image = Image.open(io.BytesIO(self._data), formats=FORMATS)
+            _check_pixels(self.image.size, where, max_pixels)
+            if self.image.format == "TIFF":
+                self.image.load()  # Pillow turns a TIFF upright by itself, but only then says so
+            self.orientation = _orientation(self.image)
+        width, height = self.raw_size = self.image.size
+        self._jpeg = bool(self._data) and self.image.format in ("JPEG", "MPO") and self.image.mode in ("RGB", "L")
         turn = _ORIENTATIONS[self.orientation]
         self.to_raw = np.array([[u, v, w * width + h * height] for u, v, w, h in turn], dtype=np.float64)
         self.size = (height, width) if turn[0][0] == 0 else (width, height)
-
-    def _jpeg_size(self) -> tuple[int, int] | None:
-        """(width, height) of a JPEG that simplejpeg decodes as Pillow would; None for all other images."""
-        if not self._data.startswith(b"\xff\xd8\xff"):
-            return None
-        try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(self._data)
-        except ValueError:
-            return None  # Pillow says what is wrong with it
-        self._jpeg = colours in _PLAIN_COLOURS
-        return (width, height) if self._jpeg else None
-
-    @property
-    def image(self) -> Image.Image:
-        """The stored image as Pillow opens it."""
-        if self._image is None:
-            with _naming(self.where):
-                self._image = Image.open(io.BytesIO(self._data), formats=FORMATS)
-        return self._image
 
     def reduction(self, limit: float) -> int:
         """The largest of 8, 4, 2, 1 that is at most `limit` and by which this image can be decoded smaller."""
@@ -162,8 +137,6 @@ class Picture:
                 return pixels[y0:y1, x0:x1]
         with _naming(self.where):
             image = self.image
-            if self._jpeg and image.size != self.raw_size:
-                raise ImageError(f"{self.where}: the image is corrupt (its header says two sizes).")
             image.load()
             if reduce > 1:
                 image = image.reduce(reduce)
@@ -175,10 +148,11 @@ class Picture:
         """The stored image, uint8 [h, w, 3] with h, w = raw_size / reduce, rounded up; None if the file has a fault."""
         width, height = (-(-side // reduce) for side in self.raw_size)
         try:
-            pixels = simplejpeg.decode_jpeg(self._data, "RGB", min_height=height, min_width=width)
+            if simplejpeg.decode_jpeg_header(self._data)[1::-1] != self.raw_size:
+                return None  # two readers of one header disagree; do not even try
+            return simplejpeg.decode_jpeg(self._data, "RGB", min_height=height, min_width=width)
         except ValueError:
             return None  # also for harmless damage: Pillow decides
-        return pixels if pixels.shape[:2] == (height, width) else None
 
     def upright(self) -> Image.Image:
         """The whole image, upright, as RGB."""
