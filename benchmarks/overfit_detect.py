@@ -27,7 +27,6 @@ _OBJECTS = 6
 
 def choose(data: InstanceSet, images: int) -> list[int]:
     """The images whose smallest object is largest, of those with two to six objects and no crowd."""
-    assert data.found is not None
     scored = []
     for i in range(len(data)):
         objects = list(data.objects(i))

@@ -27,14 +27,14 @@ from everytoken.tasks.segment.data import MaskSet, open_masks
 
 def choose(data: MaskSet, images: int) -> list[int]:
     """The images whose smallest class is largest, of those with two classes or more."""
-    found = []
+    scored = []
     for i in range(len(data)):
         mask = data.mask(i)
         counts = np.bincount(mask[mask >= 0], minlength=data.num_classes)
         counts = counts[counts > 0]
         if len(counts) > 1:
-            found.append((counts.min() / mask.size, i))
-    return [i for _, i in sorted(found, reverse=True)[:images]]
+            scored.append((counts.min() / mask.size, i))
+    return [i for _, i in sorted(scored, reverse=True)[:images]]
 
 
 def copy_some(data: MaskSet, chosen: list[int], to: Path) -> int:
