@@ -127,12 +127,12 @@ def test_unknown_classes_stop_with_the_ways_out():
     with pytest.raises(ClassError) as caught:
         plan(["cat", "dgo"])
     text = str(caught.value)
-    for part in ("'dgo'", "Did you mean 'dog'", "--class-map", "--foreign-classes", "--annotator fit", "photos"):
+    for part in ("'dgo'", "Did you mean 'dog'", "class_map", "foreign_classes", "annotator fit", "photos"):
         assert part in text
 
 
 def test_an_annotator_without_names_is_not_trusted_even_if_the_count_fits():
-    with pytest.raises(ClassError, match="--class-map order"):
+    with pytest.raises(ClassError, match="class map 'order'"):
         plan(["a", "b", "c", "d"], ClassList(4))
     made = plan(["a", "b", "c", "d"], ClassList(4), class_map="order")
     assert (made.how, made.names, made.groups) == ("by order", ("a", "b", "c", "d"), None)

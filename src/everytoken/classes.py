@@ -207,10 +207,10 @@ def match_classes(
         subset: "a" or "r": answers are restricted to the 200 classes of ImageNet-A or ImageNet-R.
         restrict: answers are restricted to the classes of the data.
     """
-    known = classes.or_imagenet()
-    outputs = known.find_all(folders)
-    if None in outputs and not known.names and len(folders) == known.count:
-        outputs = list(range(known.count))  # nothing is known but the number: the order has to be the same
+    model_classes = classes.or_imagenet()
+    outputs = model_classes.find_all(folders)
+    if None in outputs and not model_classes.names and len(folders) == model_classes.count:
+        outputs = list(range(model_classes.count))  # nothing is known but the number: the order has to be the same
     missing = [folder for folder, output in zip(folders, outputs, strict=True) if output is None]
     if missing:
         raise ClassError(_unknown_folders(missing, folders, classes, where))
@@ -219,7 +219,7 @@ def match_classes(
     if repeated:
         raise ClassError(f"{where}: {repeated + 1} folders mean the same class of the model; rename them")
     if subset:
-        columns = _subset_columns(known, chosen, folders, where, subset)
+        columns = _subset_columns(model_classes, chosen, folders, where, subset)
     elif restrict:
         columns = np.sort(chosen)
     else:
@@ -309,78 +309,82 @@ class ClassPlan:
 
 
 def plan_classes(
-    annotator: str, known: ClassList, data: str, names: Sequence[str], class_map: str = "", foreign: bool = False
+    annotator: str, classes: ClassList, data: str, names: Sequence[str], class_map: str = "", foreign: bool = False
 ) -> ClassPlan:
     """Decide which class of the store each of the annotator's classes is.
 
     Args:
         annotator, data: what to call them in messages.
-        known: the annotator's classes.
+        classes: the annotator's classes.
         names: the dataset's classes; empty if its images have no labels.
         class_map: a file, or "order" to trust that both have the same order.
         foreign: keep the annotator's classes.
     """
-    numbers = known.find_all(names) if known.names else [known.find(name) for name in names]
+    numbers = classes.find_all(names) if classes.names else [classes.find(name) for name in names]
     if foreign and class_map:
         raise ClassError("a class map and foreign classes exclude each other: choose whose classes the store has.")
     if foreign or not names:
         labels = tuple(-1 if number is None else number for number in numbers)
-        return ClassPlan(known.names, known.count, None, None, labels, "foreign")
+        return ClassPlan(classes.names, classes.count, None, None, labels, "foreign")
     same = tuple(range(len(names)))
     if class_map == SAME_ORDER:
-        if known.count != len(names):
+        if classes.count != len(names):
             raise ClassError(
-                f"the class map {SAME_ORDER!r} needs as many classes on both sides; {annotator} has {known.count}, "
+                f"the class map {SAME_ORDER!r} needs as many classes on both sides; {annotator} has {classes.count}, "
                 f"{data} has {len(names)}."
             )
-        order = ClassList(known.count).find_all(names)  # folders that are numbers are in the order of the numbers
+        order = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
         if None in order or order == list(same):
-            return ClassPlan(tuple(names), known.count, None, None, same, "by order")
-        return ClassPlan(tuple(names), known.count, tuple((n,) for n in order if n is not None), same, same, "by order")
+            return ClassPlan(tuple(names), classes.count, None, None, same, "by order")
+        return ClassPlan(
+            tuple(names), classes.count, tuple((n,) for n in order if n is not None), same, same, "by order"
+        )
     if class_map:
-        groups = read_class_map(Path(class_map), known, names)
+        groups = read_class_map(Path(class_map), classes, names)
         scored = [(group, target) for target, group in enumerate(groups) if group]
         return ClassPlan(
             tuple(names), len(names), tuple(g for g, _ in scored), tuple(t for _, t in scored), same, "by map"
         )
     matched = [number for number in numbers if number is not None]
     if len(matched) < len(names) or len(set(matched)) < len(names):
-        raise ClassError(_explain(annotator, known, data, names, numbers))
-    if matched == list(range(known.count)):
-        return ClassPlan(tuple(names), known.count, None, None, same, "same")
+        raise ClassError(_explain(annotator, classes, data, names, numbers))
+    if matched == list(range(classes.count)):
+        return ClassPlan(tuple(names), classes.count, None, None, same, "same")
     return ClassPlan(tuple(names), len(names), tuple((n,) for n in matched), same, same, "by name")
 
 
-def _explain(annotator: str, known: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
+def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
     lines = [f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones."]
-    if not known.names:
-        lines.append(f"  {annotator} has {known.count} classes without names, {data} has {len(names)}: {_some(names)}.")
-        if known.count == len(names):
+    if not classes.names:
+        lines.append(
+            f"  {annotator} has {classes.count} classes without names, {data} has {len(names)}: {_some(names)}."
+        )
+        if classes.count == len(names):
             lines.append(
-                f"If both have the same order, say so with --class-map {SAME_ORDER}. Otherwise, one of these helps:"
+                f"If both have the same order, say so with the class map {SAME_ORDER!r}. Otherwise, one of these helps:"
             )
         else:
             lines.append("One of these helps:")
     else:
-        unclear = [name for name in names if known.is_ambiguous(name)]
+        unclear = [name for name in names if classes.is_ambiguous(name)]
         unknown = [n for n, number in zip(names, numbers, strict=True) if number is None and n not in unclear]
-        lines.append(f"  {annotator} has {known.count} classes: {_some(known.names)}.")
+        lines.append(f"  {annotator} has {classes.count} classes: {_some(classes.names)}.")
         lines.append(f"  {data} has {len(names)}: {_some(names)}.")
         if unknown:
             lines.append(
-                f"  {len(unknown)} of these are not known to the annotator: {_some(unknown)}.{known.near(unknown[0])}"
+                f"  {len(unknown)} of these are not known to the annotator: {_some(unknown)}.{classes.near(unknown[0])}"
             )
         if unclear:
             lines.append(f"  {len(unclear)} are the name of several of its classes: {_some(unclear)}.")
         if not unknown and not unclear:
             lines.append("  Several of these have the same name in the annotator.")
         lines.append("One of these helps:")
-    example = difflib.get_close_matches(names[0], known.names, n=1, cutoff=0)[0] if known.names else 0
+    example = difflib.get_close_matches(names[0], classes.names, n=1, cutoff=0)[0] if classes.names else 0
     lines += [
-        "  --class-map FILE    a csv, json or yaml file that says for each class of the dataset which of the",
-        f"                      annotator's classes it is, by name or number: {names[0]},{example}",
-        "  --foreign-classes   keep the annotator's own classes; the token head then has those",
-        "  --annotator fit     train an annotator on the dataset's own classes first",
+        "  class_map          a csv, json or yaml file that says for each class of the dataset which of the",
+        f"                     annotator's classes it is, by name or number: {names[0]},{example}",
+        "  foreign_classes    keep the annotator's own classes; the token head then has those",
+        "  the annotator fit  train an annotator on the dataset's own classes first",
     ]
     return "\n".join(lines)
 
@@ -390,7 +394,7 @@ def _some(names: Sequence[str], count: int = 4) -> str:
     return f"{shown} and {len(names) - count} more" if len(names) > count else shown
 
 
-def read_class_map(path: Path, known: ClassList, names: Sequence[str]) -> list[tuple[int, ...]]:
+def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list[tuple[int, ...]]:
     """For each class of the dataset, the annotator's classes: from csv lines `class,annotator class` (several lines
     for several), or a json or yaml object `class: annotator class or list of them`. Empty: the class gets no scores."""
     groups: dict[str, list[int]] = {}
@@ -403,7 +407,7 @@ def read_class_map(path: Path, known: ClassList, names: Sequence[str]) -> list[t
         group = groups.setdefault(name, [])
         if value is None or value == "":
             continue
-        number = _class_number(path, known, value)
+        number = _class_number(path, classes, value)
         if number not in group:
             group.append(number)
     missing = [name for name in names if name not in groups]
@@ -417,19 +421,19 @@ def read_class_map(path: Path, known: ClassList, names: Sequence[str]) -> list[t
     return [tuple(groups[name]) for name in names]
 
 
-def _class_number(path: Path, known: ClassList, value: Any) -> int:
-    number = known.find(str(value))
+def _class_number(path: Path, classes: ClassList, value: Any) -> int:
+    number = classes.find(str(value))
     if number is not None:
         return number
-    if known.is_ambiguous(str(value)):
+    if classes.is_ambiguous(str(value)):
         raise ClassError(f"{path}: {value!r} is the name of several of the annotator's classes; use its WordNet id.")
     if isinstance(value, int) or str(value).isdigit():
-        if 0 <= int(value) < known.count:
+        if 0 <= int(value) < classes.count:
             return int(value)
         raise ClassError(
-            f"{path}: the annotator has {known.count} classes, 0 to {known.count - 1}; there is no {value}."
+            f"{path}: the annotator has {classes.count} classes, 0 to {classes.count - 1}; there is no {value}."
         )
-    raise ClassError(f"{path}: the annotator has no class {value!r}.{known.near(str(value))}")
+    raise ClassError(f"{path}: the annotator has no class {value!r}.{classes.near(str(value))}")
 
 
 def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = "") -> list[int]:

@@ -94,10 +94,10 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
         return _named_part(sources, data)
     if find_split(data, "val"):
         return open_dataset(data, "val"), ""
-    known = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _share)
-    if known.share:
-        dataset = open_dataset(data, "val", val_split=known.share)
-        return dataset, known.note(data, len(dataset))
+    held = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _share)
+    if held.share:
+        dataset = open_dataset(data, "val", val_split=held.share)
+        return dataset, held.note(data, len(dataset))
     train = find_split(data, "train")
     if train:
         raise EverytokenError(
@@ -105,7 +105,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
             "out. Give the run folder of a model that was trained on it, other images, or split='train' for all of them"
         )
     dataset = open_dataset(data, "all")
-    return dataset, known.note(data, len(dataset)) if known.trained or doubt else ""
+    return dataset, held.note(data, len(dataset)) if held.trained or doubt else ""
 
 
 def _own_part(data: str, split: str) -> DataSet:
@@ -120,11 +120,11 @@ def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
     try:
         return open_dataset(data, "val"), ""
     except DataError:
-        known = held_out(sources, data)
-        if not known.share:
+        held = held_out(sources, data)
+        if not held.share:
             raise
-    dataset = open_dataset(data, "val", val_split=known.share)
-    return dataset, known.note(data, len(dataset))
+    dataset = open_dataset(data, "val", val_split=held.share)
+    return dataset, held.note(data, len(dataset))
 
 
 def _share(run: Run) -> float:
