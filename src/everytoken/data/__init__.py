@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from everytoken._lazy import lazy
 
 if TYPE_CHECKING:
+    from everytoken.data.adapter import PipelineError, RandAugment, collate, create_loader, with_maps
     from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform, View
     from everytoken.data.batch import Batch, Prefetcher, normalise, to_device
     from everytoken.data.datasets import DataSet, open_dataset, open_splits
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "everytoken.data.adapter": ["PipelineError", "RandAugment", "collate", "create_loader", "with_maps"],
         "everytoken.data.augment": ["AugmentOptions", "EvalTransform", "TrainTransform", "View"],
         "everytoken.data.batch": ["Batch", "Prefetcher", "normalise", "to_device"],
         "everytoken.data.datasets": ["DataSet", "open_dataset", "open_splits"],
@@ -39,11 +41,16 @@ __all__ = [
     "ImageError",
     "Loader",
     "Picture",
+    "PipelineError",
     "Prefetcher",
+    "RandAugment",
     "TrainTransform",
     "View",
+    "collate",
+    "create_loader",
     "normalise",
     "open_dataset",
     "open_splits",
     "to_device",
+    "with_maps",
 ]

@@ -1,0 +1,504 @@
+"""Token labels with other people's datasets and torchvision v2 pipelines.
+
+    data = everytoken.with_maps(ImageFolder("photos"), Maps("maps"), transform=pipeline)
+    for batch in DataLoader(data, 64, collate_fn=everytoken.collate): ...
+
+A record of the geometry rides through the pipeline beside the image. It is a `tv_tensors.KeyPoints` with kernels of its
+own: crops, resizes, flips, rotations, affine warps and padding multiply one affine map, in continuous coordinates (the
+centre of the first pixel is 0.5), which is what torchvision does to the pixels. Key points themselves would not do:
+their flip is W - 1 - x and their resize x · s, so they end up to a pixel off. Being key points, the record is refused
+by transforms that cannot follow a point (RandAugment and relatives of torchvision); perspective and elastic warps are
+no affine maps and are refused too. A transform that changes the image's size without telling the record is found by
+the size. What cannot be found is a warp in one's own code that keeps the size and leaves key points alone.
+
+Images are turned upright by their EXIF orientation before the pipeline, as they were when they were annotated.
+Cost: about 5 µs per transform and 50 µs per image for reading its map (see benchmarks/adapter.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, default_collate
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from everytoken.data import placement as pl
+from everytoken.data.batch import Batch
+from everytoken.errors import EverytokenError
+from everytoken.functional import collate_maps
+from everytoken.maps import Maps, ScoreMap
+
+_ORIENTATION = 0x0112  # EXIF tag
+_ASPECT_TOLERANCE = 0.05  # by which an image's aspect ratio may differ from that of the annotated one
+_EXAMPLE = "everytoken.data.RandAugment('rand-m9-mstd0.5-inc1')"
+
+
+class PipelineError(EverytokenError):
+    """A dataset or pipeline whose geometry cannot be followed."""
+
+
+class GeometryRecord(tv_tensors.KeyPoints):
+    """Rides through a torchvision v2 pipeline and notes where the image goes.
+
+    Attributes:
+        affine: (a, b, c, d, e, f); a point (u, v) of the source image, in fractions, is now at
+            (a·u + b·v + c, d·u + e·v + f) in pixels.
+        canvas_size: (height, width) of the image now.
+    """
+
+    affine: tuple[float, float, float, float, float, float]
+
+    @staticmethod
+    def of(affine: tuple[float, float, float, float, float, float], size: Sequence[int]) -> GeometryRecord:
+        """A record for an image of (height, width) pixels."""
+        record: Any = torch.zeros(1, 2).as_subclass(GeometryRecord)
+        record.affine, record.canvas_size = affine, (int(size[0]), int(size[1]))
+        return record
+
+    def moved(
+        self, size: Sequence[int], x: tuple[float, float, float] = (1, 0, 0), y: tuple[float, float, float] = (0, 1, 0)
+    ) -> GeometryRecord:
+        """The record after pixels moved from (px, py) to (x[0]·px + x[1]·py + x[2], y[0]·px + y[1]·py + y[2])."""
+        a, b, c, d, e, f = self.affine
+        affine = (
+            *(x[0] * a + x[1] * d, x[0] * b + x[1] * e, x[0] * c + x[1] * f + x[2]),
+            *(y[0] * a + y[1] * d, y[0] * b + y[1] * e, y[0] * c + y[1] * f + y[2]),
+        )
+        return GeometryRecord.of(affine, size)
+
+    def as_subclass(self, cls: type) -> Any:
+        """The record itself: `v2.ToPureTensor` must not turn it into numbers that no later transform moves."""
+        return self
+
+    def placement(self) -> pl.Affine:
+        """[2, 3]: network input to source image, both in fractions."""
+        h, w = self.canvas_size
+        a, b, c, d, e, f = self.affine
+        return pl.invert(np.array([[a / w, b / w, c / w], [d / h, e / h, f / h]]))
+
+
+# RandomErasing says for each sample that it does nothing to key points, which is right.
+warnings.filterwarnings("ignore", message=r".*passing through inputs of type tv_tensors\.GeometryRecord")
+
+
+@F.register_kernel(F.horizontal_flip, GeometryRecord)
+def _horizontal_flip(record: GeometryRecord) -> GeometryRecord:
+    return record.moved(record.canvas_size, x=(-1, 0, record.canvas_size[1]))
+
+
+@F.register_kernel(F.vertical_flip, GeometryRecord)
+def _vertical_flip(record: GeometryRecord) -> GeometryRecord:
+    return record.moved(record.canvas_size, y=(0, -1, record.canvas_size[0]))
+
+
+@F.register_kernel(F.crop, GeometryRecord)
+def _crop(record: GeometryRecord, top: int, left: int, height: int, width: int) -> GeometryRecord:
+    return record.moved((height, width), (1, 0, -left), (0, 1, -top))
+
+
+@F.register_kernel(F.resize, GeometryRecord)
+def _resize(record: GeometryRecord, size: Any, max_size: int | None = None, **_: Any) -> GeometryRecord:
+    if isinstance(size, (tuple, list)) and len(size) == 2:
+        height, width = size
+    else:  # torchvision's own rule for the new size
+        _, (height, width) = F.resize_keypoints(torch.zeros(1, 2), size, record.canvas_size, max_size)
+    return record.moved((height, width), (width / record.canvas_size[1], 0, 0), (0, height / record.canvas_size[0], 0))
+
+
+@F.register_kernel(F.resized_crop, GeometryRecord)
+def _resized_crop(
+    record: GeometryRecord, top: int, left: int, height: int, width: int, size: Any, **_: Any
+) -> GeometryRecord:
+    return _resize(_crop(record, top, left, height, width), size)
+
+
+@F.register_kernel(F.center_crop, GeometryRecord)
+def _center_crop(record: GeometryRecord, output_size: Any) -> GeometryRecord:
+    sizes = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
+    height, width = sizes * 2 if len(sizes) == 1 else sizes
+
+    def shift(full: int, part: int) -> int:  # padded first where the image is too small, one pixel more at the end
+        return (part - full) // 2 if part > full else -round((full - part) / 2)
+
+    x, y = shift(record.canvas_size[1], width), shift(record.canvas_size[0], height)
+    return record.moved((height, width), (1, 0, x), (0, 1, y))
+
+
+@F.register_kernel(F.pad, GeometryRecord)
+def _pad(record: GeometryRecord, padding: Any, **_: Any) -> GeometryRecord:
+    moved, size = F.pad_keypoints(torch.zeros(1, 2), record.canvas_size, padding)
+    x, y = moved[0].tolist()
+    return record.moved(size, (1, 0, x), (0, 1, y))
+
+
+@F.register_kernel(F.affine, GeometryRecord)
+def _affine(
+    record: GeometryRecord,
+    angle: float,
+    translate: Sequence[float],
+    scale: float,
+    shear: Sequence[float] | float,
+    center: Sequence[float] | None = None,
+    **_: Any,
+) -> GeometryRecord:
+    """p -> centre + translate + scale · R(angle) Shear (p - centre), the angle clockwise."""
+    height, width = record.canvas_size
+    cx, cy = center if center is not None else (width / 2, height / 2)
+    shears = (shear, 0.0) if isinstance(shear, (int, float)) else (*shear, 0.0)[:2]
+    turn, sx, sy = (math.radians(value) for value in (angle, *shears))
+    a = scale * math.cos(turn - sy) / math.cos(sy)
+    b = scale * (-math.cos(turn - sy) * math.tan(sx) / math.cos(sy) - math.sin(turn))
+    d = scale * math.sin(turn - sy) / math.cos(sy)
+    e = scale * (-math.sin(turn - sy) * math.tan(sx) / math.cos(sy) + math.cos(turn))
+    x = (a, b, cx + translate[0] - a * cx - b * cy)
+    y = (d, e, cy + translate[1] - d * cx - e * cy)
+    return record.moved(record.canvas_size, x, y)
+
+
+@F.register_kernel(F.rotate, GeometryRecord)
+def _rotate(
+    record: GeometryRecord, angle: float, expand: bool = False, center: Sequence[float] | None = None, **_: Any
+) -> GeometryRecord:
+    rotated = _affine(record, -angle, (0, 0), 1.0, (0, 0), center)
+    if not expand:
+        return rotated
+    # The rule of torchvision and Pillow for the larger canvas: the corners, turned back, in whole pixels.
+    old_height, old_width = record.canvas_size
+    cx, cy = center if center is not None else (old_width / 2, old_height / 2)
+    c, s = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    corners = [(x - cx, y - cy) for x in (0, old_width) for y in (0, old_height)]
+    width = _whole_pixels([c * x - s * y + cx for x, y in corners])
+    height = _whole_pixels([s * x + c * y + cy for x, y in corners])
+    return rotated.moved((height, width), (1, 0, (width - old_width) / 2), (0, 1, (height - old_height) / 2))
+
+
+def _whole_pixels(positions: Sequence[float]) -> int:
+    """From the smallest to the largest position; rounding errors do not add a pixel."""
+    return math.ceil(math.trunc(max(positions) * 1e4) / 1e4) - math.floor(math.trunc(min(positions) * 1e4) / 1e4)
+
+
+def _refusing(name: str, reason: str) -> Callable[..., GeometryRecord]:
+    def refuse(record: GeometryRecord, *_: Any, **__: Any) -> GeometryRecord:
+        raise PipelineError(f"{name} cannot be followed: {reason}")
+
+    return refuse
+
+
+_CURVED = "it bends the image, and the labels of tokens are sampled through an affine map. Leave it out."
+_MANY = "it makes several images of one. Take one crop (RandomCrop, CenterCrop)."
+for _functional, _name, _reason in (
+    (F.perspective, "RandomPerspective", _CURVED),
+    (F.elastic, "ElasticTransform", _CURVED),
+    (F.five_crop, "FiveCrop", _MANY),
+    (F.ten_crop, "TenCrop", _MANY),
+):
+    F.register_kernel(_functional, GeometryRecord)(_refusing(_name, _reason))
+if hasattr(F, "clamp_keypoints"):
+    F.register_kernel(F.clamp_keypoints, GeometryRecord)(lambda record, *_, **__: record)
+
+_HIDDEN = f"it does not say how it moves the image. {_EXAMPLE} does the same and does."
+_REFUSED: dict[type, str] = {
+    v2.RandAugment: _HIDDEN,
+    v2.AutoAugment: _HIDDEN,
+    v2.TrivialAugmentWide: _HIDDEN,
+    v2.AugMix: _HIDDEN,
+    v2.RandomPerspective: _CURVED,
+    v2.ElasticTransform: _CURVED,
+    v2.FiveCrop: _MANY,
+    v2.TenCrop: _MANY,
+}
+
+
+def _steps(transform: Any) -> Iterator[Any]:
+    """The single transforms of a pipeline, out of Compose, RandomApply, Sequential and the like."""
+    inner = (
+        transform if isinstance(transform, (nn.Sequential, nn.ModuleList)) else getattr(transform, "transforms", None)
+    )
+    if inner is None:
+        yield transform
+    else:
+        for part in inner:
+            yield from _steps(part)
+
+
+def _check_pipeline(transform: Any) -> None:
+    """Refuse what is known to lose the geometry, before the first image."""
+    for step in _steps(transform):
+        for refused, reason in _REFUSED.items():
+            if isinstance(step, refused):
+                raise PipelineError(f"{type(step).__name__} cannot be followed: {reason}")
+        if type(step).__module__ in ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment"):
+            name = type(step).__name__
+            raise PipelineError(
+                f"{name} of torchvision.transforms takes images alone, so its geometry cannot be followed. Use "
+                f"torchvision.transforms.v2.{name}."
+            )
+
+
+def _size(image: Any) -> tuple[int, int]:
+    """(height, width) of an image of any kind."""
+    if isinstance(image, Image.Image):
+        return image.height, image.width
+    if isinstance(image, Tensor) and image.dim() >= 2:
+        return image.shape[-2], image.shape[-1]
+    if isinstance(image, np.ndarray) and image.ndim in (2, 3):
+        return image.shape[0], image.shape[1]
+    raise PipelineError(
+        f"an image is a PIL image, a tensor [C, H, W] or an array [H, W, C], not {type(image).__name__}."
+    )
+
+
+def _follow(transform: Any, image: Any) -> tuple[Any, pl.Affine]:
+    """(the image after the pipeline, its placement)."""
+    height, width = _size(image)
+    record = GeometryRecord.of((width, 0, 0, 0, height, 0), (height, width))
+    if transform is None:
+        return image, record.placement()
+    try:
+        out = transform((image, record))
+        problem = _problem(out)
+    except PipelineError:
+        raise
+    except Exception as error:
+        try:
+            transform(image)
+        except Exception:  # not our fault
+            raise error from None
+        problem = f"it fails when a geometry record rides beside the image ({type(error).__name__}: {error})"
+    if problem:
+        raise PipelineError(
+            f"the pipeline cannot be followed at {_culprit(transform, image, record)}: {problem}. Use transforms of "
+            "torchvision.transforms.v2; v2.Lambda(function, Image) with the image's type is for functions of pixels "
+            "that do not move them."
+        )
+    return out[0], out[1].placement()
+
+
+def _problem(out: Any) -> str:
+    """What is wrong with (image, record) after a transform; empty: nothing."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        return "it does not return what it was given, an image and a record"
+    image, record = out
+    if not isinstance(record, GeometryRecord) or not hasattr(record, "affine"):
+        return "it replaces the record of the geometry"
+    if record.canvas_size != _size(image):
+        now = "x".join(map(str, reversed(_size(image))))
+        return (
+            f"it makes an image of {now} pixels where {'x'.join(map(str, reversed(record.canvas_size)))} are recorded"
+        )
+    return ""
+
+
+def _culprit(transform: Any, image: Any, record: GeometryRecord) -> str:
+    """The name of the first transform that goes wrong."""
+    sample: Any = (image, record)
+    steps = transform if isinstance(transform, nn.Sequential) else getattr(transform, "transforms", [transform])
+    for step in steps:
+        try:
+            sample = step(sample)
+            wrong = bool(_problem(sample))
+        except Exception:
+            wrong = True
+        if wrong:
+            return getattr(step, "__name__", type(step).__name__)
+    return type(transform).__name__  # it depends on chance
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample of `with_maps`; `collate` makes a `Batch` of many.
+
+    Attributes:
+        image: as the pipeline made it.
+        label: class number, -1 if there is none.
+        placement: float64 [2, 3], network input to source image, in fractions.
+        score_map: of the whole source image.
+        key: the image's name in the store.
+        index: its number in the dataset.
+        num_classes: of the annotator.
+    """
+
+    image: Any
+    label: int
+    placement: np.ndarray
+    score_map: ScoreMap
+    key: str
+    index: int
+    num_classes: int
+
+
+class WithMaps(Dataset[Sample]):
+    """A dataset whose samples carry score maps; see `with_maps`."""
+
+    def __init__(self, dataset: Any, maps: Maps, transform: Any, keys: Sequence[str]) -> None:
+        self.dataset, self.maps, self.transform, self.keys = dataset, maps, transform, keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> Sample:
+        item = self.dataset[index]
+        image, label, *_ = (*item, -1) if isinstance(item, (tuple, list)) else (item, -1)
+        key = self.keys[index]
+        score_map = self.maps[key]
+        image = _upright(image)
+        self._check_size(image, score_map, key)
+        image, placement = _follow(self.transform, image)
+        return Sample(image, _as_class(label, key), placement, score_map, key, index, self.maps.num_classes)
+
+    def _check_size(self, image: Any, score_map: ScoreMap, key: str) -> None:
+        (height, width), (map_width, map_height) = _size(image), score_map.size
+        if abs(width * map_height - height * map_width) > _ASPECT_TOLERANCE * width * map_height and map_height:
+            raise PipelineError(
+                f"{key}: this image has {width}x{height} pixels, but an image of {map_width}x{map_height} was "
+                f"annotated. Either {self.maps.path} is a store of other images, or the dataset crops its images (do "
+                "that in the transform of with_maps) or does not turn them upright (decode with "
+                "apply_exif_orientation=True)."
+            )
+
+
+def with_maps(
+    dataset: Any,
+    maps: Maps | str | os.PathLike[str],
+    transform: Callable[..., Any] | None = None,
+    keys: Sequence[str] | Callable[[int], str] | None = None,
+) -> WithMaps:
+    """Add score maps to a dataset of images; the geometry of its torchvision v2 pipeline is followed.
+
+    Args:
+        dataset: any map-style dataset of (image, label) or of images: PIL images, tensors [C, H, W] or arrays.
+        maps: the store of the images' score maps, or its folder.
+        transform: torchvision v2 transforms. None: the dataset's own `transform` is taken over (the dataset itself is
+            not changed).
+        keys: the images' names in the store, as a list or as a function of the sample's number. None: paths relative
+            to the dataset's root, for datasets with `samples` and `root` as ImageFolder has them.
+
+    Returns:
+        A dataset for `torch.utils.data.DataLoader` with `collate_fn=everytoken.collate`.
+
+    Example:
+        >>> pipeline = v2.Compose([v2.ToImage(), v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(),
+        ...                        v2.ToDtype(torch.float32, scale=True)])
+        >>> data = with_maps(ImageFolder("photos"), Maps("maps"), transform=pipeline)
+        >>> batch = next(iter(DataLoader(data, 64, collate_fn=collate)))
+        >>> batch.images.shape, batch.placement.shape, batch.maps.size
+        (torch.Size([64, 3, 224, 224]), torch.Size([64, 2, 3]), (18, 18))
+    """
+    if not isinstance(maps, Mapping):
+        maps = Maps(maps)
+    bare, inner = _without_transform(dataset)
+    if transform is not None and inner is not None:
+        raise PipelineError(
+            "the dataset has a transform of its own, so what it does to the images cannot be followed. Give its "
+            "transform to with_maps and make the dataset without one, or leave with_maps' transform out."
+        )
+    transform = transform if transform is not None else inner
+    _check_pipeline(transform)
+    if keys is None:
+        names = _derived_keys(bare, maps)
+    else:
+        names = [keys(i) for i in range(len(bare))] if callable(keys) else list(keys)
+    if len(names) != len(bare):
+        raise PipelineError(f"there are {len(names)} keys for {len(bare)} samples.")
+    missing = [name for name in names if name not in maps]
+    if missing:
+        example = f" Its keys look like {maps.key(0)!r}." if len(maps) else ""
+        raise PipelineError(
+            f"{maps.path} has no map of {len(missing):,} of the {len(names):,} images, such as {missing[0]!r}."
+            f"{example} Is it a store of other images? Annotate these (`everytoken annotate`), name the images as the "
+            "store does (keys=), or leave them out (torch.utils.data.Subset)."
+        )
+    return WithMaps(bare, maps, transform, names)
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Samples of `with_maps` as one `Batch`: images [B, C, H, W] as the pipeline made them, labels, placements, maps.
+
+    For `DataLoader(collate_fn=everytoken.collate)`; on a GPU, `batch.plan(grid).to(device)` samples without waiting.
+    """
+    images = [s.image if isinstance(s.image, Tensor) else F.pil_to_tensor(s.image) for s in samples]
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise PipelineError(
+            f"the images of a batch have different shapes, such as {sorted(shapes)[:2]}. End the geometry of the "
+            "pipeline with a fixed size: v2.RandomResizedCrop(224), or v2.Resize(256) and v2.CenterCrop(224)."
+        )
+    return Batch(
+        images=default_collate([torch.Tensor.as_subclass(image, Tensor) for image in images]),
+        labels=torch.tensor([s.label for s in samples]),
+        placement=torch.from_numpy(np.stack([s.placement for s in samples]).astype(np.float32)),
+        maps=collate_maps([s.score_map for s in samples], samples[0].num_classes),
+        keys=tuple(s.key for s in samples),
+        indices=torch.tensor([s.index for s in samples]),
+    )
+
+
+def _upright(image: Any) -> Any:
+    """A PIL image turned as its EXIF orientation says; score maps are those of upright images."""
+    if isinstance(image, Image.Image) and image.info.get("exif") and image.getexif().get(_ORIENTATION, 1) != 1:
+        return ImageOps.exif_transpose(image)
+    return image
+
+
+def _as_class(label: Any, key: str) -> int:
+    try:
+        return int(label)
+    except (TypeError, ValueError):
+        raise PipelineError(f"{key}: a label is a class number, not {type(label).__name__}.") from None
+
+
+def _without_transform(dataset: Any) -> tuple[Any, Any]:
+    """(the dataset without its own transform, that transform or None); the given one is not changed."""
+    if isinstance(dataset, Subset):
+        inner, transform = _without_transform(dataset.dataset)
+        return Subset(inner, dataset.indices), transform
+    transform = getattr(dataset, "transform", None)
+    if transform is None:
+        if getattr(dataset, "transforms", None) is not None and getattr(dataset, "target_transform", None) is None:
+            raise PipelineError(
+                "the dataset has `transforms` of image and target together, which cannot be taken over. Make it "
+                "without and give with_maps a `transform` of the image."
+            )
+        return dataset, None
+    bare = copy.copy(dataset)
+    bare.transform = None
+    if getattr(bare, "transforms", None) is not None:  # torchvision's VisionDataset applies either
+        bare.transforms = copy.copy(bare.transforms)
+        bare.transforms.transform = None
+    return bare, transform
+
+
+def _derived_keys(dataset: Any, maps: Maps) -> list[str]:
+    """Paths relative to the dataset's root, or to a folder above it: whichever the store has."""
+    if isinstance(dataset, Subset):
+        names = _derived_keys(dataset.dataset, maps)
+        return [names[int(i)] for i in dataset.indices]
+    samples, root = getattr(dataset, "samples", None), getattr(dataset, "root", None)
+    if samples is None or root is None:
+        raise PipelineError(
+            f"{type(dataset).__name__} does not tell the names of its images (`samples` and `root`): name them as the "
+            "store does, with keys=[...] or keys=lambda index: ..."
+        )
+    root = Path(root)
+    start = os.path.join(root, "")
+    paths = [path.removeprefix(start) for path, *_ in samples]
+    names = [path.replace(os.sep, "/") for path in paths]
+    above = root.resolve().parts[1:]
+    for depth in range(min(3, len(above) + 1)):
+        prefix = "".join(f"{part}/" for part in above[len(above) - depth :])
+        if names and prefix + names[0] in maps:
+            return [prefix + name for name in names]
+    return names
