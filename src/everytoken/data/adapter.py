@@ -24,10 +24,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
@@ -36,7 +37,11 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from everytoken.data import placement as pl
-from everytoken.data.batch import Batch
+from everytoken.data import randaugment
+from everytoken.data.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentOptions, EvalTransform, TrainTransform
+from everytoken.data.batch import Batch, Prefetcher
+from everytoken.data.datasets import DataSet, open_dataset
+from everytoken.data.loader import Loader
 from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps
 from everytoken.maps import Maps, ScoreMap
@@ -502,3 +507,147 @@ def _derived_keys(dataset: Any, maps: Maps) -> list[str]:
         if names and prefix + names[0] in maps:
             return [prefix + name for name in names]
     return names
+
+
+class RandAugment(v2.Transform):
+    """timm's RandAugment as a torchvision v2 transform whose geometry can be followed.
+
+    Torchvision's own does not say how it moves the image. Steps are drawn from torch's generator.
+
+    Args:
+        policy: in timm's notation; see `everytoken.data.randaugment`.
+        fill: colour of what comes from outside the image.
+
+    Example:
+        >>> v2.Compose([v2.RandomResizedCrop(224), RandAugment("rand-m9-mstd0.5-inc1"), v2.ToImage()])
+    """
+
+    def __init__(self, policy: str = "rand-m9-mstd0.5-inc1", fill: float | Sequence[float] = 128) -> None:
+        super().__init__()
+        self.policy, self.fill = policy, fill
+        self.parsed = randaugment.parse(policy)
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Draw the steps for one sample."""
+        rng = np.random.default_rng(int(torch.randint(2**62, ())))
+        return {"steps": self.parsed.draw(rng)}
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """Do them: moves to everything, colours to images."""
+        for step in params["steps"]:
+            if step[0] in randaugment.GEOMETRIC:
+                inpt = self._move(inpt, *step)
+            elif isinstance(inpt, Image.Image):
+                inpt = randaugment.recolour(inpt, step)
+            elif not isinstance(inpt, tv_tensors.TVTensor) or isinstance(inpt, tv_tensors.Image):
+                if inpt.dtype != torch.uint8:
+                    raise PipelineError("RandAugment changes colours of bytes: put it before v2.ToDtype.")
+                pixels = F.pil_to_tensor(randaugment.recolour(F.to_pil_image(inpt), step))
+                inpt = tv_tensors.wrap(pixels, like=inpt) if isinstance(inpt, tv_tensors.Image) else pixels
+        return inpt
+
+    def _move(self, inpt: Any, name: str, arguments: tuple[float, ...]) -> Any:
+        (value,) = arguments
+        height, width = F.get_size(inpt)
+        how = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": self.fill}
+        if name == "Rotate":
+            return F.rotate(inpt, value, **how)
+        slope = math.degrees(math.atan(value))
+        shear = [slope if name == "ShearX" else 0.0, slope if name == "ShearY" else 0.0]
+        shift = [-value * width if name == "TranslateXRel" else 0, -value * height if name == "TranslateYRel" else 0]
+        return F.affine(inpt, 0.0, shift, 1.0, shear, center=[0.0, 0.0], **how)
+
+
+class DeviceLoader(Prefetcher):
+    """A `Loader` whose batches are on the device and normalised; each iteration is the next epoch."""
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+def create_loader(
+    dataset: DataSet | str | os.PathLike[str],
+    input_size: int | Sequence[int],
+    batch_size: int,
+    is_training: bool = False,
+    *,
+    maps: Maps | str | os.PathLike[str] | None = None,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    hflip: float = 0.5,
+    vflip: float = 0.0,
+    color_jitter: float = 0.4,
+    auto_augment: str | None = None,
+    re_prob: float = 0.0,
+    re_mode: Literal["const", "rand", "pixel"] = "const",
+    re_count: int = 1,
+    num_aug_repeats: int = 0,
+    train_interpolation: Literal["random", "bilinear", "bicubic"] = "random",
+    interpolation: str = "bicubic",
+    crop_pct: float = 0.875,
+    crop_mode: str = "center",
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    num_workers: int = 1,
+    distributed: bool = False,
+    pin_memory: bool = False,
+    img_dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> DeviceLoader:
+    """`timm.data.create_loader` with score maps: the same names, our augmentation, which follows its own geometry.
+
+    Args:
+        dataset: a folder, an archive or a name as `open_dataset` reads them (its training part in training, else its
+            validation part), or what it returned.
+        maps: the store of the images' score maps, or its folder; in training only.
+        seed: of order and augmentation.
+        The others are timm's.
+
+    Returns:
+        An iterable of normalised `Batch`es on the device.
+
+    Example:
+        >>> loader = create_loader("photos", 224, 64, is_training=True, maps="maps", auto_augment="rand-m9-inc1")
+        >>> for batch in loader: loss = token_labeling(model(batch.images), batch)["loss"]
+    """
+    if not isinstance(dataset, DataSet):
+        dataset = open_dataset(dataset, "train" if is_training else "val")
+    size = (input_size,) if isinstance(input_size, int) else tuple(input_size)[-2:]
+    img_size = (size[0], size[-1])
+    transform: TrainTransform | EvalTransform
+    if is_training:
+        options = AugmentOptions(
+            scale=scale,
+            ratio=ratio,
+            hflip=hflip,
+            vflip=vflip,
+            aa=auto_augment or "",
+            color_jitter=color_jitter,
+            reprob=re_prob,
+            remode=re_mode,
+            recount=re_count,
+            train_interpolation=train_interpolation,
+        )
+        transform = TrainTransform(img_size, options, mean=mean, std=std)
+    else:
+        transform = EvalTransform(img_size, crop_pct, crop_mode, interpolation, tuple(mean), tuple(std))
+    if maps is not None and not isinstance(maps, Mapping):
+        maps = Maps(maps)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    loader = Loader(
+        dataset,
+        transform,
+        batch_size,
+        train=is_training,
+        seed=seed,
+        workers=num_workers,
+        rank=rank,
+        world=world,
+        maps=maps if is_training else None,
+        repeats=max(1, num_aug_repeats),
+        pin_memory=pin_memory,
+    )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return DeviceLoader(loader, device, mean, std, img_dtype)
