@@ -4,8 +4,9 @@
 
 Both sides decode and transform the same images one after the other in this process, interleaved, with the same random
 numbers, and collate them in batches of 32; CPU seconds, the smallest of the repeats for each image and each batch.
-Without `--images`, JPEGs of 500 x 375 pixels and about 110 KB are generated, as ImageNet's are on average. The maps have 18 x 18 cells of five classes. "typical" is crop, flip, colour jitter and
-normalisation on PIL images; "short" is the least that anybody does, on which the overhead weighs most.
+Without `--images`, JPEGs of 500 x 375 pixels and about 110 KB are generated, as ImageNet's are on average. Maps have
+18 x 18 cells of five classes. "typical" is crop, flip, colour jitter and normalisation on PIL images; "short" is the
+least that anybody does, on which the overhead weighs most.
 Exit code 1 when the typical pipeline's overhead is 3 % or more.
 """
 
