@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import everytoken  # noqa: F401  (registers the models)
 from everytoken.models import TokenModel
 from everytoken.models.lvvit import ConvStem, LVViT, TokenGroupNorm
+from everytoken.models.weights import load_weights
 
 TINY = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
 
@@ -149,6 +150,16 @@ def test_the_token_head_is_trained_only_by_a_token_model():
     view.token_logits.sum().backward()
     assert model.aux_head.weight.grad is not None
     assert tiny(token_classes=7).aux_head.weight.requires_grad  # whoever asks for one wants to train it
+
+
+def test_released_weights_fill_both_heads_and_the_token_head_answers():
+    released = tiny()
+    state = {"state_dict": {f"module.{key}": value for key, value in released.state_dict().items()}}
+    model = tiny(img_size=96)
+    report = load_weights(model, state)
+    assert not report.missing + report.left_out + report.unknown
+    view = TokenModel(model, 5).eval()(torch.randn(1, 3, 96, 96))
+    assert torch.equal(view.token_logits, released.aux_head(view.grid))
 
 
 def test_the_token_vote_adds_the_strongest_token_of_each_class_in_evaluation():
