@@ -1,6 +1,8 @@
 """What mixers that look at images are shown, and training with every mixer."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
@@ -9,7 +11,7 @@ import torch
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing import MIXERS, build_mixer
+from everytoken.mixing import MIXERS, CutMix, build_mixer
 from everytoken.mixing.guided import guide_for, importance, importance_by_gradient
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives
@@ -93,3 +95,28 @@ def test_puzzle_mix_without_labels_is_refused():
     step = TokenStep(model, build_objectives({"hard": {}}, model), build_mixer({"puzzlemix": {}})).train()
     with pytest.raises(EverytokenError, match="no labels"):
         step(replace(Batch(batch().images), key=StepKey(0, 0)))
+
+
+def test_the_snippet_of_the_page_runs():
+    page = Path(__file__).parents[2] / "docs" / "mixing.md"
+    code = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S).group(1)
+    images = torch.rand(4, 3, 32, 32)
+    names = {"model": vit(), "images": images, "labels": torch.arange(4)}
+    exec(code.replace("grid=(14, 14)", "grid=(4, 4)"), names)
+    assert names["mixed"].shape == images.shape
+    assert names["mix"].level == "tokens"
+    assert names["images"] is images
+
+
+def test_a_mixer_repeats_with_its_key_and_leaves_images_alone_that_it_does_not_mix():
+    images = torch.rand(4, 3, 32, 32)
+    (first, _), (again, _), (other, _) = (CutMix()(images, StepKey(1, step)) for step in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    same, mix = CutMix(prob=0)(images)
+    assert torch.equal(same, images)
+    assert mix.ratio.tolist() == [1, 1, 1, 1]
+    torch.manual_seed(0)
+    seeded = CutMix()(images)[0]
+    torch.manual_seed(0)
+    assert torch.equal(CutMix()(images)[0], seeded)
