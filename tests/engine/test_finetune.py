@@ -61,7 +61,7 @@ def options(photos, source, store="", **more):
         model="vit_tiny_patch16_224", img_size=32, model_kwargs=dict(VIT), initial_checkpoint=str(source), **more
     )
     return TrainOptions(
-        data=str(photos), labels=str(store), model=model, objectives={"token": {}} if store else {"hard": {}}
+        data=str(photos), maps=str(store), model=model, objectives={"token_labeling": {}} if store else {"hard": {}}
     )
 
 

@@ -49,7 +49,7 @@ def terms(folder):
 
 @pytest.mark.parametrize("mixing", ["mixtoken", "cutmix", "mixup"])
 def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, capsys, mixing):
-    words = ["--labels", str(own), "--set", "objectives.token_labeling={weight: 0.5}", "--set", f"mixing.{mixing}={{}}"]
+    words = ["--maps", str(own), "--set", "objectives.token_labeling={weight: 0.5}", "--set", f"mixing.{mixing}={{}}"]
     assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
     assert {"token_labeling/class", "token_labeling/token"} <= terms(tmp_path)
     assert ("saw no gain" in capsys.readouterr().out) == (mixing == "mixup")
@@ -72,9 +72,9 @@ def test_erased_tokens_are_left_out_when_that_is_asked_for(photos, own, tmp_path
 
 @pytest.mark.parametrize("target", ["", "class_target: both, rho: 0.5"])  # as recipes say for maps of the own classes
 def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos, foreign, tmp_path, capsys, target):
-    words = ["--labels", str(foreign), "--set", f"objectives.token={{{target}}}", "--output", str(tmp_path)]
+    words = ["--maps", str(foreign), "--set", f"objectives.token={{{target}}}", "--output", str(tmp_path)]
     assert main(["train", str(photos), *TINY, *words]) == 0
-    assert "classes of their own" in capsys.readouterr().out
+    assert "the maps have 9 classes" in capsys.readouterr().out
     description = open_model(tmp_path).info
     assert len(description.token_class_names) == 9
     assert description.class_names == ("class-0", "class-1", "class-2")
@@ -82,29 +82,29 @@ def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos
 
 def test_relabel_needs_matching_classes_and_says_so(photos, own, foreign, tmp_path, capsys):
     words = ["--set", "objectives.relabel={}", "--output", str(tmp_path / "r")]
-    assert main(["train", str(photos), *TINY, "--labels", str(own), *words]) == 0
-    assert main(["train", str(photos), *TINY, "--labels", str(foreign), *words, "--output", str(tmp_path / "s")]) == 2
+    assert main(["train", str(photos), *TINY, "--maps", str(own), *words]) == 0
+    assert main(["train", str(photos), *TINY, "--maps", str(foreign), *words, "--output", str(tmp_path / "s")]) == 2
     assert "9 classes" in capsys.readouterr().err
 
 
 def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
     assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "teacher")]) == 0
     teacher = ["--teacher", "vit_tiny_patch16_224", "--teacher-checkpoint", str(tmp_path / "teacher")]
-    for name in ("online-token", "distill"):
+    for name in ("online_token", "distillation"):
         words = [*teacher, "--set", f"objectives.{name}={{}}", "--output", str(tmp_path / name)]
         assert main(["train", str(photos), *TINY, *words]) == 0
         assert any(key.startswith(name) for key in terms(tmp_path / name))
 
 
 def test_a_store_that_is_not_used_is_mentioned(photos, own, tmp_path, capsys):
-    assert main(["train", str(photos), *TINY, "--labels", str(own), "--output", str(tmp_path)]) == 0
+    assert main(["train", str(photos), *TINY, "--maps", str(own), "--output", str(tmp_path)]) == 0
     assert "not used by any objective" in capsys.readouterr().out
 
 
 def test_the_network_that_fit_has_kept_can_teach(photos, own, tmp_path, capsys):
     fit = ["--annotator", "fit", "--fit-epochs", "1", "--workers", "0", "--device", "cpu"]
     assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
-    words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online-token={}"]
+    words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online_token={}"]
     assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "run")]) == 0
     assert "online_token/token" in terms(tmp_path / "run")
     words[1] = f"fit:{own}"

@@ -1,4 +1,4 @@
-"""From options to the parts of a classification run: data, store, model, objectives, mixing, teacher."""
+"""From options to the setup of a classification run: data, store, model, objectives, mixing, teacher."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Parts:
+class ClassifierSetup:
     """What a classification run is made of."""
 
     train_set: DataSet
@@ -54,7 +54,7 @@ class Parts:
     notes: list[str]
 
 
-def build(options: TrainOptions, world: World) -> Parts:
+def build(options: TrainOptions, world: World) -> ClassifierSetup:
     """Everything but the loop. Contradictions are found before any image is read."""
     notes = check_options(options)
     store = Maps(options.maps) if options.maps else None
@@ -88,10 +88,8 @@ def build(options: TrainOptions, world: World) -> Parts:
     config = resolve_data_config({}, model=backbone)
     train_view, eval_view = build_views(options, config)
     teacher = build_teacher(options, config, num_classes, class_names)
-    step = TokenStep(
-        model, objectives, build_mixer(options.mixing), teacher,
-        compile=options.model.torchcompile,
-    ).to(world.device)  # fmt: skip
+    mixer, compiled = build_mixer(options.mixing), options.model.torchcompile
+    step = TokenStep(model, objectives, mixer, teacher, compile=compiled).to(world.device)
     size = options.model.img_size
     step.grid = grid = probe(model, (size, size))
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
@@ -111,7 +109,7 @@ def build(options: TrainOptions, world: World) -> Parts:
         crop_pct=eval_view.crop_pct,
         interpolation=eval_view.interpolation,
     )
-    return Parts(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
+    return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
 
 
 def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
@@ -164,16 +162,16 @@ def _resolve_class_targets(
         return settings, notes
     if "relabel" in settings and "class_map" not in settings["relabel"]:
         raise ContradictionError(
-            f"ReLabel teaches the class token what the score maps say, and these speak {store.manifest.num_classes} "
-            f"classes of their own, not the {train_set.num_classes} of {options.data}. Use `token_labeling`, which "
-            "lets every token learn the maps' classes, or say which classes correspond with class_map."
+            f"ReLabel teaches the class token what the score maps say, and the maps have {store.manifest.num_classes} "
+            f"classes, not the {train_set.num_classes} of {options.data}. Use `token_labeling`, which lets every token "
+            "learn the maps' classes, or say which classes correspond with class_map."
         )
     if "token_labeling" in settings and "class_map" not in settings["token_labeling"]:
         # whatever the recipe says: the maps cannot label whole images
         settings["token_labeling"]["class_target"] = "truth"
         notes.append(
-            f"the score maps speak {store.manifest.num_classes} classes of their own (such as "
-            f"{store.manifest.class_name(0)!r}), the data has {train_set.num_classes} (such as "
+            f"the maps have {store.manifest.num_classes} classes (such as {store.manifest.class_name(0)!r}), the data has "
+            f"{train_set.num_classes} (such as "
             f"{train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
         )
     return settings, notes
@@ -187,7 +185,7 @@ def _names(store: Maps) -> tuple[str, ...]:
 def _start_heads(
     model: TokenModel, options: TrainOptions, class_names: tuple[str, ...], token_names: tuple[str, ...]
 ) -> list[str]:
-    """Heads of the initial weights go on where they learnt the same classes, and start anew where they did not."""
+    """Heads of the initial weights are kept where they learnt the same classes, and start anew where they did not."""
     if not options.model.initial_checkpoint:
         return []
     path, notes = find_weights(options.model.initial_checkpoint), []
@@ -258,10 +256,10 @@ def build_teacher(
             )
         return FrozenTeacher(TokenModel(network), student, (view.mean, view.std))
     loaded = open_model(path, architecture=name) if path else open_model(f"timm:{name}")
-    known = loaded.model.backbone.num_classes
-    if known != num_classes:
+    teacher_classes = loaded.model.backbone.num_classes
+    if teacher_classes != num_classes:
         raise EverytokenError(
-            f"the teacher {name} knows {known} classes and the student {num_classes}; give one that was trained on "
+            f"the teacher {name} knows {teacher_classes} classes and the student {num_classes}; give one that was trained on "
             "these classes (teacher_checkpoint)"
         )
     about = loaded.info
@@ -272,6 +270,6 @@ def build_teacher(
         )
     model = loaded.model
     if about.token_class_names != about.class_names or not about.class_names:
-        # its token head speaks of other classes, or is not known to be one
+        # its token head has other classes, or is not known to be trained
         model = with_own_head(model.backbone, about if about.class_names else None)
     return FrozenTeacher(model, student, (about.mean, about.std))

@@ -21,7 +21,7 @@ from everytoken.engine.task import Task
 from everytoken.evaluation.accuracy import Predictions
 from everytoken.files import plain_json
 from everytoken.objectives import ALIASES, required_by
-from everytoken.tasks.build import Parts, build
+from everytoken.tasks.build import ClassifierSetup, build
 
 
 class Classification(Task):
@@ -30,35 +30,35 @@ class Classification(Task):
     score_name = "top-1"
     options: TrainOptions
 
-    def __init__(self, parts: Parts, options: TrainOptions, world: World, folder: RunFolder) -> None:
-        super().__init__(parts.step, options, world, folder)
-        self.parts = parts
+    def __init__(self, setup: ClassifierSetup, options: TrainOptions, world: World, folder: RunFolder) -> None:
+        super().__init__(setup.step, options, world, folder)
+        self.setup = setup
         data = options.dataset
         self.train_loader = self.loader(
-            parts.train_set,
-            parts.train_view,
+            setup.train_set,
+            setup.train_view,
             data.batch_size,
             train=True,
-            maps=parts.store,
+            maps=setup.store,
             repeats=data.repeat_augment,
-            erased=any("erased" in required_by(objective) for objective in parts.step.objectives.values()),
+            erased=any("erased" in required_by(objective) for objective in setup.step.objectives.values()),
         )
         size = data.val_batch_size or data.batch_size
-        self.val_loader = self.loader(parts.val_set, parts.eval_view, size, train=False)
+        self.val_loader = self.loader(setup.val_set, setup.eval_view, size, train=False)
         self.batches_per_epoch = len(self.train_loader)
         self.latest: Predictions | None = None  # of the last validation
 
     @property
     def backbone(self) -> nn.Module:
         """The timm model."""
-        return self.parts.step.model.backbone
+        return self.setup.step.model.backbone
 
     def train_batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Batches on the device. Where maps are sampled is planned while placements are still on the host."""
-        yield from self._on_device(batch.plan(self.parts.grid) for batch in self.train_loader.epoch(epoch, start))
+        yield from self._on_device(batch.plan(self.setup.grid) for batch in self.train_loader.epoch(epoch, start))
 
     def _on_device(self, batches: Iterator[Batch]) -> Prefetcher:
-        view, last = self.parts.eval_view, self.options.model.channels_last
+        view, last = self.setup.eval_view, self.options.model.channels_last
         return Prefetcher(batches, self.world.device, view.mean, view.std, channels_last=last)
 
     def validate(self, module: nn.Module) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Classification(Task):
 
     def _predictions(self, module: nn.Module) -> Predictions:
         predictions = []
-        for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.parts.val_set), self.world):
+        for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.setup.val_set), self.world):
             logits = module(Batch(batch.images))["output"]
             assert batch.indices is not None
             assert batch.labels is not None
@@ -92,29 +92,29 @@ class Classification(Task):
 
     def metadata(self) -> dict[str, str]:
         """The description that `open_model` reads."""
-        return self.parts.description.to_metadata()
+        return self.setup.description.to_metadata()
 
     def describe(self) -> str:
         """Data, model, objectives."""
-        parts = self.parts
+        setup = self.setup
         return (
-            f"{len(parts.train_set):,} training and {len(parts.val_set):,} validation images, "
-            f"{parts.train_set.num_classes} classes; {self.options.model.model}, token grid "
-            f"{parts.grid[0]}x{parts.grid[1]}; {', '.join(parts.step.objectives)}"
+            f"{len(setup.train_set):,} training and {len(setup.val_set):,} validation images, "
+            f"{setup.train_set.num_classes} classes; {self.options.model.model}, token grid "
+            f"{setup.grid[0]}x{setup.grid[1]}; {', '.join(setup.step.objectives)}"
         )
 
     def facts(self) -> dict[str, str]:
         """Data, model, objectives as rows of a table."""
-        options, parts = self.options, self.parts
-        images = f"{len(parts.train_set):,} training, {len(parts.val_set):,} validation"
+        options, setup = self.options, self.setup
+        images = f"{len(setup.train_set):,} training, {len(setup.val_set):,} validation"
         return {
             "model": options.model.model,
-            "token grid": f"{parts.grid[0]} x {parts.grid[1]} at {options.model.img_size} px",
-            "images": f"{images}, {parts.train_set.num_classes} classes",
-            "score maps": f"{options.maps} ({parts.store.manifest.num_classes} classes)" if parts.store else "none",
+            "token grid": f"{setup.grid[0]} x {setup.grid[1]} at {options.model.img_size} px",
+            "images": f"{images}, {setup.train_set.num_classes} classes",
+            "score maps": f"{options.maps} ({setup.store.manifest.num_classes} classes)" if setup.store else "none",
             "objectives": ", ".join(
                 f"{name} (weight {getattr(objective, 'weight', 1):g})"
-                for name, objective in parts.step.objectives.items()
+                for name, objective in setup.step.objectives.items()
             ),
             "mixing": ", ".join(options.mixing) or "none",
         }
@@ -124,7 +124,7 @@ class Classification(Task):
         if self.latest is None and self.world.size == 1:  # a run that was killed after its last checkpoint
             self.latest = self._predictions(module)
         if self.latest is not None:
-            self.folder.write("classes.json", plain_json(self.latest.per_class(self.parts.train_set.class_names)))
+            self.folder.write("classes.json", plain_json(self.latest.per_class(self.setup.train_set.class_names)))
             top1 = self.latest.accuracy
             self.folder.log(f"top-1 {top1.value:.2f} % (95 % interval {top1.low:.2f} to {top1.high:.2f})")
 
@@ -142,10 +142,10 @@ def train_with(options: TrainOptions) -> Run:
     """Train a classifier as the options say, or continue the run that their output folder holds."""
 
     def task(world: World, folder: RunFolder) -> Task:
-        parts = build(options, world)
-        for note in parts.notes:
+        setup = build(options, world)
+        for note in setup.notes:
             folder.log(f"note: {note}")
-        return Classification(parts, options, world, folder)
+        return Classification(setup, options, world, folder)
 
     return run(task, options, options.run.output or default_output(options))
 
