@@ -170,9 +170,8 @@ def _resolve_class_targets(
         # whatever the recipe says: the maps cannot label whole images
         settings["token_labeling"]["class_target"] = "truth"
         notes.append(
-            f"the maps have {store.manifest.num_classes} classes (such as {store.manifest.class_name(0)!r}), the data has "
-            f"{train_set.num_classes} (such as "
-            f"{train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
+            f"the maps have {store.manifest.num_classes} classes (such as {store.manifest.class_name(0)!r}), the data "
+            f"{train_set.num_classes} (such as {train_set.class_names[0]!r}): tokens learn the maps' classes, the class token the data's labels"
         )
     return settings, notes
 
@@ -259,8 +258,8 @@ def build_teacher(
     teacher_classes = loaded.model.backbone.num_classes
     if teacher_classes != num_classes:
         raise EverytokenError(
-            f"the teacher {name} knows {teacher_classes} classes and the student {num_classes}; give one that was trained on "
-            "these classes (teacher_checkpoint)"
+            f"the teacher {name} knows {teacher_classes} classes and the student {num_classes}; give one that was "
+            "trained on these classes (teacher_checkpoint)"
         )
     about = loaded.info
     if about.class_names and about.class_names != class_names:
