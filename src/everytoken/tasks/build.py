@@ -171,8 +171,8 @@ def _resolve_class_targets(
         settings["token_labeling"]["class_target"] = "truth"
         notes.append(
             f"the maps have {store.manifest.num_classes} classes (such as {store.manifest.class_name(0)!r}), the data "
-            f"{train_set.num_classes} (such as {train_set.class_names[0]!r}): tokens learn the maps' classes, the class "
-            "token the data's labels"
+            f"{train_set.num_classes} (such as {train_set.class_names[0]!r}): tokens learn the maps' classes, the "
+            "class token the data's labels"
         )
     return settings, notes
 
