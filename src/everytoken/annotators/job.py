@@ -35,7 +35,7 @@ from everytoken.annotators.fit import fit_annotator
 from everytoken.annotators.options import AnnotateOptions, FitOptions, pair
 from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
 from everytoken.classes import ClassPlan, plan_classes
-from everytoken.data.datasets import DataError, DataSet, hidden, open_dataset
+from everytoken.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
 from everytoken.engine.distributed import World, join_world
 from everytoken.engine.recipe import apply
 from everytoken.errors import EverytokenError
@@ -126,11 +126,7 @@ def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
         return open_dataset(data, options.split, labelled=False, val_split=options.val_split)
     try:
         return open_dataset(data, options.split, val_split=options.val_split, class_list=options.class_list)
-    except DataError as error:
-        try:
-            open_dataset(data, options.split, labelled=False, val_split=options.val_split)
-        except DataError:
-            raise error from None
+    except NoClassFoldersError as error:
         raise DataError(f"{error} If its images have no labels, say so: unlabelled.") from error
 
 
