@@ -16,6 +16,7 @@ from everytoken.errors import EverytokenError
 
 if TYPE_CHECKING:
     from everytoken.annotators import annotate
+    from everytoken.data.adapter import collate, with_maps
     from everytoken.data.batch import Batch
     from everytoken.evaluation import evaluate, load, predict
     from everytoken.explanation import explain
@@ -44,6 +45,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "everytoken.annotators": ["annotate"],
+        "everytoken.data.adapter": ["collate", "with_maps"],
         "everytoken.data.batch": ["Batch"],
         "everytoken.evaluation": ["evaluate", "load", "predict"],
         "everytoken.explanation": ["explain"],
@@ -90,10 +92,12 @@ __all__ = [
     "__version__",
     "aligned",
     "annotate",
+    "collate",
     "evaluate",
     "explain",
     "load",
     "predict",
     "report",
     "train",
+    "with_maps",
 ]
