@@ -61,7 +61,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     train_set, val_set, more = open_splits(options)
     notes += more
     if store is not None:
-        notes += check_held_out(store, val_set)
+        notes += check_held_out(store, train_set, val_set)
     num_classes = options.dataset.num_classes or train_set.num_classes
     if num_classes < 2:
         only = ", ".join(train_set.class_names)
@@ -127,7 +127,7 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     return train_set, val_set, notes
 
 
-def check_held_out(store: Maps, val_set: DataSet) -> list[str]:
+def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[str]:
     """What to say if the maps' annotator may have learnt from images that this run validates on.
 
     Only the annotator `fit` learns from the dataset; its store records the share of images, by the hash that divides
@@ -137,7 +137,8 @@ def check_held_out(store: Maps, val_set: DataSet) -> list[str]:
     fit = annotator.get("fit")
     if annotator.get("name") != "fit" or not isinstance(fit, dict):
         return []
-    annotated = [key for key in val_set.keys() if key in store]  # noqa: SIM118
+    trained = set(train_set.keys())  # where train/ and val/ are folders, their images may have the same names
+    annotated = [key for key in val_set.keys() if key in store and key not in trained]  # noqa: SIM118
     held_out = fit.get("held_out")
     share = max((uniform(0, "val-split", key) for key in annotated), default=0.0)
     # a class of few images may hold out one beyond the share, see `split_off`
