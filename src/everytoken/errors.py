@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 class EverytokenError(Exception):
-    """Something the user can mend; the message says how."""
+    """An error that the user can fix; the message says how."""
 
 
 class DataError(EverytokenError):

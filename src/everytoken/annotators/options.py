@@ -18,7 +18,7 @@ class FitOptions:
     """The annotator `fit`, which is trained on the dataset."""
 
     folds: int = 1
-    """Train so many networks, so that each image is annotated by one that did not train on it. 5 is usual."""
+    """Number of networks to train, so that each image is annotated by one that was not trained on it; 5 is usual."""
     fit_model: str = ""
     """A timm name, or registry:efficientnet_lite0. Default: a small CNN."""
     fit_pretrained: bool = False
@@ -46,11 +46,11 @@ class AnnotateOptions:
     resize: Literal["squash", "letterbox"] = "squash"
     """squash: stretch the whole image. letterbox: keep its aspect and pad."""
     top_k: int = 0
-    """Classes to keep per cell. 0: five, but all where there are no more than 20."""
+    """Classes to keep per cell; 0: five, or all of them if there are at most 20 classes."""
     class_map: str = ""
-    """csv, json or yaml file: class of the dataset -> the annotator's. `order`: trust that the orders are equal."""
+    """csv, json or yaml file: class of the dataset -> the annotator's class; `order`: both have the same order."""
     foreign_classes: bool = False
-    """Keep the annotator's own classes, whatever the folders are called."""
+    """Keep the annotator's own classes instead of matching them to the folder names."""
     unlabelled: bool = False
     """The folders are not classes (or there are none); the store gets the annotator's classes."""
     split: str = "train"
@@ -61,7 +61,7 @@ class AnnotateOptions:
     class_list: Path | None = None
     """Text file with the dataset's class names in the order of their numbers. Default: sorted folder names."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 32
-    """Images per step, within a shard. Changing it changes scores in the last bit."""
+    """Images per step, within a shard. Changing it may change scores in the last bit."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Processes that decode images; 0 decodes in the main process."""
     device: str = ""

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Annotate(AnnotateOptions):
-    """Let an annotator look at every image and keep what it says about every cell in a store.
+    """Run an annotator on every image and store its class scores for every cell.
 
-    Kill it and run the same command again: it continues where it stopped.
+    An interrupted job resumes when the same command is run again.
 
     Examples:
         everytoken annotate photos --out maps --annotator fit
@@ -39,7 +39,7 @@ class Annotate(AnnotateOptions):
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Folder of class folders (with or without train/ and val/), zip, tar, WebDataset, torchvision:NAME, hf:NAME."""
     out: Path
-    """Folder of the store, new or begun."""
+    """Folder of the store: a new one, or an unfinished one to resume."""
     annotator: str
     """timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN or python:module:function."""
 

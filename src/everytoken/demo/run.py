@@ -2,7 +2,7 @@
 
 Find images and show some, fit an annotator, annotate, train the plain model and the every-token model with the same
 budget and seeds, evaluate, write a page, and say honestly what was gained. Every part can be rerun alone by the command
-that is printed; interrupted, the demo goes on where it stopped.
+that is printed; an interrupted demo resumes where it stopped.
 
 Both models have the same architecture, learning rate, augmentation, number of updates and seeds. What the every-token
 model has more is what an annotator says about each token, and that annotator was trained on the same images.
@@ -142,7 +142,7 @@ def _prepare(out: Path, scale: Scale) -> Path:
 
 
 def budget(scale: Scale, count: int) -> Scale:
-    """The scale with so many passes over `count` training images that they take the time that the scale stands for."""
+    """The scale with its number of passes over `count` training images set to fit its time budget."""
     times = scale.train / max(1, count)
     epochs, fit = (max(1, min(40, round(times * e))) for e in (scale.epochs, scale.fit_epochs))
     return replace(scale, epochs=epochs, fit_epochs=fit) if count < 0.9 * scale.train or count > scale.train else scale
@@ -176,7 +176,7 @@ def _do(run: Run, words: list[str]) -> None:
     print(f"\n$ everytoken {shlex.join(words)}", flush=True)
     code = run(words)
     if code:
-        raise EverytokenError(f"the demo stops here (exit code {code}); the same command goes on from this point")
+        raise EverytokenError(f"the demo stops here (exit code {code}); the same command resumes from this point")
 
 
 def _score(place: Path) -> float:

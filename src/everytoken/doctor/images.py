@@ -154,7 +154,7 @@ def _classes(data: DataSet, part_name: str) -> list[Finding]:
     smallest = max(1, int(counts.min()))
     if counts.max() / smallest > IMBALANCE:
         what = f"the largest class has {counts.max() / smallest:.0f} times as many images as the smallest"
-        todo = "Accuracy will speak for the large classes; look at the table of classes of `everytoken eval`."
+        todo = "Accuracy will be dominated by the large classes; look at the table of classes of `everytoken eval`."
         findings.append(Finding("warning", "imbalance", what, data.name, todo, (named[-1], named[0])))
     return findings
 

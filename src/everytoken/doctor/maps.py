@@ -30,7 +30,7 @@ def examine_maps(path: Path, tell: Callable[[int, int], None]) -> tuple[Maps | N
         findings.append(Finding("error", "maps-damaged", what, where, todo, some(damaged), len(damaged)))
     if not verdict.complete:
         what = f"the store is not finished: {verdict.maps:,} of {verdict.images:,} images have a map"
-        findings.append(Finding("error", "maps-unfinished", what, where, f"{again} It goes on where it stopped."))
+        findings.append(Finding("error", "maps-unfinished", what, where, f"{again} It resumes where it stopped."))
     if verdict.skipped:
         reasons = [f"{key}: {why}" for key, why in store.skipped.items()]
         todo = "Replace these images and annotate again with --retry-skipped; training stops at an image without a map."

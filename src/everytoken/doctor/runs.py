@@ -16,11 +16,11 @@ def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
     where = str(path)
     findings = []
     for trouble in run.troubles:
-        todo = "Train again with the same command: it goes on from a whole checkpoint, and missing files come back."
+        todo = "Train again with the same command: it resumes from an intact checkpoint and writes missing files again."
         findings.append(Finding("error" if not run.config else "warning", "run-files", trouble, where, todo))
     if run.state in ("unfinished", "not begun"):
         what = f"the run is {run.state}: {run.done_epochs} of {run.planned_epochs} epochs"
-        findings.append(Finding("note", "run-unfinished", what, where, "The same `everytoken train` command goes on."))
+        findings.append(Finding("note", "run-unfinished", what, where, "The same `everytoken train` command resumes."))
     if run.bad_updates:
         what = f"{run.bad_updates} updates were left out because the loss was not finite"
         todo = "Try a lower --lr, --clip-grad 1 or --amp-dtype bfloat16; bad-updates.jsonl names the images."
@@ -52,7 +52,7 @@ def _checkpoints(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
     texts = [text for found in wrong.values() for text in found]
     good = [folder.name for folder in folders if folder.name not in wrong]
     if good:
-        todo = f"Delete it; the run goes on from {good[-1]}, which is whole."
+        todo = f"Delete it; the run resumes from {good[-1]}, which is intact."
     else:
         todo = "No whole checkpoint is left: restore one from a copy, or train again into a new folder."
     what = f"{len(wrong)} of {len(folders)} checkpoints are damaged"

@@ -90,7 +90,7 @@ def best_device() -> str:
 
 
 def check_device(name: str) -> None:
-    """Raise if torch cannot compute there; an empty name stands for the best there is."""
+    """Raise if torch cannot compute there; an empty name stands for the best device available."""
     kind, _, number = name.partition(":")
     if not name or kind == "cpu":
         return
@@ -100,7 +100,7 @@ def check_device(name: str) -> None:
     if int(number or 0) >= there:
         raise EverytokenError(
             f"device is {name!r}, and torch finds {there or 'no'} such device{'s' if there != 1 else ''} on this "
-            "machine; take cpu, or leave it out for the best there is (`everytoken doctor` tells more)"
+            "machine; take cpu, or leave it out for the best available (see `everytoken doctor`)"
         )
 
 

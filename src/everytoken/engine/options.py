@@ -1,4 +1,4 @@
-"""What a training run is told. Names are timm's where timm has one; recipes are flat YAML files of these names.
+"""Options of a training run. Names are timm's where timm has one; recipes are flat YAML files of these names.
 
 The groups exist for the reader of `--help`; a recipe does not need to know them.
 """
@@ -33,16 +33,16 @@ class ModelOptions:
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
     teacher: str = ""
-    """timm model that answers while training, for the objectives `distillation` and `online_token`; or fit:MAPS, the
-    network that `everytoken annotate --annotator fit` has trained and kept beside its maps."""
+    """Teacher model for online distillation (objectives `distillation` and `online_token`): a timm name, or fit:MAPS
+    for the network that `everytoken annotate --annotator fit` trained and saved with its maps."""
     teacher_checkpoint: str = ""
-    """Its weights; empty: timm's pretrained ones."""
+    """Weights of the teacher; empty: timm's pretrained weights."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False
     """Compile the training step with torch.compile."""
     channels_last: bool = False
-    """Keep convolutions in channels-last layout (pays on GPUs with tensor cores)."""
+    """Keep convolutions in channels-last layout (faster on GPUs with tensor cores)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DataOptions:
     """Images and batches."""
 
     val_split: float = 0.0
-    """Part of the images to hold out when the data has no val/ folder; 0 means 0.1 in that case."""
+    """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
     num_classes: int = 0
     """Classes of the class head; 0: as many as the data has."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 128
@@ -60,9 +60,9 @@ class DataOptions:
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
     repeat_augment: int = 1
-    """Show every image this many times per epoch, differently augmented (DeiT uses 3)."""
+    """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""
     on_bad_image: Literal["raise", "skip"] = "raise"
-    """What to do with an image that cannot be read. Skipped ones are counted, named in a log, and bounded."""
+    """What to do with unreadable images. skip: they are logged and counted; training stops if more than 1 % are bad."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class OptimOptions:
     epochs: int = 300
     """Passes over the data, warm-up included."""
     iters: int = 0
-    """Count updates instead of epochs: train for so many, through as many passes as it takes; 0: count epochs."""
+    """Train for this many updates instead of epochs; 0: use epochs."""
     opt: str = "adamw"
     """timm optimizer name."""
     lr: float = 0.0
@@ -88,7 +88,7 @@ class OptimOptions:
     sched: str = "cosine"
     """timm schedule name, stepped every update; also linear, straight down to min_lr."""
     decay_milestones: tuple[int, ...] = ()
-    """Epochs (or updates, if iters counts) after which sched=multistep multiplies the learning rate by decay_rate."""
+    """Epochs (updates when --iters is set) after which sched=multistep multiplies the learning rate by decay_rate."""
     decay_rate: float = 0.1
     """See decay_milestones."""
     warmup_epochs: float = 5
@@ -127,13 +127,13 @@ class RunOptions:
     seed: int = 42
     """All randomness is derived from it."""
     device: str = ""
-    """cpu, cuda, mps; default: the best there is."""
+    """cpu, cuda, mps; default: the best available."""
     threads: int = 0
     """Threads of torch on the CPU; 0: torch's choice."""
     checkpoint_minutes: float = 10.0
     """Write a checkpoint at least this often (and after every epoch)."""
     checkpoint_steps: int = 0
-    """Write a checkpoint every so many updates as well; 0: off."""
+    """Also write a checkpoint every N updates; 0: off."""
     keep: int = 2
     """Checkpoints to keep, besides the best weights."""
     log_interval: int = 50
@@ -141,9 +141,9 @@ class RunOptions:
     val_interval: int = 1
     """Epochs between validations; the last epoch is always validated."""
     val_iters: int = 0
-    """Updates between validations, if iters counts; each also writes a checkpoint. 0: only at the end."""
+    """Updates between validations when --iters is set; each also writes a checkpoint. 0: validate at the end only."""
     bad_loss_limit: int = 5
-    """Stop after so many non-finite losses in a row; single ones are skipped and counted."""
+    """Stop after this many non-finite losses in a row; single ones are skipped and counted."""
     tensorboard: bool = False
     """Also write TensorBoard files (extra: track)."""
     wandb: str = ""
@@ -172,7 +172,7 @@ class TrainOptions:
 
 
 class LoaderOptions(Protocol):
-    """Options of data, as far as the loop and its loaders want them."""
+    """The data options that the loop and its loaders read."""
 
     @property
     def batch_size(self) -> int: ...
@@ -183,7 +183,7 @@ class LoaderOptions(Protocol):
 
 
 class LoopOptions(Protocol):
-    """What the training loop asks of a task's options, a dataclass of option groups."""
+    """The option groups that the training loop reads from a task's options."""
 
     @property
     def dataset(self) -> LoaderOptions: ...

@@ -1,4 +1,4 @@
-"""What a task is: timm's `TrainingTask` with its data, its validation and what it gives away.
+"""What a task is: timm's `TrainingTask` with its data, its validation and what it exports.
 
 classify, segment, detect and the annotator's `fit` are subclasses; `loop.run` trains any of them:
 

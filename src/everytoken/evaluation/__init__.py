@@ -1,4 +1,4 @@
-"""Accuracy of a model on labelled images, and predictions for images that nobody has labelled.
+"""Accuracy of a model on labelled images, and predictions for unlabelled images.
 
     result = et.evaluate("runs/first", "photos")
     result.numbers["top1"], result.per_class(), result.notes
@@ -37,7 +37,7 @@ class InferenceOptions:
     """How a model is opened and applied to images."""
 
     model: str = ""
-    """timm model name, for weights that do not say it themselves."""
+    """timm model name, for weights without metadata."""
     checkpoint: str = ""
     """Weights for timm:NAME, instead of the pretrained ones."""
     img_size: int = 0
@@ -51,7 +51,7 @@ class InferenceOptions:
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""
-    """cpu, cuda, mps; default: the best there is."""
+    """cpu, cuda, mps; default: the best available."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image that cannot be read."""
 
@@ -61,8 +61,8 @@ class EvalOptions(InferenceOptions):
     """How a model is evaluated."""
 
     split: Literal["val", "test", "train", "all"] = "val"
-    """Which part of the data; all: every image below the folder. Of a folder without a part for validation, val means
-    the images that the run held out of it, or all of them if it was trained on something else."""
+    """Which part of the data; all: every image in the folder. If the data has no validation part, val means the
+    images that the run held out, or all images if the run was trained on other data."""
     real: str = ""
     """ImageNet ReaL labels (real.json)."""
     amp: bool = False
@@ -124,7 +124,7 @@ def predict(
     progress: Progress | None = None,
     **options: Any,
 ) -> ImagePredictions:
-    """The classes of images that nobody has labelled.
+    """Predict the classes of unlabelled images.
 
     Example:
         >>> et.predict("runs/first", "new-photos").to_csv("predictions.csv")

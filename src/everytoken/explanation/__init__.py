@@ -1,4 +1,4 @@
-"""Pictures and numbers of what a model sees: what its tokens say, which places speak for a class, whose a mix is.
+"""Pictures and numbers of what a model sees: what its tokens say, which regions support a class, whose a mix is.
 
 Names are imported when they are first used.
 """

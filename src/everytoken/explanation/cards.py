@@ -1,7 +1,7 @@
 """`explain`: pictures and numbers of some models on some images.
 
 Every image becomes a card (a PNG): for each model what it sees, what its tokens say, how sure they are, the annotator's
-map beside it and where both differ, and which places speak for each class. `overview.png` has all cards, `mix.png` the
+map beside it and where both differ, and which regions support each class. `overview.png` has all cards, `mix.png` the
 story of a mixture, `explain.json` all numbers.
 """
 
@@ -51,7 +51,7 @@ class ExplainOptions:
     maps: Annotated[Path | None, tyro.conf.arg(aliases=["--labels"])] = None
     """A store of score maps: the annotator's map beside what the tokens say, and where they differ."""
     compare: str = ""
-    """Another model, to stand beside the first on the same images and classes."""
+    """A second model, shown next to the first on the same images and classes."""
     mix: bool = False
     """Mix the two images given (a box of the second in the first) and follow the labels through the model."""
     mix_part: float = 0.4
@@ -59,7 +59,7 @@ class ExplainOptions:
     seed: int = 0
     """mix: where the box lies."""
     model: str = ""
-    """timm model name, for weights that do not say it themselves."""
+    """timm model name, for weights without metadata."""
     checkpoint: str = ""
     """With timm:NAME: own weights instead of pretrained ones."""
     compare_checkpoint: str = ""
@@ -97,7 +97,7 @@ def explain(
     out: str | Path | None = None,
     **options: Any,
 ) -> Explanation:
-    """Draw what a model sees in images: what its tokens say, and which places speak for which class.
+    """Draw what a model sees in images: what its tokens say, and which regions support which class.
 
     Example:
         >>> et.explain("runs/first", "cat.jpg").cards[0].show()

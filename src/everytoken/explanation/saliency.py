@@ -1,4 +1,4 @@
-"""Which places of an image speak for a class: three methods behind one function, `relevance`.
+"""Which regions of an image support a class: three methods behind one function, `relevance`.
 
 "attention": Chefer, Gur and Wolf, "Generic Attention-model Explainability" (2021), self-attention rules. With A of a
     block and its gradient for the class's logit,  Ā = mean over heads of (∇A ⊙ A)⁺,  R ← R + Ā·R,  R = 1 at the start.
@@ -46,14 +46,14 @@ WAY_OUT = "Use method='cam', which needs no attention."
 
 
 def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method = "auto") -> Tensor:
-    """Maps of how much each place speaks for each class, [B, n, h, w] float32, 0 or more, on the token grid.
+    """Maps of how much each position supports each class, [B, n, h, w] float32, 0 or more, on the token grid.
 
     Args:
         model: a `TokenModel` or a timm model; unchanged afterwards, its gradients too.
         images: [B, C, H, W], normalised.
         classes: n classes for all images, or [B, n] for each.
         method: "auto" takes "attention" where the model has it over all tokens and answers with a class token, else
-            "cam": where the head reads the mean of the tokens, most of what speaks for a class stays in its own place
+            "cam": where the head reads the mean of the tokens, most evidence for a class stays in its own position
             and goes through no attention matrix at all.
     """
     backbone = backbone_of(model)

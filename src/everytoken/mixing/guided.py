@@ -80,7 +80,7 @@ def guide_for(model: TokenModel, images: Tensor, labels: Tensor | None) -> Guide
 
 @torch.no_grad()
 def importance(model: TokenModel, images: Tensor) -> Tensor:
-    """[B, h, w], smallest 0: how strongly each cell speaks for what the network sees in the image."""
+    """[B, h, w], smallest 0: how strongly each cell supports what the network sees in the image."""
     view = model(images)
     if view.prefix is not None:
         cells = F.cosine_similarity(view.grid.float(), view.prefix[:, 0, None, None].float(), dim=-1)

@@ -481,7 +481,7 @@ def corrupt(
 
 
 def check(name: str, severity: int) -> None:
-    """Refuse what there is not."""
+    """Raise if the corruption or the severity does not exist."""
     if name not in CORRUPTIONS:
         raise EverytokenError(
             f"there is no corruption {name!r}.{did_you_mean(name, CORRUPTIONS)} There are {', '.join(CORRUPTIONS)}."

@@ -35,8 +35,8 @@ class BackboneOptions:
     drop_path: float = 0.1
     """Stochastic depth, rising linearly to this rate in the last block."""
     taps: tuple[int, ...] = ()
-    """Blocks of a plain transformer to take features from, from 0; default: four, the last and every third before.
-    Detection uses the last of them only."""
+    """Blocks of a plain transformer whose features are used, counted from 0; default: four blocks, every third one up
+    to the last. Detection uses only the last."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
@@ -52,7 +52,8 @@ class BatchOptions:
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
     on_bad_image: Literal["raise", "skip"] = "raise"
-    """What to do with an image or mask that cannot be read. Skipped ones are counted, named in a log, and bounded."""
+    """What to do with unreadable images or masks. skip: they are logged and counted; training stops if more than 1 %
+    are bad."""
 
 
 def check_rate(optim: OptimOptions) -> None:
@@ -79,20 +80,20 @@ class EvaluateOptions(SourceOptions):
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """The dataset, laid out as for training."""
     split: Literal["val", "test", "train", "all"] = "val"
-    """Which part of the data. Of data without a validation part, val means the images that the run held out of it, or
-    all of them if it was trained on something else."""
+    """Which part of the data. If the data has no validation part, val means the images that the run held out, or all
+    images if the run was trained on other data."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""
-    """cpu, cuda, mps; default: the best there is."""
+    """cpu, cuda, mps; default: the best available."""
     amp: bool = False
     """Mixed precision (bfloat16)."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image or mask that cannot be read."""
     pictures: str = ""
-    """Write truth and answer side by side to this JPEG."""
+    """Write ground truth and predictions side by side to this JPEG."""
     picture_count: int = 8
-    """How many images it shows."""
+    """Number of images in it."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class PredictOptions(SourceOptions):
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
     """Loader processes."""
     device: str = ""
-    """cpu, cuda, mps; default: the best there is."""
+    """cpu, cuda, mps; default: the best available."""
     amp: bool = False
     """Mixed precision (bfloat16)."""
 

@@ -52,7 +52,7 @@ class CocoOptions:
     val_images: str = ""
     """detect train: folder of its images; default: as for images."""
     val_split: float = 0.0
-    """Part of the images to hold out when the data has no validation part; 0 means 0.1 in that case."""
+    """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class DetectAugment:
 
 @dataclass(frozen=True)
 class FindOptions:
-    """Evaluation. What is not given is as the run was validated; for a new run, the value in brackets."""
+    """Evaluation. Options that are not given are as in the run's validation; defaults for a new run are in brackets."""
 
     size: int | None = None
     """Short side of the image. [800, or the largest of training if that is smaller]"""
     max_size: int | None = None
     """The long side is at most this. [as in training]"""
     score_thresh: float | None = None
-    """Leave out objects that score less. [0.05]"""
+    """Drop objects with a lower score. [0.05]"""
     nms_thresh: float | None = None
-    """Of two boxes of a class that overlap by more than this IoU, only the better stays. [0.5]"""
+    """Of two boxes of a class that overlap by more than this IoU, only the one with the higher score is kept. [0.5]"""
     max_detections: int | None = None
     """Objects per image. [100]"""
 
@@ -124,9 +124,9 @@ class DetectEval(EvaluateOptions):
     coco: tyro.conf.OmitArgPrefixes[CocoOptions] = field(default_factory=CocoOptions)
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
     sure: float = 0.5
-    """Score of the objects that are drawn."""
+    """Draw objects with at least this score."""
     results: str = ""
-    """Write all objects to this file, in COCO's format of results."""
+    """Write all objects to this file, in COCO's results format."""
 
 
 @dataclass(frozen=True)
@@ -134,5 +134,5 @@ class DetectPredict(PredictOptions):
     """Options of `predict`."""
 
     sure: float = 0.5
-    """Score of the objects that are drawn and counted; the file has all above score_thresh."""
+    """Draw and count objects with at least this score; the file has all objects above score_thresh."""
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)

@@ -28,7 +28,7 @@ class DecoderOptions:
     aux_channels: int = 0
     """Channels inside the auxiliary head; 0: 256."""
     pyramid_channels: int = 0
-    """Channels of the last level that is made of a plain transformer; 0: 2048 for UperNet, 768 for FCN."""
+    """Channels of the coarsest pyramid level built from a plain transformer; 0: 2048 for UperNet, 768 for FCN."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MaskOptions:
     """Images and masks."""
 
     layout: Literal["auto", "ade20k", "folders", "coco", "voc"] = "auto"
-    """How the data is laid out; auto: found from the folders. See docs/segment.md."""
+    """How the data is laid out; auto: detected from the folders. See docs/segment.md."""
     images: str = ""
     """Layout folders: the folder of images, below DATA; default: images."""
     masks: str = ""
@@ -44,11 +44,11 @@ class MaskOptions:
     classes: str = ""
     """Class file: a name per line (value 0 first), or JSON {"value": "name"}; default: found below DATA."""
     ignore_index: tuple[int, ...] = (255,)
-    """Values in masks that are no class: such pixels count neither in the loss nor in the metrics."""
+    """Mask values to ignore: such pixels count neither in the loss nor in the metrics."""
     reduce_zero_label: bool | None = None
-    """Value 0 means "nothing", and classes begin at 1. Default: as the layout has it (yes for ADE20K)."""
+    """Ignore value 0 and number the classes from 1. Default: depends on the layout (true for ADE20K)."""
     val_split: float = 0.0
-    """Part of the images to hold out when the data has no validation part; 0 means 0.1 in that case."""
+    """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SegmentAugment:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Evaluation. What is not given is as the run was validated; for a new run, the value in brackets."""
+    """Evaluation. Options that are not given are as in the run's validation; defaults for a new run are in brackets."""
 
     mode: Literal["whole", "slide"] | None = None
     """The whole image at once, or overlapping windows of the training crop's size. [whole]"""
@@ -94,7 +94,7 @@ NEW_RUN = {"mode": "whole", "stride": 0, "scales": (1.0,), "flip": False}
 
 @dataclass(frozen=True)
 class InferOptions(EvalOptions):
-    """Evaluation of trained weights. What is not given is as the run was validated."""
+    """Evaluation of trained weights. Options that are not given are as in the run's validation."""
 
     resize: int | None = None
     """Short side that images are resized to; 0: the training crop's side."""
@@ -127,11 +127,11 @@ class SegmenterOptions(SourceOptions):
     """Which part of a model answers, and how it is used."""
 
     head: Literal["segment", "token", "class"] = "segment"
-    """segment: of `segment train`. token: a classifier's token head. class: its class head at every cell."""
+    """segment: the head of `segment train`. token: a classifier's token head. class: its class head at every cell."""
     class_map: str = ""
     """For a token or class head: JSON {"class of the data": ["class of the head", ...] or "*"}; default: by name."""
     model: str = ""
-    """timm model name, for a classifier's weights that do not say it themselves."""
+    """timm model name, for a classifier's weights without metadata."""
     img_size: int = 0
     """Side of a classifier's windows; 0: the model's own."""
     evaluation: tyro.conf.OmitArgPrefixes[InferOptions] = field(default_factory=InferOptions)
@@ -143,7 +143,7 @@ class SegmentEval(SegmenterOptions, EvaluateOptions):
 
     masks: tyro.conf.OmitArgPrefixes[MaskOptions] = field(default_factory=MaskOptions)
     picture_count: int = 16
-    """How many images it shows."""
+    """Number of images in it."""
 
 
 @dataclass(frozen=True)
