@@ -60,27 +60,36 @@ def cpu_seconds(tree: Path, words: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-LOADER = """
-import sys
+# What a version calls these things; a tree without `everytoken.maps` is 0.1.
+LOADERS = {
+    "0.1": """
 from everytoken.data import AugmentConfig, Loader, TrainTransform, open_dataset
-from everytoken.maps import Maps as Store
-data = open_dataset(sys.argv[1], "train")
-loader = Loader(data, TrainTransform(AugmentConfig(img_size=224, aa="rand-m9-mstd0.5-inc1", reprob=0.25)), 32,
-                train=True, workers=0, {maps}=Store(sys.argv[2]))
-for epoch in range(int(sys.argv[3])):
+from everytoken.labels import Store
+view = TrainTransform(AugmentConfig(img_size=224, aa="rand-m9-mstd0.5-inc1", reprob=0.25))
+loader = Loader(open_dataset(PHOTOS, "train"), view, 32, train=True, workers=0, store=Store(MAPS))
+""",
+    "0.2": """
+from everytoken.data import AugmentOptions, Loader, TrainTransform, open_dataset
+from everytoken.maps import Maps
+view = TrainTransform(224, AugmentOptions(aa="rand-m9-mstd0.5-inc1", reprob=0.25))
+loader = Loader(open_dataset(PHOTOS, "train"), view, 32, train=True, workers=0, maps=Maps(MAPS))
+""",
+}
+EPOCHS = """
+for epoch in range(EPOCHS):
     for batch in loader.epoch(epoch):
         pass
 """
 
 
-def measure(tree: Path, what: str, photos: Path, maps: Path, work: Path, old: bool) -> float:
+def measure(tree: Path, what: str, photos: Path, maps: Path, work: Path) -> float:
     """CPU seconds of the work itself."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
         if what == "loader":
-            code = LOADER.format(maps="store" if old else "maps")
-            if old:
-                code = code.replace("everytoken.maps import Maps as Store", "everytoken.labels import Store")
-            less, more = (cpu_seconds(tree, ["-c", code, str(photos), str(maps), n]) for n in ("0", "2"))
+            version = "0.2" if (tree / "src/everytoken/maps").is_dir() else "0.1"
+            names = f"PHOTOS, MAPS = {str(photos)!r}, {str(maps)!r}\n"
+            code = f"{names}{LOADERS[version]}EPOCHS = %d\n{EPOCHS}"
+            less, more = (cpu_seconds(tree, ["-c", code % epochs]) for epochs in (0, 3))
         elif what == "annotate":
             words = ["-m", "everytoken", "annotate", str(photos), "--annotator", "registry:efficientnet_lite0"]
             words += ["--img-size", "224", "--workers", "0", "--device", "cpu", "--foreign-classes", "--out"]
@@ -125,7 +134,7 @@ def main() -> None:
             ratios = []
             for number in range(options.rounds):
                 order = [0, 1] if number % 2 == 0 else [1, 0]
-                spent = {i: measure(trees[i], what, options.photos, maps, work, i == 0) for i in order}
+                spent = {i: measure(trees[i], what, options.photos, maps, work) for i in order}
                 ratios.append(spent[1] / spent[0])
             low, high = interval(ratios)
             verdict = "worse" if low > 1 else "better" if high < 1 else "no difference shown"
