@@ -1,4 +1,4 @@
-"""The loop in README.md, run as it stands but for its sizes."""
+"""The Python of README.md, run as it stands but for its sizes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import timm
 import torch
 from PIL import Image
 
+import everytoken
 from everytoken import keyed
 from everytoken.data.datasets import open_dataset
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
 README = Path(__file__).parents[1] / "README.md"
 SMALLER = {
-    "deit_tiny_patch16_224": "test_vit",
-    "TrainTransform(224)": "TrainTransform(160)",
-    "64, train": "4, train",
-    "workers=4": "workers=0",
-    "range(100)": "range(2)",
+    "deit_small_patch16_224": "test_vit",
+    "num_classes=10": "num_classes=2",
+    "RandomResizedCrop(224)": "RandomResizedCrop(160)",
+    "DataLoader(data, 64,": "DataLoader(data, 4,",
+}
+TWINS = {
+    'recipe="small_96_token", epochs=30': (
+        'recipe="small_96_token", epochs=1, model="test_vit", img_size=160, batch_size=4, workers=0, device="cpu", '
+        'objectives={"token_labeling": {"class_target": "truth"}}, warmup_epochs=0'
+    ),
 }
 
 
@@ -33,7 +39,7 @@ def here(tmp_path, monkeypatch):
         for number in range(6):
             pixels = keyed.generator(0, name, number).integers(0, 256, (24, 32, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
-    data = open_dataset("photos", "train", val_split=0.1)
+    data = open_dataset("photos", "all")
     one = ScoreMap(
         np.full((3, 3, 2), 1, np.float16),
         np.array([0, 1], np.uint32) * np.ones((3, 3, 1), np.uint32),
@@ -46,15 +52,28 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_loop_of_the_readme_runs_and_leaves_a_plain_timm_model(here):
-    code = README.read_text().split("```python\n")[1].split("```")[0]
-    for large, small in SMALLER.items():
+def snippet(number: int, smaller: dict[str, str]) -> str:
+    code = README.read_text().split("```python\n")[number].split("```")[0]
+    for large, small in smaller.items():
         assert large in code
         code = code.replace(large, small)
+    return code
+
+
+def test_the_loop_of_the_readme_runs_and_leaves_a_plain_timm_model(here):
     names: dict = {}
-    exec(compile(code, str(README), "exec"), names)
-    config = timm.create_model("deit_tiny_patch16_224").pretrained_cfg
-    assert (names["view"].mean, names["view"].std) == (config["mean"], config["std"])
-    assert names["images"].min() < 0  # normalised
+    exec(compile(snippet(1, SMALLER), str(README), "exec"), names)
+    config = timm.create_model("deit_small_patch16_224").pretrained_cfg
+    normalize = names["pipeline"].transforms[-1]
+    assert (tuple(normalize.mean), tuple(normalize.std)) == (config["mean"], config["std"])
     plain = timm.create_model("test_vit", num_classes=2)
     plain.load_state_dict(torch.load("plain_timm_model.pt", weights_only=True))
+
+
+def test_the_commands_are_functions(here, capsys):
+    (here / "new-photos").symlink_to(here / "photos")
+    names: dict = {"et": everytoken}
+    exec(compile(snippet(2, TWINS), str(README), "exec"), names)
+    assert (here / "report.html").stat().st_size > 10_000
+    assert "cat" in capsys.readouterr().out
+    assert names["run"].summary["epochs"] == 1
