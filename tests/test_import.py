@@ -18,11 +18,11 @@ def test_importing_the_package_imports_neither_torch_nor_timm():
 
 
 def test_models_are_known_to_timm_whichever_is_imported_first():
-    assert run("import everytoken, timm; print(timm.is_model('lvvit_s'), timm.__spec__.loader.__class__.__name__)") == (
+    first = "import everytoken; from timm.models import is_model; import timm"
+    assert run(f"{first}; print(is_model('lvvit_s'), timm.__spec__.loader.__class__.__name__)") == (
         "True SourceFileLoader"
     )
     assert run("import timm, everytoken; print(timm.is_model('lvvit_s'))") == "True"
-    assert run("import everytoken; from timm.models import is_model; print(is_model('lvvit_t'))") == "True"
 
 
 def test_importing_touches_no_global_random_state():

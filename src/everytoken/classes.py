@@ -23,14 +23,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from everytoken import schema
 from everytoken.errors import EverytokenError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAME_ORDER = "order"
 SUBSETS = {"a": "ImageNet-A", "r": "ImageNet-R"}
@@ -295,17 +296,17 @@ class ClassPlan:
         """[..., K of the annotator] -> [..., scored classes]."""
         if self.groups is None:
             return logits
-        out = logits[..., torch.tensor([group[0] for group in self.groups], device=logits.device)]
+        out = logits[..., [group[0] for group in self.groups]]
         for place, group in enumerate(self.groups):
             if len(group) > 1:
-                out[..., place] = logits[..., torch.tensor(group, device=logits.device)].float().logsumexp(-1)
+                out[..., place] = logits[..., list(group)].float().logsumexp(-1)
         return out
 
     def class_ids(self, places: Tensor) -> Tensor:
         """Places in what `apply` returns -> the store's classes."""
         if self.targets is None or self.targets == tuple(range(self.count)):
             return places
-        return torch.tensor(self.targets, device=places.device)[places]
+        return places.new_tensor(self.targets)[places]
 
 
 def plan_classes(
@@ -334,17 +335,14 @@ def plan_classes(
                 f"{data} has {len(names)}."
             )
         order = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
-        if None in order or order == list(same):
-            return ClassPlan(tuple(names), classes.count, None, None, same, "by order")
-        return ClassPlan(
-            tuple(names), classes.count, tuple((n,) for n in order if n is not None), same, same, "by order"
-        )
+        groups: tuple[tuple[int, ...], ...] | None
+        groups = None if None in order or order == list(same) else tuple((n,) for n in order if n is not None)
+        return ClassPlan(tuple(names), classes.count, groups, same if groups else None, same, "by order")
     if class_map:
-        groups = read_class_map(Path(class_map), classes, names)
-        scored = [(group, target) for target, group in enumerate(groups) if group]
-        return ClassPlan(
-            tuple(names), len(names), tuple(g for g, _ in scored), tuple(t for _, t in scored), same, "by map"
-        )
+        by_class = read_class_map(Path(class_map), classes, names)
+        targets = tuple(target for target, group in enumerate(by_class) if group)
+        groups = tuple(by_class[target] for target in targets)
+        return ClassPlan(tuple(names), len(names), groups, targets, same, "by map")
     matched = [number for number in numbers if number is not None]
     if len(matched) < len(names) or len(set(matched)) < len(names):
         raise ClassError(_explain(annotator, classes, data, names, numbers))
@@ -354,39 +352,31 @@ def plan_classes(
 
 
 def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
-    lines = [f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones."]
-    if not classes.names:
-        lines.append(
-            f"  {annotator} has {classes.count} classes without names, {data} has {len(names)}: {_some(names)}."
-        )
-        if classes.count == len(names):
-            lines.append(
-                f"If both have the same order, say so with the class map {SAME_ORDER!r}. Otherwise, one of these helps:"
-            )
-        else:
-            lines.append("One of these helps:")
-    else:
-        unclear = [name for name in names if classes.is_ambiguous(name)]
-        unknown = [n for n, number in zip(names, numbers, strict=True) if number is None and n not in unclear]
-        lines.append(f"  {annotator} has {classes.count} classes: {_some(classes.names)}.")
-        lines.append(f"  {data} has {len(names)}: {_some(names)}.")
-        if unknown:
-            lines.append(
-                f"  {len(unknown)} of these are not known to the annotator: {_some(unknown)}.{classes.near(unknown[0])}"
-            )
-        if unclear:
-            lines.append(f"  {len(unclear)} are the name of several of its classes: {_some(unclear)}.")
-        if not unknown and not unclear:
-            lines.append("  Several of these have the same name in the annotator.")
-        lines.append("One of these helps:")
-    example = difflib.get_close_matches(names[0], classes.names, n=1, cutoff=0)[0] if classes.names else 0
-    lines += [
-        "  class_map          a csv, json or yaml file that says for each class of the dataset which of the",
-        f"                     annotator's classes it is, by name or number: {names[0]},{example}",
-        "  foreign_classes    keep the annotator's own classes; the token head then has those",
-        "  the annotator fit  train an annotator on the dataset's own classes first",
+    has = f"{classes.count} classes: {_some(classes.names)}" if classes.names else f"{classes.count} without names"
+    lines = [
+        f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones.",
+        f"  {annotator} has {has}.",
+        f"  {data} has {len(names)}: {_some(names)}.",
     ]
-    return "\n".join(lines)
+    unclear = [name for name, number in zip(names, numbers, strict=True) if number is None]
+    if classes.names and unclear:
+        what = "the name of several of the annotator's classes, or of none"
+        lines.append(f"  {len(unclear)} of these are {what}: {_some(unclear)}.{classes.near(unclear[0])}")
+    elif classes.names:
+        lines.append("  Several of these have the same name in the annotator.")
+    elif classes.count == len(names):
+        lines.append(f"If both have the same order, say so with the class map {SAME_ORDER!r}.")
+    example = difflib.get_close_matches(names[0], classes.names, n=1, cutoff=0)[0] if classes.names else 0
+    return "\n".join(
+        [
+            *lines,
+            "One of these helps:",
+            "  class_map          a csv, json or yaml file that says for each class of the dataset which of the",
+            f"                     annotator's classes it is, by name or number: {names[0]},{example}",
+            "  foreign_classes    keep the annotator's own classes; the token head then has those",
+            "  the annotator fit  train an annotator on the dataset's own classes first",
+        ]
+    )
 
 
 def _some(names: Sequence[str], count: int = 4) -> str:

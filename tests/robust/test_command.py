@@ -16,7 +16,7 @@ from everytoken.models.open import Description
 from everytoken.robust import RobustOptions, autoattack
 from everytoken.robust import run as robust_run
 from everytoken.robust.gradient_attacks import cross_entropy, value_and_gradient
-from everytoken.robust.run import AttackLog, Normalised, SuiteRunner, open_tested
+from everytoken.robust.run import AttackLog, SuiteRunner, from_pixels, open_tested
 from everytoken.robust.suites import Suite
 from everytoken.robust.transfer import parse_targets
 
@@ -203,11 +203,18 @@ def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(
     images = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
     from everytoken.data.batch import normalise
 
-    model = Normalised(tested.net, view)
+    model = from_pixels(tested.net, view)
     assert torch.allclose(model(images / 255), tested.net(normalise(images, view.mean, view.std)), atol=1e-5)
-    double, x, y = model.double(), images.double() / 255, torch.tensor([0, 1, 2])
-    double.forward = lambda t: tested.net((t - double.mean) / double.std)  # without the cast to float32
-    _, _, gradient = value_and_gradient(double, x, cross_entropy(y))
+    x, y = images.double() / 255, torch.tensor([0, 1, 2])
+    net, mean, std = (
+        tested.net.double(),
+        *(torch.tensor(v).double().view(1, 3, 1, 1) for v in (view.mean, view.std)),
+    )
+
+    def double(t):  # without the cast to float32
+        return net((t - mean) / std)
+
+    _, _, gradient = value_and_gradient(double, x, cross_entropy, y)
     for at in ((0, 0, 3, 5), (1, 2, 17, 30), (2, 1, 31, 0)):
         step = torch.zeros_like(x)
         step[at] = 1e-5
@@ -218,7 +225,7 @@ def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(
     assert all(m.fused_attn for m in fused)
     for module in fused:
         module.fused_attn = False
-    assert torch.allclose(gradient, value_and_gradient(double, x, cross_entropy(y))[2], atol=1e-10)
+    assert torch.allclose(gradient, value_and_gradient(double, x, cross_entropy, y)[2], atol=1e-10)
 
 
 def test_bad_folders_and_other_classes_get_clear_errors(photos, weights, tmp_path, capsys):

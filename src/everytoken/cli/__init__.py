@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from everytoken.errors import EverytokenError, did_you_mean
 
@@ -38,13 +38,16 @@ REMOVED = {  # commands that are gone -> the way now
     "plan": "docs/scale.md has the figures and the arithmetic; `everytoken train ... --dry-run` times your own machine",
 }
 
+Command = tuple[str, Callable[[list[str], str], int | None]]
+"""What a command of a command does, and its function of (words, program)."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     show_log()
     try:
-        return dispatch("everytoken", COMMANDS, argv, "everytoken.cli") or 0
+        return dispatch("everytoken", COMMANDS, argv, _run_module) or 0
     except EverytokenError as error:
         code: int | None = getattr(error, "exit_code", None)
         if code is not None:  # a run that was asked to stop, and has said so
@@ -75,8 +78,21 @@ class _Lines(logging.Handler):
         print(self.format(record), file=stream, flush=True)
 
 
-def dispatch(prog: str, commands: Mapping[str, str], argv: list[str], package: str) -> int | None:
-    """Call ``package.<command>.main`` for the first word of ``argv``, or print the list of commands."""
+def _run_module(name: str, argv: list[str], prog: str) -> int | None:
+    code: int | None = importlib.import_module(f"everytoken.cli.{name}").main(argv, prog)
+    return code
+
+
+def call(commands: Mapping[str, Command], argv: list[str], prog: str) -> int | None:
+    """Call the function of the command that the first word names; for commands that have commands of their own."""
+    described = {name: what for name, (what, _) in commands.items()}
+    return dispatch(prog, described, argv, lambda name, *rest: commands[name][1](*rest))
+
+
+def dispatch(
+    prog: str, commands: Mapping[str, str], argv: list[str], run: Callable[[str, list[str], str], int | None]
+) -> int | None:
+    """Run the command (name, its words, what to call it) of the first word, or print the list of commands."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview(prog, commands))
         return 0
@@ -92,9 +108,7 @@ def dispatch(prog: str, commands: Mapping[str, str], argv: list[str], package: s
         raise EverytokenError(
             f"there is no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`."
         )
-    module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
-    code: int | None = module.main(argv[1:], f"{prog} {name}")
-    return code
+    return run(name, argv[1:], f"{prog} {name}")
 
 
 def _overview(prog: str, commands: Mapping[str, str]) -> str:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from everytoken.cli import dispatch
+from everytoken.cli._parse import values_of
 from everytoken.cli.train import print_plan, resolve
 from everytoken.files import plain_json
 
 if TYPE_CHECKING:
     from everytoken.tasks.dense import Evaluation
-
-Command = tuple[str, Callable[[list[str], str], int | None]]
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,6 @@ class JsonFlag:
     """Print JSON, one image per line."""
 
 
-def call(commands: Mapping[str, Command], argv: list[str], prog: str) -> int | None:
-    """Call the command named by the first word, or print the list of commands."""
-    if not argv or argv[0] not in commands:
-        return dispatch(prog, {name: what for name, (what, _) in commands.items()}, argv, "")
-    return commands[argv[0]][1](argv[1:], f"{prog} {argv[0]}")
-
-
 def spelled_out(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     """--flip is --flip True and --no-flip is --flip False, for flags that may also be left open."""
     words: list[str] = []
@@ -76,7 +66,7 @@ def train(config: type[Any], plain: type[Any], module: str, argv: list[str], pro
     """Recipe, then flags, then --set; then `module`'s train, or the plan."""
     options = resolve(config, argv, prog)
     task = importlib.import_module(module)
-    options_of_run = plain(**{f.name: getattr(options, f.name) for f in dataclasses.fields(plain)})
+    options_of_run = plain(**values_of(options, plain))
     if options.dry_run:
         print_plan(task.dry_run(options_of_run))
     else:

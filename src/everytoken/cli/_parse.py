@@ -55,6 +55,11 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
     return tyro.cli(config, **settings)  # prints the help, or what is wrong
 
 
+def values_of(options: Any, kind: type) -> dict[str, Any]:
+    """The fields of the dataclass `kind`, as `options`, which inherits them, has them."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(kind)}
+
+
 def flags(config: type) -> Iterator[str]:
     """Names of a dataclass's long flags, without their dashes; groups of options and aliases are looked into."""
     plain, annotated = typing.get_type_hints(config), typing.get_type_hints(config, include_extras=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from everytoken.annotators.options import AnnotateOptions
-from everytoken.cli._parse import parse
+from everytoken.cli._parse import parse, values_of
 
 if TYPE_CHECKING:
     from everytoken.annotators import Annotator, Outcome
@@ -51,7 +51,7 @@ def main(argv: list[str], prog: str) -> int:
     from everytoken.progress import Progress
 
     with Progress("annotating", "images") as progress:
-        plain = AnnotateOptions(**{f.name: getattr(options, f.name) for f in fields(AnnotateOptions)})
+        plain = AnnotateOptions(**values_of(options, AnnotateOptions))
         outcome = run_job(options.data, options.out, options.annotator, plain, progress)
     return _report(options, outcome) if outcome.world.is_main else 0
 

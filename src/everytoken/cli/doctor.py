@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,8 +44,9 @@ def main(argv: list[str], prog: str) -> int:
     """Parse, examine, print."""
     options = parse(Doctor, prog, argv)
     from everytoken.doctor import diagnose
+    from everytoken.progress import Progress
 
-    findings = diagnose(options.paths, _progress, options.sample, options.workers)
+    findings = diagnose(options.paths, Progress, options.sample, options.workers)
     errors = sum(finding.level == "error" for finding in findings)
     if options.json:
         print(json.dumps({"errors": errors, "findings": [finding.to_json() for finding in findings]}, indent=1))
@@ -74,11 +74,3 @@ def _print(findings: Sequence[Finding]) -> None:
     counts = {level: sum(f.level == level for f in findings) for level in colours}
     words = ", ".join(f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items())
     console.print(f"\n{words}")
-
-
-@contextmanager
-def _progress(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    from everytoken.progress import Progress
-
-    with Progress(title, unit) as progress:
-        yield progress

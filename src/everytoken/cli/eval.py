@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from everytoken.cli._parse import parse
+from everytoken.cli._parse import parse, values_of
 from everytoken.evaluation import EvalOptions, evaluate
 from everytoken.files import plain_json
 from everytoken.progress import Progress
@@ -54,9 +54,8 @@ class EvalCommand(EvalOptions):
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     command = parse(EvalCommand, prog, argv)
-    options = {item.name: getattr(command, item.name) for item in fields(EvalOptions)}
     with Progress("eval", "images") as progress:
-        result = evaluate(command.source, command.data, progress=progress, **options)
+        result = evaluate(command.source, command.data, progress=progress, **values_of(command, EvalOptions))
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     if command.out:

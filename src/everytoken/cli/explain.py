@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from everytoken.cli._parse import parse
+from everytoken.cli._parse import parse, values_of
 from everytoken.explanation.cards import ExplainOptions, explain
 
 
@@ -36,8 +36,7 @@ class ExplainCommand(ExplainOptions):
 def main(argv: list[str], prog: str) -> int:
     """Parse, explain, print the names of the files."""
     options = parse(ExplainCommand, prog, argv)
-    shared = {field.name: getattr(options, field.name) for field in fields(ExplainOptions)}
-    result = explain(options.source, options.images, options.out, **shared)
+    result = explain(options.source, options.images, options.out, **values_of(options, ExplainOptions))
     for remark in result.remarks:
         print(remark, file=sys.stderr)
     for path in result.files:

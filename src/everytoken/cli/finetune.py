@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
+from everytoken.cli._parse import values_of
 from everytoken.cli.train import Train, resolve, start
 from everytoken.engine.options import TrainOptions
 from everytoken.errors import EverytokenError
@@ -38,6 +38,6 @@ def main(argv: list[str], prog: str) -> int:
         raise EverytokenError("say what to start from: everytoken finetune DATA --from RUN|CHECKPOINT")
     from everytoken.engine.finetune import finetune_options
 
-    plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
+    plain = TrainOptions(**values_of(options, TrainOptions))
     given = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     return start(finetune_options(plain, options.source, given, options.set), options.dry_run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from everytoken.cli import dispatch
+from everytoken.cli import Command, call
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
 from everytoken.maps.check import verify
@@ -26,10 +26,7 @@ def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
     if argv[:1] == ["show"]:
         raise EverytokenError(f"`{prog} sheet MAPS KEY ...` draws the images you name; there is no `{prog} show`.")
-    if not argv or argv[0] not in _COMMANDS:
-        what = {name: described for name, (described, _) in _COMMANDS.items()}
-        return dispatch(prog, what, argv, "")  # the list of commands, or an error with a suggestion
-    return _COMMANDS[argv[0]][1](argv[1:], f"{prog} {argv[0]}")
+    return call(_COMMANDS, argv, prog)
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-_COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
+_COMMANDS: dict[str, Command] = {
     "info": ("what is in a store, as a table", info),
     "sheet": ("a picture of many maps on their images: wrong and interesting ones first, or those you name", sheet),
     "verify": ("check every byte; names the images whose maps are damaged", verify_store),

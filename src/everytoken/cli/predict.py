@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from everytoken.cli._parse import parse
+from everytoken.cli._parse import parse, values_of
 from everytoken.evaluation import PredictOptions, predict
 from everytoken.progress import Progress
 
@@ -43,9 +43,8 @@ def main(argv: list[str], prog: str) -> None:
 
     if command.out:
         check_is_no_input(Path(command.out), command.images)
-    options = {item.name: getattr(command, item.name) for item in fields(PredictOptions)}
     with Progress("predict", "images") as progress:
-        result = predict(command.source, command.images, progress=progress, **options)
+        result = predict(command.source, command.images, progress=progress, **values_of(command, PredictOptions))
     if command.out:
         result.to_csv(command.out)
         often = Counter(image.classes[0] for image in result).most_common(5)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from everytoken.cli._parse import parse
+from everytoken.cli._parse import parse, values_of
 from everytoken.errors import EverytokenError
 from everytoken.reports import ReportOptions, report
 
@@ -47,8 +47,9 @@ def main(argv: list[str], prog: str) -> int:
     from everytoken.progress import Progress
 
     sys.stdout.flush()
-    shared = {field.name: getattr(options, field.name) for field in fields(ReportOptions)}
-    result = report(options.runs, out, progress=lambda title: Progress(title, "images"), **shared)
+    result = report(
+        options.runs, out, progress=lambda title: Progress(title, "images"), **values_of(options, ReportOptions)
+    )
     print(result.headline)
     for note in result.notes:
         print(f"note: {note}")

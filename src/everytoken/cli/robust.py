@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
-from everytoken.cli._parse import parse
+from everytoken.cli._parse import parse, values_of
 from everytoken.progress import Progress
 from everytoken.robust import RobustOptions, robustness
 
@@ -38,9 +38,8 @@ class RobustCommand(RobustOptions):
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     command = parse(RobustCommand, prog, argv)
-    options = {item.name: getattr(command, item.name) for item in fields(RobustOptions)}
     with _SuiteProgress() as progress:
-        result = robustness(command.source, command.out, progress=progress, **options)
+        result = robustness(command.source, command.out, progress=progress, **values_of(command, RobustOptions))
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     print(result.table.json() if command.json else result.table)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everytoken.cli import call
 from everytoken.cli._dense import (
     JsonFlag,
     PrintFlags,
     TrainFlags,
-    call,
     print_rows,
     report,
     spelled_out,

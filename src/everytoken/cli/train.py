@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import tyro
 
-from everytoken.cli._parse import parse
+from everytoken.cli._parse import parse, values_of
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 
@@ -47,18 +47,17 @@ class Train(TrainOptions):
 def main(argv: list[str], prog: str) -> int:
     """Parse, train."""
     options = resolve(Train, argv, prog)
-    plain = TrainOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(TrainOptions)})
-    return start(plain, options.dry_run)
+    return start(TrainOptions(**values_of(options, TrainOptions)), options.dry_run)
 
 
 def start(options: TrainOptions, dry_run: bool) -> int:
     """Train, or print the plan."""
     from everytoken.tasks import classify
 
-    if not dry_run:
+    if dry_run:
+        print_plan(classify.dry_run(options))
+    else:
         classify.train_with(options)
-        return 0
-    print_plan(classify.dry_run(options))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.optim import create_optimizer_v2, param_groups_layer_decay
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.optim import Optimizer
@@ -36,12 +36,8 @@ def build_optimizer(module: nn.Module, backbone: nn.Module, options: OptimOption
         plain = {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0, "lr_scale": 1.0}
         groups += [group for group in (plain, decayed) if group["params"]]
         return create_optimizer_v2(groups, opt=options.opt, lr=lr, weight_decay=0.0)
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    plain_names = {n for n, p in trained if p.ndim <= 1 or any(n == e or n.endswith(f".{e}") for e in exempt)}
-    groups = [
-        {"params": [p for n, p in trained if n in plain_names], "weight_decay": 0.0},
-        {"params": [p for n, p in trained if n not in plain_names], "weight_decay": options.weight_decay},
-    ]
+    patterns = exempt | {f"*.{name}" for name in exempt}
+    groups = param_groups_weight_decay(module, options.weight_decay, no_weight_decay_list=patterns)
     return create_optimizer_v2([g for g in groups if g["params"]], opt=options.opt, lr=lr, weight_decay=0.0)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from timm.task import TrainingTask
+from timm.utils.model import unwrap_model
 from torch import Tensor, nn
 
 from everytoken.data.datasets import DataSet
@@ -47,14 +48,13 @@ class Task(TrainingTask):
     def __init__(self, module: nn.Module, options: LoopOptions, world: World, folder: RunFolder) -> None:
         super().__init__(device=world.device, verbose=False)
         self.trainable_module: nn.Module = module.to(world.device)
-        self.module_in_training = (module,)  # as it is without DistributedDataParallel; a tuple hides it from torch
         self.options, self.world, self.folder = options, world, folder
         self.loaders: list[Loader] = []
 
     @property
     def module(self) -> nn.Module:
         """What is trained, without a wrapper for many processes."""
-        return self.module_in_training[0]
+        return unwrap_model(self.trainable_module)
 
     @property
     def backbone(self) -> nn.Module:

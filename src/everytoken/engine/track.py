@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from everytoken.engine.options import LoopOptions
 from everytoken.errors import need
-
-
-class Tracker(Protocol):
-    """Somewhere else that rows of metrics go."""
-
-    def record(self, row: dict[str, Any]) -> None:
-        """One row of metrics.jsonl."""
-        ...
-
-    def close(self) -> None:
-        """Write out what is left."""
-        ...
 
 
 class TensorBoard:
@@ -56,6 +44,9 @@ class WandB:
     def close(self) -> None:
         """Finish the run."""
         self.run.finish()
+
+
+Tracker = TensorBoard | WandB
 
 
 def build_trackers(options: LoopOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from everytoken.engine.run_folder import Run
+from everytoken.objectives.registry import ALIASES
 from everytoken.reports.charts import describe
 from everytoken.reports.collect import Report
 from everytoken.reports.groups import Difference, Group
@@ -23,12 +24,6 @@ OBJECTIVES = {
     "drloc": "how far apart pairs of tokens are, which needs no labels",
     "tl_align": "labels of mixed images that follow the tokens through the layers",
     "transmix": "labels of mixed images, by area and by the last layer's attention",
-}
-OLD_NAMES = {
-    "token": "token_labeling",
-    "online-token": "online_token",
-    "distill": "distillation",
-    "alignment": "tl_align",
 }
 
 
@@ -84,7 +79,7 @@ def group_words(group: Group) -> str:
 def learns(config: Mapping[str, Any]) -> str:
     """What a run's network is asked to learn."""
     names = [str(name) for name in config.get("objectives") or {}] or ["hard"]
-    parts = [OBJECTIVES.get(OLD_NAMES.get(name, name), name) for name in names]
+    parts = [OBJECTIVES.get(ALIASES.get(name, name), name) for name in names]
     mixing = ", ".join(map(str, config.get("mixing") or {}))
     return "; and ".join(parts) + (f" (images mixed by {mixing})" if mixing else "")
 

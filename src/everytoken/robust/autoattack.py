@@ -34,26 +34,6 @@ from everytoken.robust.square_attack import QUERIES, square
 Attack = Callable[[AttackBatch], Tensor]
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How hard attacks try; the defaults are the paper's.
-
-    Attributes:
-        steps: gradient steps of APGD and FAB. pgd_steps: of PGD. queries: of Square. targets: classes that targeted
-            attacks aim at.
-    """
-
-    steps: int = 100
-    pgd_steps: int = 20
-    queries: int = QUERIES
-    targets: int = 9
-
-    def __post_init__(self) -> None:
-        for name, value in self.__dict__.items():
-            if value < 1:
-                raise EverytokenError(f"an attack's {name} must be 1 or more, not {value}")
-
-
 ENSEMBLES: dict[str, tuple[str, ...]] = {
     "autoattack": ("apgd-ce", "apgd-t", "fab-t", "square"),
     "autoattack-plus": ("apgd-ce-5", "apgd-dlr-5", "fab-5", "square", "apgd-t", "fab-t"),
@@ -62,23 +42,34 @@ SINGLE = ("fgsm", "pgd", "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "squar
 NAMES = (*ENSEMBLES, *SINGLE)
 
 
-def attacks(name: str, budget: Budget | None = None) -> dict[str, Attack]:
-    """The attacks that a name stands for, in their order."""
+def attacks(
+    name: str, steps: int = 100, pgd_steps: int = 20, queries: int = QUERIES, targets: int = 9
+) -> dict[str, Attack]:
+    """The attacks that a name stands for, in their order; the defaults are the papers'.
+
+    Args:
+        steps: gradient steps of APGD and FAB. pgd_steps: of PGD. queries: of Square.
+        targets: classes that targeted attacks aim at.
+    """
     if name not in NAMES:
         raise EverytokenError(f"there is no attack {name!r}.{did_you_mean(name, NAMES)} There are {', '.join(NAMES)}.")
-    b = budget or Budget()
+    if min(steps, pgd_steps, queries, targets) < 1:
+        raise EverytokenError(
+            "an attack's steps, pgd_steps, queries and targets must be 1 or more, not "
+            f"{steps}, {pgd_steps}, {queries} and {targets}"
+        )
     available: dict[str, Attack] = {
         "fgsm": fgsm,
-        "pgd": partial(pgd, steps=b.pgd_steps),
-        "apgd-ce": partial(apgd, steps=b.steps, loss="ce"),
-        "apgd-ce-5": partial(apgd, steps=b.steps, loss="ce", restarts=5),
-        "apgd-dlr": partial(apgd, steps=b.steps, loss="dlr"),
-        "apgd-dlr-5": partial(apgd, steps=b.steps, loss="dlr", restarts=5),
-        "apgd-t": partial(apgd_targeted, steps=b.steps, targets=b.targets),
-        "fab": partial(fab, steps=b.steps, restarts=1, classes=b.targets),
-        "fab-5": partial(fab, steps=b.steps, restarts=5, classes=b.targets),
-        "fab-t": partial(fab_targeted, steps=b.steps, targets=b.targets),
-        "square": partial(square, queries=b.queries),
+        "pgd": partial(pgd, steps=pgd_steps),
+        "apgd-ce": partial(apgd, steps=steps, loss="ce"),
+        "apgd-ce-5": partial(apgd, steps=steps, loss="ce", restarts=5),
+        "apgd-dlr": partial(apgd, steps=steps, loss="dlr"),
+        "apgd-dlr-5": partial(apgd, steps=steps, loss="dlr", restarts=5),
+        "apgd-t": partial(apgd_targeted, steps=steps, targets=targets),
+        "fab": partial(fab, steps=steps, restarts=1, classes=targets),
+        "fab-5": partial(fab, steps=steps, restarts=5, classes=targets),
+        "fab-t": partial(fab_targeted, steps=steps, targets=targets),
+        "square": partial(square, queries=queries),
     }
     return {part: available[part] for part in ENSEMBLES.get(name, (name,))}
 
@@ -127,7 +118,7 @@ def run(
             raise EverytokenError(f"the model's logits are not finite for some of {', '.join(batch.keys[:3])} ...")
     clean = logits.argmax(1)
     adversarial, by = images.clone(), ["clean" if wrong else "" for wrong in (clean != labels).tolist()]
-    _, _, gradient = value_and_gradient(model, images, cross_entropy(labels))
+    _, _, gradient = value_and_gradient(model, images, cross_entropy, labels)
     no_gradient = int(((gradient == 0).flatten(1).all(1) & (clean == labels)).sum())
     remaining = torch.nonzero(clean == labels)[:, 0]
     attacked = clean.clone()

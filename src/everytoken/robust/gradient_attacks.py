@@ -30,9 +30,8 @@ that is all of them). Cost: steps forward and backward passes per target, and as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -110,75 +109,57 @@ class AttackBatch:
         """Points near the images `rows`, projected to their balls."""
         return project(moved, self.images[rows], self.eps, self.norm)
 
-    def repeat(self, runs: Iterable[Callable[[AttackBatch, Tensor], Tensor]]) -> Tensor:
-        """Several runs (some of the images, their rows) -> images, each on those that withstood the runs before it.
+    def repeat(self, count: int, run: Callable[[AttackBatch, Tensor, int], Tensor]) -> Tensor:
+        """Runs (some of the images, their rows, the run's number) -> images, each on those that withstood so far.
 
         Returns adversarial images where one was found, and the given images elsewhere.
         """
         adversarial = self.images.clone()
         rows = torch.arange(len(self.images), device=self.images.device)
-        for run in runs:
+        for number in range(count):
             rows = rows[(adversarial[rows] == self.images[rows]).flatten(1).all(1)]
             if not len(rows):
                 break
-            adversarial[rows] = run(self.take(rows), rows)
+            adversarial[rows] = run(self.take(rows), rows, number)
         return adversarial
 
 
-# Losses
-
-Loss = Callable[[Tensor], Tensor]  # logits [B, K] -> [B]
+# Losses: logits [B, K], labels [B] -> [B]
 
 
-def cross_entropy(labels: Tensor) -> Loss:
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """-log p(label)"""
-    return lambda logits: F.cross_entropy(logits, labels, reduction="none")
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
-def _margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """Logit of the label minus the largest other one."""
-    label_logit = logits.gather(1, labels[:, None])[:, 0]
-    others = logits.scatter(1, labels[:, None], -torch.inf)
-    return label_logit - others.amax(1)
+def margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """The largest other logit minus that of the label: above 0 when the model is wrong."""
+    return logits.scatter(1, labels[:, None], -torch.inf).amax(1) - logits.gather(1, labels[:, None])[:, 0]
 
 
-def margin(labels: Tensor) -> Loss:
-    """Negative margin: above 0 when the model is wrong."""
-    return lambda logits: -_margin(logits, labels)
+def dlr(logits: Tensor, labels: Tensor, targets: Tensor | None = None) -> Tensor:
+    """-(z_y - max_{i != y} z_i) / (z_(1) - z_(3)); towards targets t, -(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2)."""
+    ordered = logits.sort(dim=1, descending=True).values
+    if logits.shape[1] < 3:
+        spread = torch.ones_like(ordered[:, 0])
+    elif targets is None or logits.shape[1] == 3:
+        spread = ordered[:, 0] - ordered[:, 2]
+    else:
+        spread = ordered[:, 0] - (ordered[:, 2] + ordered[:, 3]) / 2
+    if targets is None:
+        return margin(logits, labels) / (spread + 1e-12)
+    label_logit, target_logit = (logits.gather(1, c[:, None])[:, 0] for c in (labels, targets))
+    return (target_logit - label_logit) / (spread + 1e-12)
 
 
-def dlr(labels: Tensor) -> Loss:
-    """-(z_y - max_{i != y} z_i) / (z_(1) - z_(3))"""
-
-    def loss(logits: Tensor) -> Tensor:
-        ordered = logits.sort(dim=1, descending=True).values
-        spread = ordered[:, 0] - ordered[:, 2] if logits.shape[1] > 2 else torch.ones_like(ordered[:, 0])
-        return -_margin(logits, labels) / (spread + 1e-12)
-
-    return loss
-
-
-def targeted_dlr(labels: Tensor, targets: Tensor) -> Loss:
-    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2)"""
-
-    def loss(logits: Tensor) -> Tensor:
-        ordered = logits.sort(dim=1, descending=True).values
-        if logits.shape[1] > 3:
-            spread = ordered[:, 0] - (ordered[:, 2] + ordered[:, 3]) / 2
-        else:
-            spread = ordered[:, 0] - ordered[:, 2] if logits.shape[1] == 3 else torch.ones_like(ordered[:, 0])
-        label_logit, target_logit = (logits.gather(1, c[:, None])[:, 0] for c in (labels, targets))
-        return -(label_logit - target_logit) / (spread + 1e-12)
-
-    return loss
-
-
-def value_and_gradient(model: Model, images: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits [B, K], loss [B], its gradient by the images)"""
+def value_and_gradient(
+    model: Model, images: Tensor, loss: Callable[..., Tensor], *args: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits [B, K], loss(logits, *args) [B], its gradient by the images)"""
     with torch.enable_grad():
         leaf = images.detach().requires_grad_()
         logits = model(leaf)
-        values = loss(logits)
+        values = loss(logits, *args)
         (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return logits.detach(), values.detach(), gradient.detach()
 
@@ -195,7 +176,7 @@ def rivals(batch: AttackBatch, count: int) -> Tensor:
 
 def fgsm(batch: AttackBatch) -> Tensor:
     """One step. Returns images; whether they are adversarial is for the caller to see."""
-    _, _, gradient = value_and_gradient(batch.model, batch.images, cross_entropy(batch.labels))
+    _, _, gradient = value_and_gradient(batch.model, batch.images, cross_entropy, batch.labels)
     moved = batch.images + batch.eps * direction(gradient, batch.norm)
     return project(moved, batch.images, batch.eps, batch.norm)
 
@@ -207,7 +188,7 @@ def pgd(batch: AttackBatch, steps: int = 20, restarts: int = 1) -> Tensor:
         adversarial, at = some.images.clone(), some.random_start("pgd", restart)
         rows = torch.arange(len(at), device=at.device)
         for step in range(steps + 1):
-            logits, _, gradient = value_and_gradient(some.model, at, cross_entropy(some.labels[rows]))
+            logits, _, gradient = value_and_gradient(some.model, at, cross_entropy, some.labels[rows])
             wrong = logits.argmax(1) != some.labels[rows]
             adversarial[rows[wrong]] = at[wrong]
             rows, at, gradient = rows[~wrong], at[~wrong], gradient[~wrong]
@@ -216,7 +197,7 @@ def pgd(batch: AttackBatch, steps: int = 20, restarts: int = 1) -> Tensor:
             at = some.project(at + 2.5 * some.eps / steps * direction(gradient, some.norm), rows)
         return adversarial
 
-    return batch.repeat(partial(run, restart=restart) for restart in range(restarts))
+    return batch.repeat(restarts, run)
 
 
 # APGD
@@ -258,16 +239,18 @@ class _State:
             setattr(self, f.name, getattr(self, f.name)[rows])
 
 
-def ascend(batch: AttackBatch, start: Tensor, steps: int, loss_for: Callable[[Tensor], Loss]) -> Tensor:
+def ascend(
+    batch: AttackBatch, start: Tensor, steps: int, loss_function: Callable[..., Tensor], *classes: Tensor
+) -> Tensor:
     """One run; returns adversarial images where it found them and the given images elsewhere.
 
     Args:
         start: [B, C, H, W] in the ball.
-        loss_for: rows of the batch [b] -> the loss of these rows' logits.
+        loss_function: (logits, *classes) -> [B]. classes: [B] labels, and perhaps targets.
     """
     adversarial = batch.images.clone()
     every = torch.arange(len(start), device=start.device)
-    logits, loss, gradient = value_and_gradient(batch.model, start, loss_for(every))
+    logits, loss, gradient = value_and_gradient(batch.model, start, loss_function, *classes)
     size = torch.full_like(loss, 2 * batch.eps)
     none = torch.zeros_like(loss)
     s = _State(every, start, start, gradient, loss, size, start, gradient, loss, none, loss.clone(), none + 1)
@@ -287,7 +270,7 @@ def ascend(batch: AttackBatch, start: Tensor, steps: int, loss_for: Callable[[Te
         share = MOMENTUM if number > 1 else 1.0
         moved = batch.project(s.at + share * (pushed - s.at) + (1 - share) * (s.at - s.before), s.row)
         s.before, s.at = s.at, moved
-        logits, loss, s.gradient = value_and_gradient(batch.model, moved, loss_for(s.row))
+        logits, loss, s.gradient = value_and_gradient(batch.model, moved, loss_function, *(c[s.row] for c in classes))
         s.rises = s.rises + (loss > s.loss)
         s.loss = loss
         better = loss > s.best_loss
@@ -314,13 +297,12 @@ def _reconsider(s: _State, since: int) -> None:
 
 def apgd(batch: AttackBatch, steps: int = 100, restarts: int = 1, loss: str = "ce") -> Tensor:
     """Untargeted, on cross entropy ("ce") or on the difference of logits ratio ("dlr")."""
-    make_loss = {"ce": cross_entropy, "dlr": dlr}[loss]
+    loss_function = {"ce": cross_entropy, "dlr": dlr}[loss]
 
     def run(some: AttackBatch, _: Tensor, restart: int) -> Tensor:
-        start = some.random_start("apgd", loss, restart)
-        return ascend(some, start, steps, lambda rows: make_loss(some.labels[rows]))
+        return ascend(some, some.random_start("apgd", loss, restart), steps, loss_function, some.labels)
 
-    return batch.repeat(partial(run, restart=restart) for restart in range(restarts))
+    return batch.repeat(restarts, run)
 
 
 def apgd_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
@@ -328,10 +310,10 @@ def apgd_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Ten
     others = rivals(batch, targets)
 
     def run(some: AttackBatch, remaining: Tensor, number: int) -> Tensor:
-        start, target = some.random_start("apgd-t", number), others[remaining, number]
-        return ascend(some, start, steps, lambda rows: targeted_dlr(some.labels[rows], target[rows]))
+        start = some.random_start("apgd-t", number)
+        return ascend(some, start, steps, dlr, some.labels, others[remaining, number])
 
-    return batch.repeat(partial(run, number=number) for number in range(others.shape[1]))
+    return batch.repeat(others.shape[1], run)
 
 
 # FAB
@@ -423,20 +405,19 @@ def boundary(batch: AttackBatch, others: Tensor, start: Tensor, steps: int, stop
 
 def _nearest_plane(model: Model, at: Tensor, labels: Tensor, others: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """(z_label - z_other [B], its gradient [B, C, H, W]) of the other class that seems nearest."""
-    gap = normal = near = None
-    for column in others.unbind(1):
-        difference = lambda z, c=column: (z.gather(1, labels[:, None]) - z.gather(1, c[:, None]))[:, 0]  # noqa: E731
-        _, value, gradient = value_and_gradient(model, at, difference)
-        dual = gradient.flatten(1).abs().sum(1) if norm == "linf" else gradient.flatten(1).norm(dim=1)
+
+    def difference(logits: Tensor, other: Tensor) -> Tensor:
+        return (logits.gather(1, labels[:, None]) - logits.gather(1, other[:, None]))[:, 0]
+
+    gap, normal = torch.zeros_like(at[:, 0, 0, 0]), torch.zeros_like(at)
+    near = torch.full_like(gap, torch.inf)
+    for other in others.unbind(1):
+        _, value, gradient = value_and_gradient(model, at, difference, other)
+        dual = gradient.flatten(1).abs().sum(1) if norm == "linf" else distance(gradient, norm)
         far = value.abs() / dual.clamp(min=1e-12)
-        if gap is None or normal is None or near is None:
-            gap, normal, near = value, gradient, far
-            continue
         closer = far < near
         gap, near = torch.where(closer, value, gap), torch.where(closer, far, near)
         normal = torch.where(wide(closer), gradient, normal)
-    assert gap is not None
-    assert normal is not None
     return gap, normal
 
 
@@ -447,7 +428,7 @@ def fab_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tens
     def run(some: AttackBatch, remaining: Tensor, number: int) -> Tensor:
         return _within(some, *boundary(some, others[remaining, number : number + 1], some.images, steps))
 
-    return batch.repeat(partial(run, number=number) for number in range(others.shape[1]))
+    return batch.repeat(others.shape[1], run)
 
 
 def fab(batch: AttackBatch, steps: int = 100, restarts: int = 5, classes: int = 9) -> Tensor:
@@ -458,7 +439,7 @@ def fab(batch: AttackBatch, steps: int = 100, restarts: int = 5, classes: int = 
         start = some.random_start("fab", restart, part=0.5) if restart else some.images
         return _within(some, *boundary(some, others[remaining], start, steps))
 
-    return batch.repeat(partial(run, restart=restart) for restart in range(restarts))
+    return batch.repeat(restarts, run)
 
 
 def _within(batch: AttackBatch, candidates: Tensor, far: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms import Normalize
 
 from everytoken import keyed
 from everytoken.annotators.annotator import weights_hash
@@ -34,7 +35,7 @@ from everytoken.evaluation.run import Inference, Voter, eval_view, open_with
 from everytoken.models.open import OpenModel
 from everytoken.robust import Progress, RobustOptions, autoattack
 from everytoken.robust.corruptions import corrupt, stored
-from everytoken.robust.gradient_attacks import AttackBatch
+from everytoken.robust.gradient_attacks import AttackBatch, Model
 from everytoken.robust.suites import Suite, corruption_names, parse_suites
 from everytoken.robust.tables import Result, Table, make_table
 
@@ -108,29 +109,16 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
-class Normalised(nn.Module):
+def from_pixels(net: nn.Module, view: EvalTransform, columns: np.ndarray | None = None) -> Model:
     """Images in 0..1 -> logits of some classes: what attacks see, which is what evaluation sees.
 
     Args:
         net: normalised images -> logits.
         columns: outputs to keep; None: all.
     """
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, net: nn.Module, view: EvalTransform, columns: np.ndarray | None = None) -> None:
-        super().__init__()
-        self.net = net
-        device = next(net.parameters()).device
-        self.register_buffer("mean", torch.tensor(view.mean, device=device).view(1, -1, 1, 1))
-        self.register_buffer("std", torch.tensor(view.std, device=device).view(1, -1, 1, 1))
-        self.columns = None if columns is None else torch.from_numpy(columns).to(device)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] in 0..1 -> [B, K]"""
-        logits: Tensor = self.net((images - self.mean) / self.std).float()
-        return logits if self.columns is None else logits[:, self.columns]
+    normalise = Normalize(view.mean, view.std)
+    kept = slice(None) if columns is None else torch.from_numpy(columns).to(next(net.parameters()).device)
+    return lambda images: net(normalise(images)).float()[:, kept]
 
 
 # Its images
@@ -314,15 +302,15 @@ class SuiteRunner:
             "norm": options.norm,
             "eps": suite.eps,
             "batch": size,
-            "budget": asdict(budget),
+            "budget": budget,
             "fallen": _digest(sorted(fallen)),
         }
         digest = _digest([json.dumps(facts, sort_keys=True, default=str)])[:8]  # other settings, another log
         name = f"{options.attack}-{options.norm}-{suite.eps:.6g}-{digest}.jsonl"
         sizes = [min(size, len(data) - start) for start in range(0, len(data), size)]
         log = AttackLog(self.folder / "attacks" / name, facts, sizes)
-        model = Normalised(self.tested.net, view, match.columns)
-        attacks = autoattack.attacks(options.attack, budget)
+        model = from_pixels(self.tested.net, view, match.columns)
+        attacks = autoattack.attacks(options.attack, **budget)
         bad = BadImages(options.on_bad_image)
         workers = min(1, options.workers)
         loader = Loader(data, view, size, train=False, workers=workers, bad_images=bad)
@@ -354,7 +342,7 @@ class SuiteRunner:
 
     def _attack_batch(
         self,
-        model: Normalised,
+        model: Model,
         batch: Batch,
         labels: Tensor,
         attacks: dict[str, autoattack.Attack],
@@ -386,9 +374,10 @@ class SuiteRunner:
         return records
 
 
-def budget_of(options: RobustOptions) -> autoattack.Budget:
+def budget_of(options: RobustOptions) -> dict[str, int]:
     """How hard attacks try."""
-    return autoattack.Budget(options.attack_steps, options.pgd_steps, options.queries, options.targets)
+    o = options
+    return {"steps": o.attack_steps, "pgd_steps": o.pgd_steps, "queries": o.queries, "targets": o.targets}
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -495,7 +484,7 @@ def run_robustness(source: str, out: str, options: RobustOptions, progress: Prog
     corruptions = corruption_names(options.corruptions)
     severities = sorted(set(options.severities))
     suites = parse_suites(options.suite, options.root, corruptions=corruptions, severities=severities, eps=eps)
-    autoattack.attacks(options.attack, budget_of(options))  # a wrong name is found before hours of evaluation
+    autoattack.attacks(options.attack, **budget_of(options))  # a wrong name is found before hours of evaluation
     models = [(source, options.checkpoint)]
     models += [(options.compare, options.compare_checkpoint)] if options.compare else []
     sources = [checkpoint or name for name, checkpoint in models]

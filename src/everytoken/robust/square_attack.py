@@ -42,7 +42,7 @@ def square(batch: AttackBatch, queries: int = QUERIES) -> Tensor:
     adversarial = images.clone()
     rows = torch.arange(len(images), device=images.device)
     best = _stripes(images, eps, dice) if norm == "linf" else _bumps(images, eps, dice)
-    loss = margin(labels)(model(best))
+    loss = margin(model(best), labels)
 
     for query in range(queries):
         done = loss > 0
@@ -56,7 +56,7 @@ def square(batch: AttackBatch, queries: int = QUERIES) -> Tensor:
         trial = (
             _new_squares(best, base, eps, part, row_dice) if norm == "linf" else _moved(best, base, eps, part, row_dice)
         )
-        tried = margin(labels[rows])(model(trial))
+        tried = margin(model(trial), labels[rows])
         better = tried > loss
         best, loss = torch.where(wide(better), trial, best), torch.where(better, tried, loss)
     done = loss > 0

@@ -43,9 +43,13 @@ Errors = Mapping[tuple[str, int], float | np.ndarray]  # (corruption, severity) 
 Cell = str | float | int | None
 
 
-def corruption_errors(errors: Errors, clean: float | np.ndarray | None = None) -> dict[str, float | np.ndarray]:
-    """CE of each corruption in percent; with the clean error (0..1), the relative CE. Extra ones are left out."""
-    out: dict[str, float | np.ndarray] = {}
+def mean_corruption_error(errors: Errors, clean: float | np.ndarray | None = None) -> float | np.ndarray | None:
+    """mCE in percent over the corruptions that are there; None without any. Extra ones are left out.
+
+    Args:
+        clean: the error (0..1) without corruption, for the relative mCE.
+    """
+    ratios = []
     for name, alexnet in ALEXNET.items():
         severities = [s for c, s in errors if c == name]
         if not severities:
@@ -55,17 +59,8 @@ def corruption_errors(errors: Errors, clean: float | np.ndarray | None = None) -
         if clean is not None:
             model_sum = model_sum - len(severities) * clean
             alexnet_sum -= len(severities) * ALEXNET_CLEAN
-        out[name] = 100 * model_sum / alexnet_sum
-    return out
-
-
-def mean_corruption_error(errors: Errors, clean: float | np.ndarray | None = None) -> float | np.ndarray | None:
-    """mCE in percent over the corruptions that are there; relative with the clean error. None without any."""
-    each = corruption_errors(errors, clean)
-    if not each:
-        return None
-    total: float | np.ndarray = sum(each.values())
-    return total / len(each)
+        ratios.append(100 * model_sum / alexnet_sum)
+    return sum(ratios[1:], start=ratios[0]) / len(ratios) if ratios else None
 
 
 @dataclass
@@ -221,24 +216,22 @@ def _corruption_lines(results: list[Result], clean: Result | None, each_severity
     return lines
 
 
-def table_of_one(name: str, results: Sequence[Result], each_severity: bool, facts: str) -> Table:
-    """One model."""
-    table = Table(f"{name}: {facts}", ["test set", "images", "top-1", "low", "high", "top-5", "ECE"])
-    for line in _lines(results, each_severity):
-        e = line.estimate
-        table.rows.append([line.name, len(line.columns), e.value, e.low, e.high, line.top5, line.ece])
-    table.notes = _notes(results)
-    return table
-
-
-def table_of_two(
-    names: Sequence[str], results: Sequence[Sequence[Result]], each_severity: bool, facts: Sequence[str]
+def make_table(
+    names: Sequence[str], results: Sequence[Sequence[Result]], facts: Sequence[str], each_severity: bool = False
 ) -> Table:
-    """Two models and the second minus the first, by a paired bootstrap over the images that both saw."""
+    """Of one model; or of two and the second minus the first, by a paired bootstrap over the images that both saw."""
+    lines, *others = ([*_lines(of_model, each_severity)] for of_model in results)
+    if not others:
+        table = Table(f"{names[0]}: {facts[0]}", ["test set", "images", "top-1", "low", "high", "top-5", "ECE"])
+        for line in lines:
+            e = line.estimate
+            table.rows.append([line.name, len(line.columns), e.value, e.low, e.high, line.top5, line.ece])
+        table.notes = _notes(results[0])
+        return table
     title = f"A = {names[0]} ({facts[0]}), B = {names[1]} ({facts[1]})"
     table = Table(title, ["test set", "images", "A", "B", "B - A", "low", "high", "ECE A", "ECE B"])
-    lines_b = {line.name: line for line in _lines(results[1], each_severity)}
-    for a in _lines(results[0], each_severity):
+    lines_b = {line.name: line for line in others[0]}
+    for a in lines:
         b = lines_b.get(a.name)
         if b is None or a.keys != b.keys:
             raise EverytokenError(f"{a.name}: the two models did not see the same images")
@@ -248,15 +241,6 @@ def table_of_two(
     table.notes = [*_notes(results[0], "A, "), *_notes(results[1], "B, ")]
     table.notes.append("B - A with 95 % intervals of a bootstrap over images, the same draws for both models.")
     return table
-
-
-def make_table(
-    names: Sequence[str], results: Sequence[Sequence[Result]], facts: Sequence[str], each_severity: bool = False
-) -> Table:
-    """Of one model or two."""
-    if len(results) == 1:
-        return table_of_one(names[0], results[0], each_severity, facts[0])
-    return table_of_two(names, results, each_severity, facts)
 
 
 def _notes(results: Sequence[Result], who: str = "") -> list[str]:
