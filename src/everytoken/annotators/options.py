@@ -22,7 +22,7 @@ class FitOptions:
     fit_model: str = ""
     """A timm name, or registry:efficientnet_lite0. Default: a small CNN."""
     fit_pretrained: bool = False
-    """Begin with timm's pretrained weights."""
+    """Start from timm's pretrained weights."""
     fit_size: tuple[int, ...] = ()
     """Side of the training images. Default: from the images, 128 at most."""
     fit_epochs: int = 0
@@ -32,7 +32,7 @@ class FitOptions:
     fit_batch_size: int = 0
     """Images per step of the training. 0: 64, or 32 below 2000 images."""
     seed: int = 42
-    """Decides folds, first weights and augmentation."""
+    """Seed of folds, initial weights and augmentation."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class AnnotateOptions:
     amp: bool = False
     """Mixed precision."""
     amp_dtype: Literal["float16", "bfloat16"] = "float16"
-    """Its type. float16 is as fine as the stored scores; networks that overflow in it need bfloat16."""
+    """Its type. The scores are stored as float16; networks that overflow in float16 need bfloat16."""
     retry_skipped: bool = False
-    """Try images again that could not be read."""
+    """Try unreadable images again."""
     reuse: str = ""
-    """An older store of the same settings: its maps are copied, and only images that came later are looked at. An image
-    that was changed under the same name keeps its old map."""
+    """An older store of the same settings: its maps are copied, and only new images are annotated. An image that was
+    changed under the same name keeps its old map."""
     shard_size: tyro.conf.Suppress[int] = 0
     """Images per shard. 0: the store's choice."""
     fit: tyro.conf.OmitArgPrefixes[FitOptions] = field(default_factory=FitOptions)

@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "robust": "one table of shifted data, corruptions and attacks; two models compared",
     "transfer": "fine-tune on several datasets (CIFAR, Flowers, Cars, your own) and tabulate",
     "report": "one page about runs: result, comparison, curves, classes, sample predictions",
-    "doctor": "find trouble in images, score maps, runs and this machine before training does",
+    "doctor": "find problems in images, score maps, runs and this machine before training",
     "explain": "pictures of what a model sees: its tokens, the regions that support a class, mixed images",
     "segment": "train, evaluate and use segmenters: a class for every pixel",
     "detect": "train, evaluate and use detectors: boxes and masks of objects",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Examine images, score maps, runs and this machine, and say what to do about what is wrong.
+    """Examine images, score maps, runs and this machine, and suggest fixes for problems.
 
     Images and maps that are named together are compared with each other. The exit code is 1 when there are errors,
     and 0 otherwise; warnings and notes do not count.

@@ -15,7 +15,7 @@ from everytoken.errors import EverytokenError
 
 @dataclass(frozen=True)
 class Finetune(Train):
-    """Go on from trained weights: at a larger resolution, or on other classes (transfer).
+    """Continue from trained weights: at a larger resolution, or on other classes (transfer).
 
     Position embeddings are resized, heads for other classes are made anew, and token targets follow the new grid.
     Without a recipe, the papers' settings are used: AdamW, a constant lr of 5e-6, weight decay 1e-8, 30 epochs; on
@@ -28,7 +28,7 @@ class Finetune(Train):
     """
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT")] = ""
-    """A run folder or a weights file (safetensors, or a foreign .pth, opened without running any code in it)."""
+    """A run folder or a weights file (safetensors, or another project's .pth, loaded with weights_only)."""
 
 
 def main(argv: list[str], prog: str) -> int:

@@ -31,7 +31,7 @@ def main(argv: list[str], prog: str) -> int | None:
 
 @dataclass(frozen=True)
 class Info:
-    """Print what is in a store: settings, counts, size, and what its maps are like.
+    """Print what is in a store: settings, counts, size and statistics of its maps.
 
     Examples:
         everytoken maps info maps
@@ -40,7 +40,7 @@ class Info:
     maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
     """Folder of the store."""
     sample: int = 512
-    """Maps to look at for the means; 0 leaves them out."""
+    """Maps to sample for the statistics; 0: no statistics."""
     json: bool = False
     """Print JSON instead of a table."""
 

@@ -33,7 +33,7 @@ class ReportCommand(ReportOptions):
     out: Path | None = None
     """The file to write. Default: report.html, or report.md with --format md."""
     format: Literal["html", "md"] | None = None
-    """html: a page with charts and pictures. md: words and tables. Default: by the file's name."""
+    """html: a page with charts and pictures. md: text and tables. Default: by the file's name."""
 
 
 def main(argv: list[str], prog: str) -> int:

@@ -15,7 +15,7 @@ from everytoken.robust import RobustOptions, robustness
 
 @dataclass(frozen=True, kw_only=True)
 class RobustCommand(RobustOptions):
-    """Robustness and generalisation in one table. Stopped, it resumes: predictions and attack logs are kept in --out.
+    """Robustness and generalisation in one table. An interrupted run resumes from the files in --out.
 
     Suites: val, v2, a, r, sketch, real, c (published ImageNet-C), corrupt (made on the fly), attack, or your own names.
 

@@ -48,7 +48,7 @@ class Eval(PrintFlags, SegmentEval):
 
 @dataclass(frozen=True)
 class Predict(JsonFlag, SegmentPredict):
-    """Write, for every image, NAME.png (a palette picture whose values are classes) and NAME.overlay.jpg.
+    """Write, for every image, NAME.png (a palette image whose values are classes) and NAME.overlay.jpg.
 
     classes.json in the same folder names the classes. Images whose names differ in the ending alone keep it
     (photo.jpg.png), and no image is ever overwritten.

@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Overridable)
 
 @dataclass(frozen=True)
 class Train(TrainOptions):
-    """Train a model. Run the same command again and it continues where it stopped.
+    """Train a model. Run the same command again to resume an interrupted run.
 
     Examples:
         everytoken train photos --recipe small_96

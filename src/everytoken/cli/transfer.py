@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransferCommand:
-    """Fine-tune on CIFAR-10, CIFAR-100, Flowers-102, Stanford Cars or data of your own, and make one table.
+    """Fine-tune on CIFAR-10, CIFAR-100, Flowers-102, Stanford Cars or your own data, and make one table.
 
-    Flags after -- are passed on to `everytoken finetune` (for timm:NAME: `everytoken train`). Stopped, it resumes.
+    Flags after -- go to `everytoken finetune` (for timm:NAME: `everytoken train`). An interrupted run resumes.
 
     Examples:
         everytoken transfer runs/deit_small --suite cifar10 cifar100 flowers=flowers cars=cars
@@ -34,9 +34,9 @@ class TransferCommand:
     """cifar10, cifar100, flowers, cars, each with =FOLDER for data in folders, or NAME=FOLDER. Default: all but
     flowers, which needs a folder."""
     compare: str = ""
-    """A second model, fine-tuned in the same way: side by side, with paired differences."""
+    """A second model, fine-tuned in the same way, to compare with by paired differences."""
     recipe: str = ""
-    """Another recipe for all of them; needed for datasets of your own."""
+    """Another recipe for all of them; required for your own datasets."""
     device: str = ""
     """cpu, cuda, mps; default: the best available."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)

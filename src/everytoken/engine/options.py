@@ -23,7 +23,7 @@ class ModelOptions:
     img_size: int = 224
     """Side of the square input, in pixels."""
     pretrained: bool = False
-    """Start from timm's pretrained weights (needs the network)."""
+    """Start from timm's pretrained weights (downloaded)."""
     initial_checkpoint: str = ""
     """Start from the weights in this file or run folder."""
     drop: float = 0.0

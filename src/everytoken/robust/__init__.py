@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["RobustOptions", "robustness"]
 
 Progress = Callable[..., None]
-"""Hears model and suite, how many images are done, of how many, and perhaps which attack is at work."""
+"""Called with the model and suite, the number of images done, the total, and the current attack if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,37 +29,37 @@ class RobustOptions(InferenceOptions):
     """What a model is tested on, and how."""
 
     suite: tuple[str, ...] = ()
-    """What to test on: NAME=FOLDER ...; corrupt, attack and real use val's folder if they have none of their own."""
+    """What to test on: NAME=FOLDER ...; corrupt, attack and real use val's folder by default."""
     root: str = ""
     """A folder that holds test sets under their usual names (val, imagenetv2, imagenet-a, imagenet-r, ...)."""
     compare: str = ""
-    """A second model: side by side, with paired differences."""
+    """A second model to compare with, by paired differences."""
     compare_checkpoint: str = ""
     """Weights for a second model timm:NAME, instead of the pretrained ones."""
     limit: int = 0
     """Images per suite, chosen by a hash of their names; 0: all."""
     restrict: bool = False
-    """Let the model answer among the data's classes only (a and r always do so with their 200)."""
+    """Restrict predictions to the data's classes (always the case for the 200 classes of a and r)."""
     real: str = ""
     """ReaL labels (real.json) for the suite `real`; default: timm's copy."""
     corruptions: tuple[str, ...] = ("standard",)
     """standard (15), extra (4), all, noise, blur, weather, digital, or names."""
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """Which severities."""
+    """Severities to test, 1 to 5."""
     each_severity: bool = False
-    """A row for each severity too."""
+    """Also print a row for each severity."""
     as_stored: bool = True
-    """Send generated corruptions through a JPEG of quality 85, as the published images were."""
+    """Save generated corruptions as JPEG of quality 85 before use, like the published images."""
     frost_textures: str = ""
-    """Folder of photographs of frost; without it, textures are drawn."""
+    """Folder of photographs of frost; default: generated textures."""
     attack: str = "autoattack"
     """autoattack, autoattack-plus, fgsm, pgd, apgd-ce, apgd-dlr, apgd-t, fab, fab-t or square."""
     norm: Literal["linf", "l2"] = "linf"
-    """Of the attack's ball."""
+    """Norm of the perturbation."""
     eps: tuple[str, ...] = ()
-    """Radii of the ball, such as 4/255 or 0.5, pixels being 0 to 1. Default: 4/255 for linf, 3 for l2."""
+    """Sizes of the perturbation for pixels from 0 to 1, such as 4/255 or 0.5. Default: 4/255 for linf, 3 for l2."""
     attack_limit: int = 0
-    """Images to attack; 0: as limit."""
+    """Images to attack; 0: the same as limit."""
     attack_steps: int = 100
     """Steps of APGD and FAB."""
     pgd_steps: int = 20
@@ -67,15 +67,15 @@ class RobustOptions(InferenceOptions):
     queries: int = 5000
     """Queries of Square."""
     targets: int = 9
-    """Classes that targeted attacks aim at."""
+    """Target classes of targeted attacks."""
     attack_batch_size: int = 16
-    """Images that are attacked together."""
+    """Images per batch of an attack."""
 
 
 def robustness(
     source: str | Path, out: str | Path = "", *, progress: Progress | None = None, **options: Any
 ) -> Robustness:
-    """Test a model, or two side by side, on several suites. Predictions and logs of attacks are kept and used again.
+    """Test a model, or two side by side, on several suites. Predictions and attack logs are cached.
 
     Args:
         source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:NAME.

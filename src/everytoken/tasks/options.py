@@ -29,7 +29,7 @@ class BackboneOptions:
     model: str = ""
     """timm model name; empty: the one that initial_checkpoint was trained as."""
     pretrained: bool = False
-    """Start from timm's pretrained weights (needs the network)."""
+    """Start from timm's pretrained weights (downloaded)."""
     initial_checkpoint: str = ""
     """Start from the weights in this file or run folder."""
     drop_path: float = 0.1
