@@ -7,6 +7,7 @@ belong to classes, grey is for the rest, and all palettes can be told apart with
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -155,6 +156,82 @@ def _image(values: NDArray[np.floating]) -> Image.Image:
     return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
+# -- masks and objects ------------------------------------------------------------------------------------------------
+
+
+def class_palette(classes: int) -> NDArray[np.uint8]:
+    """uint8 [K, 3]: the colours of Pascal VOC's masks, which spread the bits of the class over red, green and blue.
+
+    They stay the same whatever the number of classes. VOC's own first colour, black, is left out.
+    """
+    numbers = np.arange(1, classes + 1)
+    colours = np.zeros((classes, 3), dtype=np.uint8)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= ((numbers >> channel & 1) << (7 - bit)).astype(np.uint8)
+        numbers = numbers >> 3
+    return colours
+
+
+def palette_image(mask: NDArray[np.integer], classes: int) -> Image.Image:
+    """A mask as a PNG that viewers show in colours and programs read as classes (16-bit grey above 255 classes)."""
+    if classes > 255:
+        return Image.fromarray(mask.astype(np.uint16))
+    image = Image.fromarray(mask.astype(np.uint8))
+    image.putpalette(np.concatenate([class_palette(classes), np.zeros((256 - classes, 3), np.uint8)]).tobytes())
+    return image
+
+
+def mask_overlay(
+    pixels: NDArray[np.uint8], mask: NDArray[np.integer], classes: int, strength: float = 0.6
+) -> Image.Image:
+    """Colours of classes [H, W] over an image uint8 [H, W, 3]. What is ignored (-1) becomes darker."""
+    colours = np.concatenate([class_palette(classes), np.zeros((1, 3), np.uint8)])  # -1 is the last
+    grey = pixels.mean(-1, keepdims=True) * 0.5 + pixels * 0.5
+    return _image((grey * (1 - strength) + colours[mask].astype(np.float32) * strength).round())
+
+
+def mask_legend(masks: Sequence[NDArray[np.integer]], names: Sequence[str]) -> list[Entry]:
+    """The classes in masks, the largest first, with their share of all pixels."""
+    counts = np.bincount(np.concatenate([mask.ravel() for mask in masks]) + 1, minlength=len(names) + 1)[1:]
+    order = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i]]
+    colours = ["#" + bytes(colour).hex() for colour in class_palette(len(names))]
+    return [Entry(colours[i], re.split("[;,]", names[i])[0], float(counts[i] / counts.sum())) for i in order]
+
+
+def object_overlay(
+    pixels: NDArray[np.uint8],
+    boxes: NDArray[np.floating],
+    captions: Sequence[str],
+    masks: Sequence[NDArray[np.bool_]] = (),
+    side: int = 0,
+) -> Image.Image:
+    """Objects over an image uint8 [H, W, 3], the first one on top: mask, box and caption in its colour.
+
+    Args:
+        boxes: [n, 4], x0, y0, x1, y1 in pixels. masks: [H, W] of each object, or none.
+        side: make the long side so long before boxes are drawn; 0: as it is.
+    """
+    mixed = pixels.astype(np.float32)
+    colours = [rgb(PALETTE[k % len(PALETTE)]) for k in range(len(boxes))]
+    for mask, colour in reversed(list(zip(masks, colours, strict=False))):
+        mixed[mask] = mixed[mask] * 0.55 + np.array(colour, np.float32) * 0.45
+    picture = _image(mixed.round())
+    if side:
+        picture = fit_photo(picture, side)
+    draw = ImageDraw.Draw(picture)
+    scaled = (boxes * (max(picture.size) / max(pixels.shape[:2]))).tolist()
+    for (x0, y0, x1, y1), colour in reversed(list(zip(scaled, colours, strict=True))):
+        draw.rectangle((x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)), outline=colour, width=2)
+    for (x0, y0, _, _), colour, text in reversed(list(zip(scaled, colours, captions, strict=True))):
+        at = (x0 + 2, max(y0 - 14, 0) + 1)
+        left, top, right, bottom = draw.textbbox(at, text)
+        draw.rectangle((left - 2, top - 1, right + 2, bottom + 1), fill=colour)
+        dark = np.dot(colour, [0.3, 0.59, 0.11]) < 140
+        draw.text(at, text, fill="white" if dark else "black")
+    return picture
+
+
 # -- text and charts --------------------------------------------------------------------------------------------------
 
 
@@ -273,11 +350,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Card:
-    """Everything about one image; cards of one `section` stand together under its name."""
+    """Everything about one image; cards of one `section` stand together under its name. `side`: of its panels."""
 
     title: str
     rows: Sequence[Row] = field(default_factory=tuple)
     section: str = ""
+    side: int = PANEL
 
 
 def fit_photo(image: Image.Image, side: int = PANEL) -> Image.Image:
@@ -289,9 +367,9 @@ def fit_photo(image: Image.Image, side: int = PANEL) -> Image.Image:
 
 def draw_card(card: Card) -> Image.Image:
     """One card."""
-    panels = max(len(row.panels) for row in card.rows)
+    panels, side = max(len(row.panels) for row in card.rows), card.side
     legend = any(row.legend or row.bars or row.remark for row in card.rows)
-    width = 2 * PAD + panels * PANEL + (panels - 1) * GAP + (GAP + LEGEND if legend else 0)
+    width = 2 * PAD + panels * side + (panels - 1) * GAP + (GAP + LEGEND if legend else 0)
     heights = [LINE * 3 + 14 + max(panel.image.height for panel in row.panels) for row in card.rows]
     image = Image.new("RGB", (width, PAD + LINE + sum(heights) + 6 * len(heights) + PAD), CARD)
     draw = ImageDraw.Draw(image)
@@ -300,11 +378,11 @@ def draw_card(card: Card) -> Image.Image:
     for row, height in zip(card.rows, heights, strict=True):
         draw_text(draw, (PAD, y), row.label, 14, row.ink, width - 2 * PAD)
         for i, panel in enumerate(row.panels):
-            x = PAD + i * (PANEL + GAP)
-            draw_text(draw, (x, y + LINE + 4), panel.title, 15, INK, PANEL)
+            x = PAD + i * (side + GAP)
+            draw_text(draw, (x, y + LINE + 4), panel.title, 15, INK, side)
             image.paste(panel.image, (x, y + 2 * LINE + 6))
-            draw_text(draw, (x, y + 2 * LINE + 9 + panel.image.height), panel.caption, 13, FAINT, PANEL)
-        _draw_legend(image, draw, row, PAD + panels * (PANEL + GAP) + 6, y + 2 * LINE + 6)
+            draw_text(draw, (x, y + 2 * LINE + 9 + panel.image.height), panel.caption, 13, FAINT, side)
+        _draw_legend(image, draw, row, PAD + panels * (side + GAP) + 6, y + 2 * LINE + 6)
         y += height + 6
     return image
 

@@ -18,8 +18,7 @@ from everytoken.engine.optim import build_schedule
 from everytoken.engine.recipe import apply, flat, header, read_recipe, recipe_names
 from everytoken.tasks.backbone import build_features
 from everytoken.tasks.detect.data import open_instances
-from everytoken.tasks.detect.draw import draw_objects
-from everytoken.tasks.detect.infer import Inference, truth_of
+from everytoken.tasks.detect.infer import Inference, draw_objects, truth_of
 from everytoken.tasks.detect.metrics import Detections, average_precision
 from everytoken.tasks.detect.model import load_detector
 from everytoken.tasks.detect.options import CocoOptions, DetectOptions, FindOptions

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from everytoken.classes import map_to_dataset
 from everytoken.cli import main
 from everytoken.data.datasets import result_stems
+from everytoken.draw import class_palette, mask_overlay, palette_image
 from everytoken.models.open import Description
 from everytoken.tasks.backbone import build_features
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.data import open_masks
-from everytoken.tasks.segment.draw import as_palette_image, overlay, palette
 from everytoken.tasks.segment.infer import segmenter_inference
 from everytoken.tasks.segment.model import load_segmenter
 from everytoken.tasks.segment.options import InferOptions, MaskOptions
@@ -347,10 +347,10 @@ def test_segment_eval_reads_a_token_head_without_training(classifier, shapes, tm
 
 
 def test_colours_do_not_depend_on_the_number_of_classes_and_differ():
-    assert (palette(150)[:20] == palette(20)).all()
-    assert len({tuple(c) for c in palette(150).tolist()}) == 150
+    assert (class_palette(150)[:20] == class_palette(20)).all()
+    assert len({tuple(c) for c in class_palette(150).tolist()}) == 150
     image = np.full((2, 2, 3), 100, np.uint8)
-    drawn = overlay(image, np.array([[0, 1], [-1, 0]]), 2, strength=1.0)
-    assert (drawn[0, 0] == palette(2)[0]).all()
+    drawn = np.asarray(mask_overlay(image, np.array([[0, 1], [-1, 0]]), 2, strength=1.0))
+    assert (drawn[0, 0] == class_palette(2)[0]).all()
     assert (drawn[1, 0] == 0).all()
-    assert as_palette_image(np.array([[300]]), 400).mode.startswith("I;16")
+    assert palette_image(np.array([[300]]), 400).mode.startswith("I;16")

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from everytoken import schema
@@ -27,7 +26,7 @@ from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataError, DataSet, Strings, split_off
 from everytoken.data.decode import ImageError
 from everytoken.data.loader import BadImages, Loader, Request
-from everytoken.draw import stack
+from everytoken.draw import Card, draw_sheet
 from everytoken.engine.distributed import World
 from everytoken.engine.dryrun import plan
 from everytoken.engine.loop import run
@@ -367,8 +366,8 @@ def unseen_part(origin: HeldOut, data: str, open_data: Callable[[str, float], Da
     return opened, [note] if note else []
 
 
-def save_sheet(panels: Sequence[Image.Image], path: str | Path, subtitle: str) -> None:
-    """Truth and answer of some images, one panel for each, as a JPEG."""
-    if panels:
+def save_sheet(cards: Sequence[Card], path: str | Path, subtitle: str) -> None:
+    """Truth and answer of some images, as a JPEG."""
+    if cards:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        stack("Truth and answer", subtitle, panels).save(path, quality=88)
+        draw_sheet("Truth and answer", subtitle, cards).save(path, quality=88)

@@ -19,6 +19,7 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from everytoken.data.batch import Batch, normalise
 from everytoken.data.datasets import DataSet, gather_images, result_stems
+from everytoken.draw import Card, Panel, Row, object_overlay
 from everytoken.engine.distributed import pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
@@ -34,8 +35,7 @@ from everytoken.tasks.detect.data import (
     open_instances,
     whole_file,
 )
-from everytoken.tasks.detect.draw import compare, draw_objects
-from everytoken.tasks.detect.masks import run_lengths
+from everytoken.tasks.detect.masks import run_lengths, tool
 from everytoken.tasks.detect.metrics import Detections, average_precision
 from everytoken.tasks.detect.model import Detector, DetectorInfo, load_detector
 from everytoken.tasks.detect.options import NEW_RUN, DetectAugment, DetectEval, DetectPredict, FindOptions
@@ -112,10 +112,23 @@ def truth_of(data: InstanceSet, i: int, masks: bool) -> Detections:
     return Detections(annotations.boxes[numbers], np.ones(len(numbers)), annotations.labels[numbers], runs)
 
 
-def truth_and_answer(data: InstanceSet, i: int, detections: Detections) -> Image.Image:
-    """A picture of the objects of an image and those that were detected, side by side."""
-    image = np.asarray(data.picture(i).upright())
-    return compare(image, truth_of(data, i, detections.masks is not None), detections, data.class_names)
+def draw_objects(
+    pixels: np.ndarray, detections: Detections, names: Sequence[str], scores: bool = True, side: int = 0
+) -> Image.Image:
+    """Objects over an image uint8 [H, W, 3], with class and score; `side`: see `object_overlay`."""
+    captions = [names[label] for label in detections.labels.tolist()]
+    if scores:
+        captions = [f"{name} {100 * score:.0f}" for name, score in zip(captions, detections.scores, strict=True)]
+    masks = [tool().decode(runs).astype(bool) for runs in detections.masks or ()]
+    return object_overlay(pixels, detections.boxes, captions, masks, side)
+
+
+def truth_and_answer(data: InstanceSet, i: int, detections: Detections) -> Card:
+    """A card of the objects of an image and those that were detected, side by side."""
+    pixels, names, side = np.asarray(data.picture(i).upright()), data.class_names, 480
+    truth = draw_objects(pixels, truth_of(data, i, detections.masks is not None), names, scores=False, side=side)
+    panels = [Panel("truth", truth), Panel("answer", draw_objects(pixels, detections, names, side=side))]
+    return Card(data.key(i), [Row("", panels)], side=side)
 
 
 # -- evaluate, predict ------------------------------------------------------------------------------------------------
@@ -155,13 +168,13 @@ def evaluate(options: DetectEval) -> Evaluation:
         detections[whole_set(data, int(batch.indices[0]), InstanceSet)[1]] = answer
     result = average_precision(whole, detections, columns)
     if options.pictures:
-        panels = []
+        cards = []
         for i in sorted(detections)[: options.picture_count]:
             shown = detections[i].better_than(options.sure)
             shown = shown.take([k for k, label in enumerate(shown.labels.tolist()) if columns[label] >= 0])
             labels = np.array([columns[label] for label in shown.labels.tolist()], dtype=np.int64)
-            panels.append(truth_and_answer(whole, i, replace(shown, labels=labels)))
-        save_sheet(panels, options.pictures, f"{options.source} on {options.data}")
+            cards.append(truth_and_answer(whole, i, replace(shown, labels=labels)))
+        save_sheet(cards, options.pictures, f"{options.source} on {options.data}")
     if options.results:
         ids = [whole.category_ids[c] if c >= 0 else None for c in columns]
         rows = [row for i in sorted(detections) for row in detections[i].rows(int(whole.image_ids[i]), ids)]

@@ -115,8 +115,8 @@ class DetectTask(DenseTask):
         numbers = {name: value for name, value in result.numbers.items() if name[-1] not in "sml"}
         self.folder.log(", ".join(f"{name} {value:.1f}" for name, value in numbers.items()))
         shown = sorted(detections)[:PICTURES]
-        panels = [truth_and_answer(data, i, detections[i].better_than(_SURE)) for i in shown]
-        save_sheet(panels, self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
+        cards = [truth_and_answer(data, i, detections[i].better_than(_SURE)) for i in shown]
+        save_sheet(cards, self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
 
 
 def _resolved(options: DetectOptions) -> DetectOptions:

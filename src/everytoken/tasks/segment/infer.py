@@ -25,6 +25,7 @@ from torch import Tensor
 from everytoken.classes import exact_lookup, mapped_names
 from everytoken.data.batch import Batch, normalise
 from everytoken.data.datasets import DataSet, gather_images, result_stems
+from everytoken.draw import Card, Panel, Row, fit_photo, mask_legend, mask_overlay, palette_image
 from everytoken.engine.distributed import pick_device
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.held_out import held_out
@@ -32,7 +33,6 @@ from everytoken.tasks.dense import EvalPass, Evaluation, save_sheet, unseen_part
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import resized
 from everytoken.tasks.segment.data import MaskSet, WholeViews, divided, open_masks
-from everytoken.tasks.segment.draw import as_palette_image, overlay, panel
 from everytoken.tasks.segment.metrics import Confusion
 from everytoken.tasks.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
 from everytoken.tasks.segment.options import (
@@ -223,12 +223,12 @@ def evaluate(options: SegmentEval) -> Evaluation:
     inference, class_names, more = open_inference(options, data.class_names, device)
     confusion = Confusion(len(class_names))
     run = EvalPass[Tensor](WholeViews(data, options.on_bad_image == "skip"), options.workers, options.on_bad_image)
-    panels: list[Image.Image] = []
+    cards: list[Card] = []
     for batch, answer in run.run(inference.on(device), device, options.amp):
         confusion.add(batch.targets[0], answer)
-        if options.pictures and len(panels) < options.picture_count:
-            panels.append(truth_and_answer(batch, answer, class_names))
-    save_sheet(panels, options.pictures, f"{options.source} on {options.data}")
+        if options.pictures and len(cards) < options.picture_count:
+            cards.append(truth_and_answer(batch, answer, class_names))
+    save_sheet(cards, options.pictures, f"{options.source} on {options.data}")
     numbers = {**confusion.summary(), **run.numbers}
     return Evaluation(numbers, confusion.per_class(class_names), [*notes, *more], dict(run.bad_images.seen))
 
@@ -245,10 +245,14 @@ def _open_data(options: SegmentEval) -> tuple[DataSet, list[str]]:
     return unseen_part(origin, data, lambda split, share: open_masks(data, split, replace(masks, val_split=share)))
 
 
-def truth_and_answer(batch: Batch, answer: Tensor, class_names: Sequence[str]) -> Image.Image:
-    """A picture of a batch of one image: the image, its mask and the answer."""
-    pixels = batch.images[0].permute(1, 2, 0).numpy()
-    return panel(pixels, [("truth", batch.targets[0].numpy()), ("answer", answer.numpy())], class_names)
+def truth_and_answer(batch: Batch, answer: Tensor, class_names: Sequence[str]) -> Card:
+    """A card of a batch of one image: the image, its mask and the answer."""
+    pixels, side = batch.images[0].permute(1, 2, 0).numpy(), 360
+    masks = {"truth": batch.targets[0].numpy(), "answer": answer.numpy()}
+    pictures = {"image": Image.fromarray(pixels)}
+    pictures |= {title: mask_overlay(pixels, mask, len(class_names)) for title, mask in masks.items()}
+    panels = [Panel(title, fit_photo(picture, side)) for title, picture in pictures.items()]
+    return Card(batch.keys[0], [Row("", panels, mask_legend(list(masks.values()), class_names))], side=side)
 
 
 def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
@@ -268,8 +272,8 @@ def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
     for batch, answer in run.run(inference.on(device), device, options.amp):
         mask, stem = answer.numpy(), stems[batch.keys[0]]
         stem.parent.mkdir(parents=True, exist_ok=True)
-        as_palette_image(mask, len(class_names)).save(stem.with_name(stem.name + ".png"))
-        picture = Image.fromarray(overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(class_names)))
+        palette_image(mask, len(class_names)).save(stem.with_name(stem.name + ".png"))
+        picture = mask_overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(class_names))
         picture.save(stem.with_name(stem.name + ".overlay.jpg"), quality=90)
         shares = np.bincount(mask.reshape(-1), minlength=len(class_names)) / mask.size
         order = [i for i in np.argsort(-shares, kind="stable").tolist() if shares[i] > 0]

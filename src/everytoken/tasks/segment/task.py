@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
+from everytoken.draw import Card
 from everytoken.engine.distributed import World
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.errors import EverytokenError
@@ -111,15 +111,15 @@ class SegmentTask(DenseTask):
         if self.world.size > 1:
             return
         names = self.info.class_names
-        confusion, panels = Confusion(len(names)), list[Image.Image]()
+        confusion, cards = Confusion(len(names)), list[Card]()
         for batch, answer in self.answers(module):
             confusion.add(batch.targets[0], answer)
-            if len(panels) < PICTURES:
-                panels.append(truth_and_answer(batch, answer, names))
+            if len(cards) < PICTURES:
+                cards.append(truth_and_answer(batch, answer, names))
         self.folder.write("classes.json", plain_json(confusion.per_class(names)))
         numbers = confusion.summary()
         self.folder.log(f"mIoU {numbers['mIoU']:.2f}, mAcc {numbers['mAcc']:.2f}, pixels right {numbers['aAcc']:.2f} %")
-        save_sheet(panels, self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
+        save_sheet(cards, self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
 
 
 def _resolved(options: SegmentOptions) -> SegmentOptions:
