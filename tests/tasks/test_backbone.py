@@ -7,10 +7,17 @@ import torch
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken.models.open import Description
-from everytoken.tasks.backbone import Features, build_features, probe_features
+from everytoken.tasks.backbone import Features, build_features
 from everytoken.tasks.detect.model import SimplePyramid
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.model import SideLayers
+
+
+def map_sizes(features: Features, size: tuple[int, int]) -> list[tuple[int, ...]]:
+    """(channels, height, width) of each map for images of (height, width)."""
+    with torch.no_grad():
+        return [tuple(grid.shape[1:]) for grid in features.eval()(torch.zeros(1, 3, *size))]
+
 
 SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
 
@@ -35,17 +42,17 @@ SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
 )
 def test_maps_have_the_channels_and_strides_that_were_promised(name):
     features, about = build_features(BackboneOptions(model=name), 96)
-    maps = probe_features(features, (96, 96))
+    maps = map_sizes(features, (96, 96))
     assert [m[0] for m in maps] == features.dims
     assert [m[1:] for m in maps] == [(-(-96 // s), -(-96 // s)) for s in features.strides]
     assert about.architecture == name
     if features.fixed_size is None:
         m = features.multiple
-        odd = probe_features(features, (83, 128))
+        odd = map_sizes(features, (83, 128))
         assert [x[1:] for x in odd] == [(-(-83 // m) * m // s, -(-128 // m) * m // s) for s in features.strides]
     else:
         with pytest.raises(EverytokenError, match="96x96 pixels only"):
-            probe_features(features, (83, 128))
+            map_sizes(features, (83, 128))
 
 
 def test_every_trained_weight_of_a_backbone_gets_a_gradient():
@@ -121,12 +128,11 @@ def test_wrong_backbones_are_named():
 
 def test_pyramids_make_the_scales_that_they_promise():
     maps = [torch.randn(2, 32, 4, 6) for _ in range(4)]
-    for pyramid in (
-        SideLayers([32] * 4, [16] * 4, last=64),
-        SideLayers([32] * 4, [16] * 4, last=48, finer=(1, 2)),
-        SimplePyramid([32] * 4, [16] * 4, out=24),
+    for pyramid, dims, strides in (
+        (SideLayers([32] * 4, last=64), [32, 32, 32, 64], [4, 8, 16, 16]),
+        (SideLayers([32] * 4, last=48, finer=(1, 2)), [32, 48], [16, 8]),
+        (SimplePyramid([32] * 4, [16] * 4, out=24), [24] * 4, [4, 8, 16, 32]),
     ):
         levels = pyramid(maps)
-        assert [x.shape[1] for x in levels] == pyramid.dims
-        assert [x.shape[2:] for x in levels] == [(4 * 16 // s, 6 * 16 // s) for s in pyramid.strides]
-    assert SideLayers([32] * 4, [16] * 4).strides == [4, 8, 16, 16]
+        assert [x.shape[1] for x in levels] == dims
+        assert [x.shape[2:] for x in levels] == [(4 * 16 // s, 6 * 16 // s) for s in strides]

@@ -150,12 +150,12 @@ def test_of_its_own_undivided_images_a_run_is_judged_by_those_it_held_out(run, s
 def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
     features, about = build_features(BackboneOptions(initial_checkpoint=str(run)), 64)
     assert about.architecture == "resnet10t"
-    loaded = load_detector(run)
-    assert torch.equal(features.backbone.conv1[0].weight, loaded.model.features.backbone.conv1[0].weight)
-    assert loaded.info.class_names == ("disc", "square")
-    assert loaded.info.find == FindOptions(64, 128, 0.1, 0.5, 3)
-    assert Inference.of(loaded.model, loaded.info).find == loaded.info.find
-    other = Inference.of(loaded.model, loaded.info, FindOptions(size=80, max_detections=9)).find
+    detector, info = load_detector(run)
+    assert torch.equal(features.backbone.conv1[0].weight, detector.features.backbone.conv1[0].weight)
+    assert info.class_names == ("disc", "square")
+    assert info.find == FindOptions(64, 128, 0.1, 0.5, 3)
+    assert Inference.of(detector, info).find == info.find
+    other = Inference.of(detector, info, FindOptions(size=80, max_detections=9)).find
     assert other == FindOptions(80, 128, 0.1, 0.5, 9)
     old = {  # as older versions wrote it
         "backbone": {"architecture": "resnet10t",
@@ -168,7 +168,7 @@ def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
     }  # fmt: skip
     state = load_file(run / "best.safetensors")
     save_file(state, tmp_path / "old.safetensors", metadata={"everytoken-detect": json.dumps(old)})
-    assert load_detector(tmp_path / "old.safetensors").info.find.max_detections == 100
+    assert load_detector(tmp_path / "old.safetensors")[1].find.max_detections == 100
 
 
 def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, make_objects, run_with_kills):

@@ -11,7 +11,8 @@ from PIL import Image
 from everytoken.data.datasets import DataError
 from everytoken.data.loader import Request
 from everytoken.errors import EverytokenError
-from everytoken.tasks.detect.data import DetectTransform, ObjectViews, divided, open_instances, read_coco, resized
+from everytoken.tasks.dense import resized
+from everytoken.tasks.detect.data import DetectTransform, ObjectViews, divided, open_instances, read_coco
 from everytoken.tasks.detect.masks import AnnotationError, check, decode, encode, run_lengths, through
 from everytoken.tasks.detect.options import CocoOptions
 

@@ -73,8 +73,7 @@ def test_a_segmenter_learns_and_leaves_everything_in_its_folder(run, shapes, cap
 
 
 def inference(run: Path, **options):
-    loaded = load_segmenter(run)
-    return segmenter_inference(loaded.model, loaded.info, InferOptions(**options))
+    return segmenter_inference(*load_segmenter(run), InferOptions(**options))
 
 
 def test_a_segmenter_is_used_as_it_was_validated_unless_told_otherwise(run):
@@ -101,10 +100,10 @@ def test_weights_of_older_versions_open(run, tmp_path):
         "evaluation": {"mode": "slide", "stride": 0, "scales": [1.0], "flip": False, "resize": 0},
     }  # fmt: skip
     save_file(state, tmp_path / "old.safetensors", metadata={"everytoken-segment": json.dumps(old)})
-    loaded = load_segmenter(tmp_path / "old.safetensors")
+    segmenter, _ = load_segmenter(tmp_path / "old.safetensors")
     assert inference(tmp_path / "old.safetensors").options.mode == "slide"
     image = torch.randn(1, 3, 48, 48)
-    assert torch.equal(loaded.model(image), load_segmenter(run).model(image))
+    assert torch.equal(segmenter(image), load_segmenter(run)[0](image))
 
 
 def test_windows_scales_and_mirrors_work_from_the_command_line(run, shapes, tmp_path, capsys):
@@ -203,7 +202,7 @@ def test_a_classifier_cannot_be_loaded_as_a_segmenter_but_a_segmenter_gives_its_
     features, about = build_features(BackboneOptions(initial_checkpoint=str(run)), 32)
     assert about.architecture == "vit_tiny_patch16_224"
     assert features.backbone.pos_embed.shape[1:] == (17, 48)
-    ours, theirs = features.backbone.blocks[3].mlp.fc1.weight, load_segmenter(run).model.features.backbone.blocks[3]
+    ours, theirs = features.backbone.blocks[3].mlp.fc1.weight, load_segmenter(run)[0].features.backbone.blocks[3]
     assert torch.equal(ours, theirs.mlp.fc1.weight)
 
 

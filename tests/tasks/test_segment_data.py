@@ -17,7 +17,8 @@ from everytoken.data.loader import Loader
 from everytoken.data.placement import sample_mask
 from everytoken.errors import EverytokenError
 from everytoken.keyed import generator
-from everytoken.tasks.segment.augment import SegmentTransform, distort, resized
+from everytoken.tasks.dense import resized
+from everytoken.tasks.segment.augment import SegmentTransform, distort
 from everytoken.tasks.segment.data import (
     MaskError,
     TrainViews,
@@ -319,8 +320,8 @@ def test_scales_lie_between_half_and_twice_and_small_images_are_filled():
         assert (pixels[outside] == (1, 2, 3)).all()  # also after the colours were distorted
     assert 0.45 < min(sizes) < 0.7
     assert 1.7 < max(sizes) < 2.1
-    assert resized((100, 50), 32) == (64, 32)
-    assert resized((1000, 50), 32) == (128, 6)  # the long side is bounded
+    assert resized((100, 50), 32, 128) == (64, 32)
+    assert resized((1000, 50), 32, 128) == (128, 6)  # the long side is bounded
 
 
 def test_crops_with_one_class_are_avoided_when_there_are_others():

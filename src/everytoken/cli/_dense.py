@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from everytoken.cli._parse import values_of
+from everytoken.cli._parse import parse, values_of
 from everytoken.cli.train import print_plan, resolve
 from everytoken.files import plain_json
 
@@ -62,10 +62,10 @@ def spelled_out(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     return words
 
 
-def train(config: type[Any], plain: type[Any], module: str, argv: list[str], prog: str) -> int:
-    """Recipe, then flags, then --set; then `module`'s train, or the plan."""
+def train(config: type[Any], plain: type[Any], name: str, argv: list[str], prog: str) -> int:
+    """Recipe, then flags, then --set; then train the task called `name`, or print the plan."""
     options = resolve(config, argv, prog)
-    task = importlib.import_module(module)
+    task = importlib.import_module(f"everytoken.tasks.{name}.task")
     options_of_run = plain(**values_of(options, plain))
     if options.dry_run:
         print_plan(task.dry_run(options_of_run))
@@ -119,15 +119,18 @@ def cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def print_rows(rows: Sequence[dict[str, Any]], notes: Sequence[str], as_json: bool, unit: str, summary: str) -> None:
-    """A line for each image of a prediction, with at most five classes; or JSON."""
-    if as_json:
+def predict(config: type[Any], name: str, argv: list[str], prog: str) -> None:
+    """Predict with the task called `name`: a line for each image, with at most five classes; or JSON."""
+    options = parse(config, prog, argv)
+    rows, notes = importlib.import_module(f"everytoken.tasks.{name}.infer").predict(options)
+    if options.json:
         for row in rows:
             print(json.dumps(row))
         return
     for note in notes:
         print(f"note: {note}")
+    unit = " %" if name == "segment" else ""
     for row in rows:
-        name, *classes = row.items()
-        print(f"{name[1]}: {', '.join(f'{title} {value:.0f}{unit}' for title, value in classes[:5]) or 'nothing'}")
-    print(summary)
+        (_, image), *classes = row.items()
+        print(f"{image}: {', '.join(f'{title} {value:.0f}{unit}' for title, value in classes[:5]) or 'nothing'}")
+    print(f"{len(rows)} pictures and their {'masks' if unit else 'objects'} in {options.output}")

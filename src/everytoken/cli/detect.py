@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from everytoken.cli import call
-from everytoken.cli._dense import (
-    JsonFlag,
-    PrintFlags,
-    TrainFlags,
-    cell,
-    print_rows,
-    report,
-    spelled_out,
-    train,
-)
+from everytoken.cli import Command, call
+from everytoken.cli._dense import JsonFlag, PrintFlags, TrainFlags, cell, predict, report, spelled_out, train
 from everytoken.cli._parse import parse
 from everytoken.tasks.detect.options import DetectEval, DetectOptions, DetectPredict
 
@@ -58,16 +50,18 @@ class Predict(JsonFlag, DetectPredict):
 
 def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
-    commands = {
-        "train": ("train Mask R-CNN or Cascade Mask R-CNN on a backbone", _train),
+    commands: dict[str, Command] = {
+        "train": (
+            "train Mask R-CNN or Cascade Mask R-CNN on a backbone",
+            partial(train, Train, DetectOptions, "detect"),
+        ),
         "eval": ("COCO's average precision of boxes and masks", _eval),
-        "predict": ("write pictures of the objects in images, and their boxes and masks", _predict),
+        "predict": (
+            "write pictures of the objects in images, their boxes and masks",
+            partial(predict, Predict, "detect"),
+        ),
     }
     return call(commands, spelled_out(argv, ("class-agnostic",)), prog)
-
-
-def _train(argv: list[str], prog: str) -> int:
-    return train(Train, DetectOptions, "everytoken.tasks.detect.task", argv, prog)
 
 
 def _eval(argv: list[str], prog: str) -> None:
@@ -80,11 +74,3 @@ def _eval(argv: list[str], prog: str) -> None:
     rows = [("", *names), *((kind, *(cell(result.numbers[f"{kind} {name}"]) for name in names)) for kind in kinds)]
     columns = ("class", "objects", *(f"{kind} {name}" for kind in kinds for name in ("AP", "AP50")))
     report(result, options, rows, f"{kinds[-1]} AP", {name: name for name in columns})
-
-
-def _predict(argv: list[str], prog: str) -> None:
-    options = parse(Predict, prog, argv)
-    from everytoken.tasks.detect.infer import predict
-
-    rows, notes = predict(options)
-    print_rows(rows, notes, options.json, "", f"{len(rows)} pictures and predictions.json in {options.output}")

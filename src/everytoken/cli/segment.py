@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from everytoken.cli import call
-from everytoken.cli._dense import (
-    JsonFlag,
-    PrintFlags,
-    TrainFlags,
-    print_rows,
-    report,
-    spelled_out,
-    train,
-)
+from everytoken.cli import Command, call
+from everytoken.cli._dense import JsonFlag, PrintFlags, TrainFlags, predict, report, spelled_out, train
 from everytoken.cli._parse import parse
 from everytoken.tasks.segment.options import SegmentEval, SegmentOptions, SegmentPredict
-
-_FLAGS = ("flip", "reduce-zero-label")  # that may be left open
 
 
 @dataclass(frozen=True)
@@ -62,16 +53,12 @@ class Predict(JsonFlag, SegmentPredict):
 
 def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
-    commands = {
-        "train": ("train a segmenter on a backbone", _train),
+    commands: dict[str, Command] = {
+        "train": ("train a segmenter on a backbone", partial(train, Train, SegmentOptions, "segment")),
         "eval": ("mIoU, mAcc and pixel accuracy of a segmenter, or of a classifier's token head", _eval),
-        "predict": ("write masks and pictures of images", _predict),
+        "predict": ("write masks and pictures of images", partial(predict, Predict, "segment")),
     }
-    return call(commands, spelled_out(argv, _FLAGS), prog)
-
-
-def _train(argv: list[str], prog: str) -> int:
-    return train(Train, SegmentOptions, "everytoken.tasks.segment.task", argv, prog)
+    return call(commands, spelled_out(argv, ("flip", "reduce-zero-label")), prog)
 
 
 def _eval(argv: list[str], prog: str) -> None:
@@ -83,11 +70,3 @@ def _eval(argv: list[str], prog: str) -> None:
     rows = [("", "%"), *((title, f"{result.numbers[name]:.2f}") for name, title in titles.items())]
     columns = {"class": "class", "IoU": "IoU", "accuracy": "accuracy", "pixels %": "pixels", "taken for": "taken for"}
     report(result, options, rows, "IoU", columns)
-
-
-def _predict(argv: list[str], prog: str) -> None:
-    options = parse(Predict, prog, argv)
-    from everytoken.tasks.segment.infer import predict
-
-    rows, notes = predict(options)
-    print_rows(rows, notes, options.json, " %", f"{len(rows)} masks and pictures in {options.output}")

@@ -189,10 +189,14 @@ def _create(
 
 def _takes_any_size(features: Features, size: tuple[int, int]) -> bool:
     """Whether images of another size pass, found by trying."""
+    like = next(features.parameters())
     try:
-        probe_features(features, (size[0], size[1] + features.multiple))
+        with torch.no_grad():
+            features.eval()(like.new_zeros(1, 3, size[0], size[1] + features.multiple))
     except (RuntimeError, AssertionError, ValueError, IndexError):
         return False
+    finally:
+        features.train()
     return True
 
 
@@ -212,14 +216,3 @@ def parse_metadata(metadata: Mapping[str, str], key: str, path: Path) -> Any:
         return json.loads(metadata[key]) if key in metadata else None
     except (ValueError, RecursionError) as error:
         raise EverytokenError(f"{path}: its description is not valid JSON ({error}).") from error
-
-
-@torch.no_grad()
-def probe_features(features: Features, size: tuple[int, int]) -> list[tuple[int, int, int]]:
-    """(channels, height, width) of each map for images of (height, width), by one pass of zeros."""
-    was_training = features.training
-    features.eval()
-    like = next(features.parameters())
-    maps = features(torch.zeros(1, 3, *size, device=like.device, dtype=like.dtype))
-    features.train(was_training)
-    return [(m.shape[1], m.shape[2], m.shape[3]) for m in maps]

@@ -38,7 +38,7 @@ from everytoken.evaluation.held_out import HeldOut
 from everytoken.models.open import Description, find_weights, read_metadata
 from everytoken.models.weights import load_weights
 from everytoken.tasks.backbone import Features, parse_metadata, rebuild_features
-from everytoken.tasks.options import check_rate, default_output
+from everytoken.tasks.options import DenseOptions, check_rate, default_output
 
 A = TypeVar("A")
 V = TypeVar("V")
@@ -139,6 +139,12 @@ class Views(Generic[V]):
         )
 
 
+def resized(size: tuple[int, int], short: float, longest: float) -> tuple[int, int]:
+    """(width, height) of an image whose short side becomes `short`, unless its long side would exceed `longest`."""
+    factor = min(short / min(size), longest / max(size))
+    return max(int(size[0] * factor + 0.5), 1), max(int(size[1] * factor + 0.5), 1)
+
+
 def fill_colour(mean: Sequence[float]) -> tuple[int, int, int]:
     """The mean colour of a network's normalisation, as bytes."""
     red, green, blue = (min(255, round(255 * value)) for value in mean)
@@ -172,17 +178,8 @@ class DenseInfo:
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
 
 
-@dataclass(frozen=True)
-class Loaded(Generic[N, I]):
-    """A trained network in evaluation mode, what its weights say about themselves, and the file they are in."""
-
-    model: N
-    info: I
-    source: str
-
-
-def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features, I], N]) -> Loaded[N, I]:
-    """A trained network from its run folder or a weights file of it."""
+def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features, I], N]) -> tuple[N, I]:
+    """A trained network in evaluation mode and its description, from its run folder or a weights file of it."""
     path = find_weights(source)
     values = parse_metadata(read_metadata(path), info_type.METADATA, path)
     if values is None:
@@ -193,7 +190,7 @@ def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features
     report = load_weights(model, path)
     if report.missing or report.left_out:
         raise EverytokenError(f"{path} does not fit the network that it describes:\n{report}")
-    return Loaded(model.eval(), info, str(path))
+    return model.eval(), info
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -214,7 +211,7 @@ class DenseTask(Task):
         step: nn.Module,
         info: DenseInfo,
         sets: tuple[DataSet, DataSet],
-        options: Any,
+        options: DenseOptions,
         world: World,
         folder: RunFolder,
     ) -> None:
@@ -290,7 +287,7 @@ def plan_dense(options: Any, name: str, task_type: Callable[[Any, World, RunFold
     return plan(partial(task_type, quick), options, _checked_output(options, name))
 
 
-def _checked_output(options: Any, name: str) -> str:
+def _checked_output(options: DenseOptions, name: str) -> str:
     """The run folder; raises on options that do not make a run."""
     if not options.data:
         raise EverytokenError(f"data is empty: name the images to train on (everytoken {name} train DATA)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -56,6 +56,20 @@ class BatchOptions:
     are bad."""
 
 
+@dataclass(frozen=True)
+class DenseOptions:
+    """Everything that determines a run; `config.yaml` of a run folder is this, resolved. Tasks add their groups."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
+    """The dataset; the page of the task says how it is laid out."""
+    recipe: str = ""
+    """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
+    model: tyro.conf.OmitArgPrefixes[BackboneOptions] = field(default_factory=BackboneOptions)
+    dataset: tyro.conf.OmitArgPrefixes[BatchOptions] = field(default_factory=BatchOptions)
+    optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=OptimOptions)
+    run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)
+
+
 def check_rate(optim: OptimOptions) -> None:
     """Raise if `lr_base` was set and would do nothing: dense tasks have an absolute `lr`, as the papers do."""
     if optim.lr and optim.lr_base != OptimOptions().lr_base:
@@ -71,6 +85,10 @@ class SourceOptions:
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
     """A run folder or a weights file."""
+    device: str = field(default="", kw_only=True)
+    """cpu, cuda, mps; default: the best available."""
+    amp: bool = field(default=False, kw_only=True)
+    """Mixed precision (bfloat16)."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +102,6 @@ class EvaluateOptions(SourceOptions):
     images if the run was trained on other data."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Loader processes."""
-    device: str = ""
-    """cpu, cuda, mps; default: the best available."""
-    amp: bool = False
-    """Mixed precision (bfloat16)."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image or mask that cannot be read."""
     pictures: str = ""
@@ -106,10 +120,6 @@ class PredictOptions(SourceOptions):
     """Folder for the results."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
     """Loader processes."""
-    device: str = ""
-    """cpu, cuda, mps; default: the best available."""
-    amp: bool = False
-    """Mixed precision (bfloat16)."""
 
 
 def fill(options: T, defaults: Mapping[str, Any]) -> T:
@@ -118,20 +128,7 @@ def fill(options: T, defaults: Mapping[str, Any]) -> T:
     return replace(options, **open_fields)
 
 
-class _Named(Protocol):
-    """Options that name a run folder."""
-
-    @property
-    def data(self) -> str: ...
-    @property
-    def recipe(self) -> str: ...
-    @property
-    def model(self) -> BackboneOptions: ...
-    @property
-    def run(self) -> RunOptions: ...
-
-
-def default_output(options: _Named, task: str) -> str:
+def default_output(options: DenseOptions, task: str) -> str:
     """runs/<recipe or task>-<model>-<data>-seed<seed>."""
     recipe = Path(options.recipe).stem if options.recipe else task
     model = options.model.model or Path(options.model.initial_checkpoint).name

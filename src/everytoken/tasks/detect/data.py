@@ -33,11 +33,11 @@ from typing_extensions import TypedDict
 
 from everytoken import keyed, schema
 from everytoken.data import placement as pl
-from everytoken.data.datasets import DataError, DataSet, Strings, gather_images
+from everytoken.data.datasets import DataError, DataSet, Strings
 from everytoken.data.decode import Picture
 from everytoken.data.loader import Request
 from everytoken.data.warp import render
-from everytoken.tasks.dense import FileSet, Views, check_relative, split_by_name, whole_set
+from everytoken.tasks.dense import FileSet, Views, check_relative, resized, split_by_name, whole_set
 from everytoken.tasks.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through
 from everytoken.tasks.detect.options import CocoOptions
 
@@ -79,7 +79,7 @@ class InstanceSet(FileSet):
         root: the folder; images: paths below it. sizes: int64 [n, 2], (width, height) of each.
         image_ids: of the images in `source`, the file of the annotations.
         category_ids, class_names: of the classes.
-        annotations: the objects; None: images alone.
+        annotations: the objects.
         notes: what the reader left out, in words.
     """
 
@@ -91,20 +91,14 @@ class InstanceSet(FileSet):
         image_ids: np.ndarray,
         category_ids: Sequence[int],
         class_names: Sequence[str],
-        annotations: Annotations | None = None,
-        source: str = "",
+        annotations: Annotations,
+        source: str,
         notes: Sequence[str] = (),
     ) -> None:
         super().__init__(root, images, class_names, source)
         self.source, self.sizes, self.image_ids = source, sizes, image_ids
         self.category_ids, self.notes = list(category_ids), list(notes)
-        self._annotations = annotations
-
-    @property
-    def annotations(self) -> Annotations:
-        """The objects of all images."""
-        assert self._annotations is not None, "these are images alone"
-        return self._annotations
+        self.annotations = annotations
 
     def size(self, i: int) -> tuple[int, int]:
         """(width, height) of image i, as the annotations say."""
@@ -171,12 +165,6 @@ class InstanceSet(FileSet):
         images = [{"id": n + 1, "width": width, "height": height} for n, (width, height) in enumerate(sizes)]
         categories = [{"id": c + 1, "name": name} for c, name in enumerate(self.class_names)]
         return {"info": {}, "images": images, "annotations": rows, "categories": categories}
-
-
-def only_images(paths: Sequence[str]) -> InstanceSet:
-    """Image files and folders as a dataset without objects, for predictions."""
-    root, names = gather_images(paths)
-    return InstanceSet(root, names, np.zeros((len(names), 2), np.int64), np.arange(len(names)), [], [])
 
 
 # -- where it lies ----------------------------------------------------------------------------------------------------
@@ -409,12 +397,6 @@ def _has_area(box: Sequence[float], size: tuple[int, int]) -> bool:
 # -- views and batches ------------------------------------------------------------------------------------------------
 
 
-def resized(size: tuple[int, int], short: int, longest: int) -> tuple[int, int]:
-    """(width, height) of an image whose short side becomes `short`, unless its long side would exceed `longest`."""
-    factor = min(short / min(size), longest / max(size))
-    return max(int(size[0] * factor + 0.5), 1), max(int(size[1] * factor + 0.5), 1)
-
-
 class DetectTransform:
     """A view of an image.
 
@@ -514,16 +496,18 @@ class ObjectViews(Views[_View]):
 
     def view(self, request: Request, key: str) -> _View:
         """Of one image: boxes that have an area in it, and their masks."""
-        data, i = whole_set(self.data, request.sample, InstanceSet)
         rng = None if self.seed is None else keyed.generator(self.seed, request.epoch, key, "detect")
-        picture = data.picture(i)
-        if self.truth:
-            data.check_size(i, picture)
+        picture = self.data.picture(request.sample)
         pixels, matrix = self.transform(picture, rng)
-        height, width = pixels.shape[:2]
-        numbers = data.trained(i) if self.truth else []
+        nothing = _View(pixels, np.zeros((0, 4)), np.zeros(0, np.int64), [], matrix, picture.size)
+        if not self.truth:
+            return nothing
+        data, i = whole_set(self.data, request.sample, InstanceSet)
+        data.check_size(i, picture)
+        numbers = data.trained(i)
         if not numbers:
-            return _View(pixels, np.zeros((0, 4)), np.zeros(0, np.int64), [], matrix, picture.size)
+            return nothing
+        height, width = pixels.shape[:2]
         boxes = boxes_through(data.annotations.boxes[numbers], matrix)
         boxes[:, 0::2] = boxes[:, 0::2].clip(0, width)
         boxes[:, 1::2] = boxes[:, 1::2].clip(0, height)

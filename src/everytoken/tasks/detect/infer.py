@@ -24,14 +24,13 @@ from everytoken.engine.distributed import pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.held_out import held_out
-from everytoken.tasks.dense import EvalPass, Evaluation, save_sheet, unseen_part, whole_set
+from everytoken.tasks.dense import EvalPass, Evaluation, FileSet, save_sheet, unseen_part, whole_set
 from everytoken.tasks.detect.data import (
     DetectTransform,
     InstanceSet,
     Objects,
     ObjectViews,
     divided,
-    only_images,
     open_instances,
     whole_file,
 )
@@ -153,13 +152,13 @@ def evaluate(options: DetectEval) -> Evaluation:
     if not len(data):
         raise EverytokenError(f"{options.data} has no images for {options.split!r}")
     whole, _ = whole_set(data, 0, InstanceSet)
-    loaded = load_detector(options.source)
-    columns = class_columns(loaded.info.class_names, whole.class_names, whole.name)
+    detector, info = load_detector(options.source)
+    columns = class_columns(info.class_names, whole.class_names, whole.name)
     notes += whole.notes
     unknown = sum(c not in columns for c in range(whole.num_classes))
     if unknown:
         notes.append(f"{unknown} of the {whole.num_classes} categories of the data are unknown to the detector")
-    inference = Inference.of(loaded.model.to(device), loaded.info, options.find)
+    inference = Inference.of(detector.to(device), info, options.find)
     views = ObjectViews(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
     run = EvalPass[Detections](views, options.workers, options.on_bad_image)
     detections: dict[int, Detections] = {}  # by number of the image in `whole`
@@ -205,11 +204,11 @@ def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
         A row for each image (file, and how many objects of which class), and notes for the user.
     """
     device, folder = pick_device(options.device), Path(options.output)
-    stems = result_stems(*gather_images(options.images), folder, (".objects.jpg",))
-    data = only_images(options.images)
-    loaded = load_detector(options.source)
-    names = list(loaded.info.class_names)
-    inference = Inference.of(loaded.model.to(device), loaded.info, options.find)
+    root, files = gather_images(options.images)
+    stems, data = result_stems(root, files, folder, (".objects.jpg",)), FileSet(root, files, [])
+    detector, info = load_detector(options.source)
+    names = list(info.class_names)
+    inference = Inference.of(detector.to(device), info, options.find)
     folder.mkdir(parents=True, exist_ok=True)
     run = EvalPass[Detections](ObjectViews(data, inference.transform, None, truth=False), options.workers)
     rows: list[dict[str, Any]] = []

@@ -72,11 +72,6 @@ class Precision:
     numbers: dict[str, float]
     classes: list[dict[str, Any]]
 
-    @property
-    def main(self) -> float:
-        """What "best" means: AP of masks, or of boxes without masks."""
-        return self.numbers.get("mask AP", self.numbers["box AP"])
-
 
 def average_precision(
     data: InstanceSet, detections: Mapping[int, Detections], columns: Sequence[int] | None = None

@@ -49,7 +49,7 @@ from torchvision.ops import (
 
 from everytoken.errors import EverytokenError
 from everytoken.tasks.backbone import Features, build_features
-from everytoken.tasks.dense import DenseInfo, Loaded, load_dense
+from everytoken.tasks.dense import DenseInfo, load_dense
 from everytoken.tasks.detect.data import Objects
 from everytoken.tasks.detect.options import NEW_RUN, DetectorOptions, FindOptions
 from everytoken.tasks.options import BackboneOptions, fill
@@ -327,7 +327,6 @@ class SimplePyramid(nn.Module):
     def __init__(self, dims: Sequence[int], strides: Sequence[int], out: int = 256) -> None:
         super().__init__()
         dim, stride = dims[-1], strides[-1]
-        self.dims = [out] * 4
         self.strides = [stride // 4, stride // 2, stride, stride * 2]
         half, quarter = dim // 2, dim // 4
         up = [nn.ConvTranspose2d(dim, half, 2, 2), LayerNorm2d(half), nn.GELU()]
@@ -468,8 +467,8 @@ def build_detector(
     return model, DetectorInfo(info, class_names, taps, options, find or FindOptions())
 
 
-def load_detector(source: str | Path) -> Loaded[Detector, DetectorInfo]:
-    """A trained detector from its run folder or a weights file of it."""
+def load_detector(source: str | Path) -> tuple[Detector, DetectorInfo]:
+    """A trained detector and its description from its run folder or a weights file of it."""
     return load_dense(
         source, DetectorInfo, lambda features, info: Detector(features, info.detector, len(info.class_names))
     )

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken.engine.options import OptimOptions, RunOptions
-from everytoken.tasks.options import BackboneOptions, BatchOptions, EvaluateOptions, PredictOptions
+from everytoken.engine.options import OptimOptions
+from everytoken.tasks.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions
 
 
 @dataclass(frozen=True)
@@ -101,20 +101,16 @@ def _optim() -> OptimOptions:
 
 
 @dataclass(frozen=True)
-class DetectOptions:
-    """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
+class DetectOptions(DenseOptions):
+    """Everything that determines a run."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """COCO's folder, a folder with images/ and one json, a folder with parts of such, or a json file."""
-    recipe: str = ""
-    """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
-    model: tyro.conf.OmitArgPrefixes[BackboneOptions] = field(default_factory=BackboneOptions)
     detector: tyro.conf.OmitArgPrefixes[DetectorOptions] = field(default_factory=DetectorOptions)
     dataset: tyro.conf.OmitArgPrefixes[DetectData] = field(default_factory=DetectData)
     augment: tyro.conf.OmitArgPrefixes[DetectAugment] = field(default_factory=DetectAugment)
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
     optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=_optim)
-    run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)
 
 
 @dataclass(frozen=True)

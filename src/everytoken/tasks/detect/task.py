@@ -96,7 +96,7 @@ class DetectTask(DenseTask):
         """Validation numbers; "score" is AP of masks, or of boxes if there are no masks."""
         result = average_precision(*self.detections(module))
         numbers = {f"val_{k.replace(' ', '_')}": round(v, 4) for k, v in result.numbers.items()}
-        return {"score": max(result.main, 0.0), **numbers}
+        return {"score": max(result.numbers.get("mask AP", result.numbers["box AP"]), 0.0), **numbers}
 
     def describe(self) -> str:
         """Data and model."""

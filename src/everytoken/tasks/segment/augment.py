@@ -21,17 +21,11 @@ from everytoken.data import placement as pl
 from everytoken.data.decode import Picture
 from everytoken.data.placement import sample_mask
 from everytoken.data.warp import render
+from everytoken.tasks.dense import resized
 from everytoken.tasks.segment.options import SegmentAugment
 
 ATTEMPTS = 10
-LONGEST = 4  # times the short side
-
-
-def resized(size: tuple[int, int], short: float) -> tuple[int, int]:
-    """(width, height) of an image whose short side becomes `short`, its long side at most four times that."""
-    width, height = size
-    factor = min(short / min(size), LONGEST * short / max(size))
-    return max(int(width * factor + 0.5), 1), max(int(height * factor + 0.5), 1)
+LONGEST = 4  # the long side of an image, in short sides of the network's
 
 
 class SegmentTransform:
@@ -56,7 +50,7 @@ class SegmentTransform:
         draws = rng.random((ATTEMPTS + 1, 2))
         scale, flip = draws[0].tolist()
         short = (options.resize or side) * (options.scale[0] + (options.scale[1] - options.scale[0]) * scale)
-        width, height = resized(picture.size, short)
+        width, height = resized(picture.size, short, LONGEST * short)
         per_x, per_y = picture.size[0] / width, picture.size[1] / height
         matrix = np.zeros((2, 3))
         for u, v in draws[1:].tolist():

@@ -42,27 +42,9 @@ SPLITS = {
     "test": ("test", "testing", "test2017"),
 }
 VOC_CLASSES = [
-    "background",
-    "aeroplane",
-    "bicycle",
-    "bird",
-    "boat",
-    "bottle",
-    "bus",
-    "car",
-    "cat",
-    "chair",
-    "cow",
-    "diningtable",
-    "dog",
-    "horse",
-    "motorbike",
-    "person",
-    "pottedplant",
-    "sheep",
-    "sofa",
-    "train",
-    "tvmonitor",
+    *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus"),
+    *("car", "cat", "chair", "cow", "diningtable", "dog", "horse"),
+    *("motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 ]
 
 

@@ -29,10 +29,10 @@ from everytoken.draw import Card, Panel, Row, fit_photo, mask_legend, mask_overl
 from everytoken.engine.distributed import pick_device
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.held_out import held_out
-from everytoken.tasks.dense import EvalPass, Evaluation, save_sheet, unseen_part
+from everytoken.tasks.dense import EvalPass, Evaluation, FileSet, resized, save_sheet, unseen_part
 from everytoken.tasks.options import fill
-from everytoken.tasks.segment.augment import resized
-from everytoken.tasks.segment.data import MaskSet, WholeViews, divided, open_masks
+from everytoken.tasks.segment.augment import LONGEST
+from everytoken.tasks.segment.data import WholeViews, divided, open_masks
 from everytoken.tasks.segment.metrics import Confusion
 from everytoken.tasks.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
 from everytoken.tasks.segment.options import (
@@ -85,7 +85,7 @@ class Inference:
     @torch.no_grad()
     def scores(self, image: Tensor) -> Tensor:
         """[1, K, h, w] at scale 1: logits of a single pass, else mean probabilities."""
-        width, height = resized((image.shape[-1], image.shape[-2]), self.short)
+        width, height = resized((image.shape[-1], image.shape[-2]), self.short, LONGEST * self.short)
         options = fill(self.options, NEW_RUN)
         many = len(options.scales) > 1 or options.flip
         total: Tensor | None = None
@@ -188,9 +188,9 @@ def open_inference(
         data_names: classes of the data; None: answer in the model's own.
     """
     if options.head == "segment":
-        loaded = load_segmenter(options.source)
-        inference = segmenter_inference(loaded.model.to(device), loaded.info, options.evaluation)
-        model_names = list(loaded.info.class_names)
+        segmenter, segmenter_info = load_segmenter(options.source)
+        inference = segmenter_inference(segmenter.to(device), segmenter_info, options.evaluation)
+        model_names = list(segmenter_info.class_names)
         if data_names is None or list(data_names) == model_names:
             return inference, model_names, []
         columns = torch.from_numpy(exact_lookup(data_names, model_names, "the data"))
@@ -267,7 +267,7 @@ def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
     stems = result_stems(root, names, folder, (".png", ".overlay.jpg"))
     inference, class_names, notes = open_inference(options, None, device)
     folder.mkdir(parents=True, exist_ok=True)
-    run = EvalPass[Tensor](WholeViews(MaskSet(root, names, [], [], {}), masks=False), options.workers)
+    run = EvalPass[Tensor](WholeViews(FileSet(root, names, []), masks=False), options.workers)
     rows: list[dict[str, Any]] = []
     for batch, answer in run.run(inference.on(device), device, options.amp):
         mask, stem = answer.numpy(), stems[batch.keys[0]]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
 from everytoken.tasks.backbone import Features, build_features
-from everytoken.tasks.dense import DenseInfo, Loaded, load_dense
+from everytoken.tasks.dense import DenseInfo, load_dense
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.options import DecoderOptions, InferOptions
 
@@ -141,20 +141,17 @@ class SideLayers(nn.Module):
     """One level per tap: [B, D, h, w] each -> [B, D, 4h, 4w], [B, D, 2h, 2w], [B, D, h, w], [B, last, h, w].
 
     Args:
-        dims, strides: of the taps.
+        dims: channels of the taps.
         last: channels of the last level.
         finer: how much finer than the tokens each level is, one number per tap; the released FCN uses the last two taps
             with (1, 2), the released UperNet four with (4, 2, 1, 1).
     """
 
-    def __init__(
-        self, dims: Sequence[int], strides: Sequence[int], last: int = 2048, finer: Sequence[int] = (4, 2, 1, 1)
-    ) -> None:
+    def __init__(self, dims: Sequence[int], last: int = 2048, finer: Sequence[int] = (4, 2, 1, 1)) -> None:
         super().__init__()
         self.first = len(dims) - len(finer)  # taps before it are not used
         used = list(dims[self.first :])
         self.dims = [*used[:-1], last]
-        self.strides = [s // f for s, f in zip(strides[self.first :], finer, strict=True)]
         self.layers = nn.ModuleList([_side(d, out, f) for d, out, f in zip(used, self.dims, finer, strict=True)])
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
@@ -182,7 +179,7 @@ class Segmenter(nn.Module):
             finer = (1, 2) if fcn else (4, 2, 1, 1)
             if len(dims) < len(finer):
                 raise EverytokenError(f"taps has {len(dims)} blocks, and the {options.head} head needs {len(finer)}")
-            self.pyramid = SideLayers(dims, features.strides, last, finer)
+            self.pyramid = SideLayers(dims, last, finer)
             dims = self.pyramid.dims
         channels = options.channels or (256 if options.head == "fcn" else 512)
         self.head: nn.Module
@@ -243,8 +240,8 @@ def build_segmenter(
     return model, SegmenterInfo(info, class_names, taps, decoder, evaluation or InferOptions())
 
 
-def load_segmenter(source: str | Path) -> Loaded[Segmenter, SegmenterInfo]:
-    """A trained segmenter from its run folder or a weights file of it."""
+def load_segmenter(source: str | Path) -> tuple[Segmenter, SegmenterInfo]:
+    """A trained segmenter and its description from its run folder or a weights file of it."""
     return load_dense(
         source, SegmenterInfo, lambda features, info: Segmenter(features, info.decoder, len(info.class_names))
     )

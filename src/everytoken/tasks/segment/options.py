@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from everytoken.engine.options import OptimOptions, RunOptions
-from everytoken.tasks.options import BackboneOptions, BatchOptions, EvaluateOptions, PredictOptions, SourceOptions
+from everytoken.tasks.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions, SourceOptions
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,11 @@ def _optim() -> OptimOptions:
 
 
 @dataclass(frozen=True)
-class SegmentOptions:
-    """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
+class SegmentOptions(DenseOptions):
+    """Everything that determines a run."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """Folder of images and masks: ADE20K, COCO panoptic, Pascal VOC, or images/ and masks/ with a class file."""
-    recipe: str = ""
-    """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
-    model: tyro.conf.OmitArgPrefixes[BackboneOptions] = field(default_factory=BackboneOptions)
     decoder: tyro.conf.OmitArgPrefixes[DecoderOptions] = field(default_factory=DecoderOptions)
     dataset: tyro.conf.OmitArgPrefixes[SegmentData] = field(default_factory=SegmentData)
     augment: tyro.conf.OmitArgPrefixes[SegmentAugment] = field(default_factory=SegmentAugment)
