@@ -28,3 +28,20 @@ def make_photos(root: Path, classes: int = 3, train: int = 12, val: int = 4, siz
 def photos(tmp_path_factory) -> Path:
     """36 training and 12 validation images of three classes."""
     return make_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture(scope="session")
+def photo_maps(photos, tmp_path_factory) -> Path:
+    """A store of score maps of the training images: random ones, over nine classes that are not the folders'."""
+    from everytoken.maps import MapWriter, ScoreMap, StoreMeta
+
+    root, rng = photos / "train", np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("photo-maps") / "maps"
+    keys = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.png"))
+    with MapWriter(path, keys, StoreMeta((5, 6), 2, tuple(f"thing {i}" for i in range(9)))) as writer:
+        for key in keys:
+            classes = np.stack([rng.permutation(9)[:2] for _ in range(30)]).reshape(5, 6, 2).astype(np.uint16)
+            scores = np.sort(rng.normal(3, 1, (5, 6, 2)))[..., ::-1].astype(np.float16)
+            writer.write({key: ScoreMap(scores, classes, (40, 36))})
+        writer.finalize()
+    return path

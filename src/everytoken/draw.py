@@ -83,8 +83,19 @@ def class_overlay(
     photo: Image.Image, cells: NDArray[np.int64], inside: NDArray[np.bool_], summary: MapSummary, legend: dict[int, str]
 ) -> Image.Image:
     """The best class of each cell in its colour, stronger where it is surer, on the photo in grey."""
-    paint = np.array([rgb(legend.get(int(c), OTHER)) for c in summary.top.ravel()], np.float32)[cells]
-    strength = (0.25 + 0.5 * np.sqrt(summary.confidence.ravel()))[cells][..., None]
+    return _classes_on(photo, cells, inside, summary.top, summary.confidence, legend)
+
+
+def _classes_on(
+    photo: Image.Image,
+    cells: NDArray[np.int64],
+    inside: NDArray[np.bool_],
+    classes: NDArray[np.integer],
+    confidence: NDArray[np.floating],
+    colours: dict[int, str],
+) -> Image.Image:
+    paint = np.array([rgb(colours.get(int(c), OTHER)) for c in classes.ravel()], np.float32)[cells]
+    strength = (0.25 + 0.5 * np.sqrt(confidence.ravel()))[cells][..., None]
     base = _grey(photo)
     mixed = np.where(inside[..., None], (1 - strength) * base + strength * paint, 0.5 * base + 40)
     edge = np.zeros(inside.shape, bool)  # a dark line where the colour changes
@@ -92,6 +103,15 @@ def class_overlay(
     edge[1:, :] |= (paint[1:, :] != paint[:-1, :]).any(axis=-1)
     mixed[edge & inside] *= 0.4
     return _image(mixed)
+
+
+def token_overlay(
+    photo: Image.Image, classes: NDArray[np.integer], confidence: NDArray[np.floating], colours: dict[int, str]
+) -> Image.Image:
+    """Classes [h, w] of tokens that cover the whole photo, with their confidence; classes without a colour are grey."""
+    rows, columns = classes.shape
+    cells, inside = cells_of(photo.size, (rows, columns), (0.0, 0.0, 1.0, 1.0))
+    return _classes_on(photo, cells, inside, classes, confidence, colours)
 
 
 def confidence_overlay(

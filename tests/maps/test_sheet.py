@@ -190,3 +190,13 @@ def test_a_sheet_has_room_for_every_tile_and_survives_odd_names():
     assert wide.width == 2 * narrow.width - draw.PAD
     assert wide.height > 3 * PANEL
     assert len(wide.getcolors(10**7)) > 50
+
+
+def test_a_store_shows_itself_and_tokens_are_drawn_where_they_are(tmp_path):
+    maps = make_store(tmp_path / "maps", {"ant/1.png": simple_map([[0, 1]]), "bee/2.png": simple_map([[2, 2]])})
+    assert maps.sheet(keys=["ant/1.png"]).height < maps.sheet().height
+    photo = Image.new("RGB", (40, 20), "#808080")
+    picture = draw.token_overlay(photo, np.array([[7, 9]]), np.ones((1, 2)), {7: "#ff0000"})
+    left, right = picture.getpixel((5, 10)), picture.getpixel((35, 10))
+    assert left[0] > left[1]
+    assert len(set(right)) == 1, "a class without a colour is grey"

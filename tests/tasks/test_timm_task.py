@@ -1,11 +1,17 @@
 """What a timm task knows of the training around it."""
 
+import copy
+
 import pytest
 import timm
 import torch
+from timm.data import create_dataset
 from timm.optim import create_optimizer_v2
+from timm.utils import CheckpointSaver, dispatch_clip_grad
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
 
-import everytoken  # noqa: F401
+import everytoken as et
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import CompactTarget, from_labels
@@ -110,6 +116,66 @@ def test_score_maps_come_in_a_batch_also_through_timms_loop():
         images, target = images.to("cpu"), target.to("cpu")
         losses.append(float(made[0](images, target)["loss"].detach()))
     assert losses == [float(made[1](token_batch())["loss"].detach()) for _ in range(2)]
+
+
+def pair(samples):
+    batch = et.collate(samples)
+    return batch.images, batch
+
+
+def test_timms_script_trains_with_score_maps_as_the_documentation_shows(photos, photo_maps, tmp_path):
+    """Loader and task of the diff in docs/train.md, in the calls that timm's train.py makes."""
+    maps = et.Maps(photo_maps)
+    dataset = create_dataset("", root=str(photos), split="train", is_training=True)
+    steps = [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    tokens = et.with_maps(dataset, maps, v2.Compose(steps), keys=dataset.filenames())
+    loader = DataLoader(tokens, 12, shuffle=True, drop_last=True, collate_fn=pair)
+
+    def new_task():
+        model = timm.create_model("lvvit_micro_patch4_32", num_classes=3)
+        objectives = {"token_labeling": {"class_target": "truth"}, "drloc": {}}
+        return et.TokenTask(et.TokenModel(model, maps.num_classes), objectives, {"mixtoken": {}}, verbose=False)
+
+    torch.manual_seed(0)
+    task = new_task()
+    optimizer = create_optimizer_v2(task.get_trainable_module(), "adamw", lr=1e-3, weight_decay=0.05)
+    task.setup_ema(decay=0.5, use_warmup=False)
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized >= {id(p) for p in task.get_trainable_module().parameters() if p.requires_grad}
+    before = copy.deepcopy(task.get_trainable_module().state_dict())
+
+    task.train()
+    for number, (images, target) in enumerate(loader):  # accumulates gradients over two batches
+        images, target = images.to(device="cpu", dtype=torch.float32), target.to(device="cpu")
+        if number % 2 == 0:
+            with task.no_sync():
+                (task(images, target)["loss"] / 2).backward()
+            continue
+        result = task(images, target)
+        (result["loss"] / 2).backward()
+        dispatch_clip_grad(task.get_clip_parameters(exclude_head=True), value=1.0, mode="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        task.update_ema(step=number)
+    assert set(result) >= {"loss", "output", "token_labeling/class", "token_labeling/token", "drloc/l1"}
+    assert result["output"].shape == (12, 3)
+    after = task.get_trainable_module().state_dict()
+    for part in ("model.backbone.patch_embed.", "model.token_head.", "objectives.drloc."):
+        names = [name for name in after if name.startswith(part)]
+        assert any(not torch.equal(before[name], after[name]) for name in names), part
+
+    saver = CheckpointSaver(task.get_trainable_module(), optimizer, checkpoint_dir=str(tmp_path), task=task)
+    saver.save_checkpoint(0, metric=1.0)
+    state = torch.load(tmp_path / "last.pth.tar", weights_only=False)
+    resumed = new_task()
+    resumed.setup_ema(decay=0.5)
+    for suffix in ("", "_ema"):
+        resumed.load_checkpoint_state(state["state_dict" + suffix], state["task_state" + suffix], ema=bool(suffix))
+    assert resumed.step == task.step == 3
+    for ema in (False, True):
+        models = [each.get_eval_model(ema=ema).eval() for each in (task, resumed)]
+        assert torch.equal(models[0](images), models[1](images))
+    timm.create_model("lvvit_micro_patch4_32", num_classes=3).load_state_dict(state["state_dict"])
 
 
 def test_what_a_task_lacks_is_said_when_it_is_built_or_called():

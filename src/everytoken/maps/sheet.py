@@ -51,9 +51,19 @@ class SheetOptions:
 def make_sheet(options: SheetOptions) -> Path:
     """Draw images with their maps into one picture: those that are named, or first those where map and folder
     disagree, then mixed ones, then others. Returns the picture's path."""
+    picture = sheet_picture(Maps(options.maps, partial=True), options)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(options.out)
+    except (OSError, ValueError) as error:
+        raise EverytokenError(f"cannot write {options.out}: {error}. Give a name that ends in .png or .jpg.") from error
+    return options.out
+
+
+def sheet_picture(maps: Maps, options: SheetOptions) -> Image.Image:
+    """The picture that `make_sheet` writes."""
     from everytoken.classes import class_finder
 
-    maps = Maps(options.maps, partial=True)
     chosen = [(key, "") for key in options.keys]
     if not chosen:
         if not len(maps) or options.count < 1:
@@ -73,16 +83,10 @@ def make_sheet(options: SheetOptions) -> Path:
     title = f"{maps.path.resolve().name} · {len(maps):,} maps of {maps.grid[0]}x{maps.grid[1]} cells"
     if isinstance(maps.manifest.annotator.get("name"), str):
         title += f" · {maps.manifest.annotator['name']}"
-    picture = draw_sheet(tiles, name_of, title, options.columns)
-    try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(options.out)
-    except (OSError, ValueError) as error:
-        raise EverytokenError(f"cannot write {options.out}: {error}. Give a name that ends in .png or .jpg.") from error
     log.info(f"{options.out}: {len(tiles)} image{'s' if len(tiles) > 1 else ''}")
     if missing:
         log.info(f"note: {missing} of {len(tiles)} images were not found under {folder}; their cells are drawn on grey")
-    return options.out
+    return draw_sheet(tiles, name_of, title, options.columns)
 
 
 def find_images(images: Path, keys: Sequence[str]) -> tuple[Path, int]:
