@@ -61,6 +61,13 @@ def test_a_wrong_value_is_named_with_its_place(value, name):
     assert "\n" not in str(caught.value)
 
 
+def test_the_branches_of_a_union_are_no_part_of_the_place():
+    for kind, value, place in ((int | Literal["all"], 2.5, "pairs is 2.5"), (int | list[int], ["x"], "pairs is ['x']")):
+        with pytest.raises(schema.SchemaError) as caught:
+            schema.parse(dict[str, kind], {"pairs": value}, "f.yaml")
+        assert str(caught.value).startswith(f"f.yaml: {place}")
+
+
 def test_foreign_formats_may_have_further_names_but_not_lack_any():
     assert schema.parse(list[Foreign], [{"id": 1, "name": "x"}], "coco.json")[0]["id"] == 1
     with pytest.raises(schema.SchemaError, match=r"0\.id"):

@@ -47,7 +47,7 @@ def parse(kind: type[T], value: Any, where: str) -> T:
         checked: T = _adapter(kind).validate_json(text, strict=True)
         return checked
     except pydantic.ValidationError as error:
-        raise SchemaError(f"{where}: {_explain(kind, value, error.errors()[0])}") from error
+        raise SchemaError(f"{where}: {_explain(kind, json.loads(text), error.errors()[0])}") from error
 
 
 def read_json(path: Path, kind: type[T]) -> T:
@@ -67,7 +67,7 @@ def read_json(path: Path, kind: type[T]) -> T:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             raise SchemaError(f"{path}: not valid JSON ({first['ctx']['error']}).") from error
-        raise SchemaError(f"{path}: {_explain(kind, None, first)}") from error
+        raise SchemaError(f"{path}: {_explain(kind, json.loads(text), first)}") from error
 
 
 def read_yaml(text: str | bytes, where: str) -> Any:
@@ -120,12 +120,18 @@ def _forbid_unknown_names(kind: Any) -> None:
 
 def _explain(kind: Any, value: Any, error: Mapping[str, Any]) -> str:
     """One problem of pydantic's in our words."""
-    path = [part for part in error["loc"] if not (isinstance(part, str) and "[" in part)]
+    missing = error["type"] in ("missing", "missing_argument")
+    path: list[str | int] = []
+    for part in error["loc"]:  # which also names branches of unions; those are no place in the value
+        if part in (range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()):
+            path, value = [*path, part], value[part]
+    if missing:
+        path.append(error["loc"][-1])
     name = ".".join(map(str, path)) or "the whole"
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) and len(path) == 1 else []
         return f"there is no setting {name!r}.{did_you_mean(str(path[-1]), known)}"
-    if error["type"] in ("missing", "missing_argument"):
+    if missing:
         return f"{name!r} is missing."
     found = repr(error.get("input"))
     found = found if len(found) <= _LONGEST else found[:_LONGEST] + "..."

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
+from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import evaluate
-from everytoken.evaluation.held_out import open_part
 from everytoken.files import plain_json
 from everytoken.models.open import Description
 

@@ -139,7 +139,7 @@ def test_names_are_no_formulas_and_no_markup(photos, tmp_path, capsys):
 
 def test_markup_in_class_names_is_shown_as_it_is(capsys):
     from everytoken.cli.eval import _print
-    from everytoken.evaluation.accuracy import Predictions
+    from everytoken.engine.accuracy import Predictions
     from everytoken.evaluation.run import Evaluation
 
     predictions = Predictions(np.arange(2), np.array([0, 1]), np.array([[1], [1]]), np.ones(2), np.zeros(2))

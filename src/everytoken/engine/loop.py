@@ -38,7 +38,7 @@ from everytoken.engine.distributed import (
 )
 from everytoken.engine.optim import build_optimizer, build_schedule, learning_rate
 from everytoken.engine.options import LoopOptions
-from everytoken.engine.progress import Progress
+from everytoken.engine.progress import TrainingProgress
 from everytoken.engine.recipe import flat
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
@@ -204,7 +204,7 @@ class Loop:
         """Updates until it is time to validate."""
         self.task.trainable_module.train()
         batches = self._batches()
-        with Progress(self) as progress:
+        with TrainingProgress(self) as progress:
             while True:
                 started = time.perf_counter()
                 terms, images, waited = self._update(batches)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from everytoken.engine.distributed import World, mean_over
-from everytoken.progress import Progress as Meter
-from everytoken.progress import clock
+from everytoken.progress import Progress, clock
 
 if TYPE_CHECKING:
     from everytoken.engine.loop import Loop
@@ -26,14 +25,14 @@ def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
         yield from batches
         return
     done = 0
-    with Meter("validation", "images", every=30, keep=False) as meter:
+    with Progress("validation", "images", every=30, keep=False) as progress:
         for batch in batches:
             yield batch
             done += len(batch) * world.size
-            meter(min(done, total), total)
+            progress(min(done, total), total)
 
 
-class Progress:
+class TrainingProgress:
     """Progress until the next validation.
 
     Loss terms stay on the device until they are shown, so showing costs no wait per update.
@@ -47,7 +46,7 @@ class Progress:
         self.bar: Any = None
         self.bar_task: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         loop = self.loop
         if loop.world.is_main and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn

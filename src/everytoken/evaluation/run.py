@@ -20,11 +20,11 @@ from everytoken.data.augment import EvalTransform
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.datasets import DataSet, FolderReader, ReaderSet, gather_images
 from everytoken.data.loader import BadImages, Loader
+from everytoken.engine.accuracy import Predictions, read_real, real_accuracy
 from everytoken.engine.distributed import pick_device
+from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, InferenceOptions, PredictOptions, Progress
-from everytoken.evaluation.accuracy import Predictions, read_real, real_accuracy
-from everytoken.evaluation.held_out import open_part
 from everytoken.files import write_atomically
 from everytoken.models.open import Description, OpenModel, open_model
 from everytoken.stats import Estimate

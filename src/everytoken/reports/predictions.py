@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from everytoken.data.datasets import DataSet
+from everytoken.engine.accuracy import Predictions
 from everytoken.engine.run_folder import Run
-from everytoken.evaluation.accuracy import Predictions
 
 if TYPE_CHECKING:
     from everytoken.models.open import OpenModel

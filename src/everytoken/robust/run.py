@@ -27,10 +27,10 @@ from everytoken.data.batch import Batch
 from everytoken.data.datasets import DataSet, Subset
 from everytoken.data.decode import Picture
 from everytoken.data.loader import BadImages, Loader
+from everytoken.engine.accuracy import Predictions, read_real, real_sets
+from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import InferenceOptions
-from everytoken.evaluation.accuracy import Predictions, read_real, real_sets
-from everytoken.evaluation.held_out import open_part
 from everytoken.evaluation.run import Inference, Voter, eval_view, open_with
 from everytoken.models.open import OpenModel
 from everytoken.robust import Progress, RobustOptions, autoattack

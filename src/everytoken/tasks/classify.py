@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch, Prefetcher
+from everytoken.engine.accuracy import Predictions
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import run
 from everytoken.engine.options import TrainOptions
@@ -18,7 +19,6 @@ from everytoken.engine.progress import watched
 from everytoken.engine.recipe import apply, read_recipe
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
-from everytoken.evaluation.accuracy import Predictions
 from everytoken.files import plain_json
 from everytoken.objectives import ALIASES, required_by
 from everytoken.tasks.build import ClassifierSetup, build

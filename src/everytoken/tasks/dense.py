@@ -29,12 +29,12 @@ from everytoken.data.loader import BadImages, Loader, Request
 from everytoken.draw import Card, draw_sheet
 from everytoken.engine.distributed import World
 from everytoken.engine.dryrun import plan
+from everytoken.engine.held_out import HeldOut
 from everytoken.engine.loop import run
 from everytoken.engine.progress import watched
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.held_out import HeldOut
 from everytoken.models.open import Description, find_weights, read_metadata
 from everytoken.models.weights import load_weights
 from everytoken.tasks.backbone import Features, parse_metadata, rebuild_features

@@ -21,9 +21,9 @@ from everytoken.data.batch import Batch, normalise
 from everytoken.data.datasets import DataSet, gather_images, result_stems
 from everytoken.draw import Card, Panel, Row, object_overlay
 from everytoken.engine.distributed import pick_device
+from everytoken.engine.held_out import held_out
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.held_out import held_out
 from everytoken.tasks.dense import EvalPass, Evaluation, FileSet, save_sheet, unseen_part, whole_set
 from everytoken.tasks.detect.data import (
     DetectTransform,

@@ -27,8 +27,8 @@ from everytoken.data.batch import Batch, normalise
 from everytoken.data.datasets import DataSet, gather_images, result_stems
 from everytoken.draw import Card, Panel, Row, fit_photo, mask_legend, mask_overlay, palette_image
 from everytoken.engine.distributed import pick_device
+from everytoken.engine.held_out import held_out
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.held_out import held_out
 from everytoken.tasks.dense import EvalPass, Evaluation, FileSet, resized, save_sheet, unseen_part
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import LONGEST

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from everytoken.classes import ClassList, imagenet_numbers
+from everytoken.engine.accuracy import Predictions, calibration_error, read_real, real_accuracy
 from everytoken.errors import EverytokenError
-from everytoken.evaluation.accuracy import Predictions, calibration_error, read_real, real_accuracy
 
 
 def predictions(n=50, k=7, seed=0):
