@@ -23,19 +23,7 @@ import tempfile
 from pathlib import Path
 
 TRAIN = [
-    *(
-        "--img-size",
-        "96",
-        "--batch-size",
-        "16",
-        "--workers",
-        "0",
-        "--threads",
-        "1",
-        "--device",
-        "cpu",
-        "--warmup-epochs",
-    ),
+    *("--img-size", "96", "--batch-size", "16", "--workers", "0", "--threads", "1", "--device", "cpu"),
     *("--warmup-epochs", "0", "--val-interval", "100", "--seed", "1", "--log-interval", "1000"),
 ]
 TOKEN = "objectives.token={class_target: truth}"

@@ -136,3 +136,25 @@ def test_a_run_is_trained_reported_loaded_and_asked(photos, photo_maps, tmp_path
     predictions = et.load(run.path).predict(photos / "val", workers=0)
     assert len(predictions) == 12
     assert {prediction.classes[0] for prediction in predictions} <= {"class-0", "class-1", "class-2"}
+
+
+@pytest.mark.parametrize("mixer", [et.CutMix(), et.MixToken()])
+def test_targets_are_mixed_as_the_model_was_told(model, images, mixer):
+    """In a loop of one's own, giving the mix to the model is enough."""
+    batch = et.Batch(images=images, labels=LABELS)
+    mixed, mix = mixer(images) if isinstance(mixer, et.CutMix) else mixer(images, grid=(8, 8))
+    hard = et.HardLabels(smoothing=0.0)
+    loss = hard(model(mixed, mix), batch)["loss"]
+    logits = model(mixed, mix).logits
+    terms = [F.cross_entropy(logits, labels, reduction="none") for labels in (LABELS, LABELS[mix.partner])]
+    torch.testing.assert_close(loss, (mix.ratio * terms[0] + (1 - mix.ratio) * terms[1]).mean())
+    if mix.level == "tokens":
+        with pytest.raises(et.EverytokenError, match=r"batch\.mix"):
+            hard(model(images), et.Batch(images=images, labels=LABELS, mix=mix))
+
+
+def test_what_is_not_a_view_or_a_batch_is_named(model, images):
+    with pytest.raises(et.EverytokenError, match="TokenModel"):
+        et.HardLabels()(model.backbone(images), et.Batch(images=images, labels=LABELS))
+    with pytest.raises(et.EverytokenError, match="Batch"):
+        et.HardLabels()(model(images), LABELS)

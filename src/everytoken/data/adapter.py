@@ -32,6 +32,7 @@ import torch.distributed as dist
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
@@ -463,6 +464,13 @@ def collate(samples: Sequence[Sample]) -> Batch:
         keys=tuple(s.key for s in samples),
         indices=torch.tensor([s.index for s in samples]),
     )
+
+
+def _collate_by_default(samples: Sequence[Sample], *, collate_fn_map: Any = None) -> Batch:
+    return collate(samples)
+
+
+default_collate_fn_map[Sample] = _collate_by_default  # a DataLoader without collate_fn makes the same batches
 
 
 def _upright(image: Any) -> Any:

@@ -39,6 +39,7 @@ class TokenView:
         token_logits: [B, h, w, C] from the token head, or None without one.
         distill_logits: [B, K] of the distillation token while it is trained, or None.
         shares: which part of class token and tokens belongs to their own image, after `align` and with a mix; or None.
+        mix: how the images or tokens were mixed, as it was given to the model; objectives mix their targets by it.
     """
 
     logits: Tensor
@@ -47,6 +48,7 @@ class TokenView:
     token_logits: Tensor | None = None
     distill_logits: Tensor | None = None
     shares: Shares | None = None
+    mix: Mix | None = None
 
 
 class TokenModel(nn.Module):
@@ -121,7 +123,8 @@ class TokenModel(nn.Module):
         """Images [B, C, H, W] -> TokenView.
 
         A `mix` of tokens is carried out after the patch embedding, and undone on the grid (where it can be), so that
-        every token stands for its own image again. A mix of pixels has been carried out by the caller.
+        every token stands for its own image again. A mix of pixels has been carried out by the caller. Either way the
+        view keeps the mix, so that objectives know whose labels count.
         """
         token_mix = mix if mix is not None and mix.level == "tokens" else None
         if token_mix is not None and not self.can_mix_tokens:
@@ -145,7 +148,7 @@ class TokenModel(nn.Module):
             grid = unmix_tokens(grid, token_mix)
             if shares is not None and token_mix.unmixes:
                 shares = shares.unmixed(token_mix.at((grid.shape[1], grid.shape[2])), token_mix.partner)
-        return TokenView(logits, grid, prefix, self.token_logits(grid), distill, shares)
+        return TokenView(logits, grid, prefix, self.token_logits(grid), distill, shares, mix)
 
     def token_logits(self, grid: Tensor) -> Tensor | None:
         """[B, h, w, D] -> [B, h, w, C], or None without a token head."""

@@ -6,6 +6,7 @@ error. The loss is `weight` times the sum of its terms; terms are there for the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,9 +46,10 @@ class Objective(nn.Module):
 
         Args:
             view: what a TokenModel answered to the batch's images.
-            batch: labels, maps and so on, whatever this objective requires.
+            batch: labels, maps and so on, whatever this objective requires. If the model was given a mix, the targets
+                are mixed by it; `batch` itself stays as it was loaded.
         """
-        terms = self.terms(view, batch)
+        terms = self.terms(view, with_mix(view, batch, type(self).__name__))
         loss = view.logits.new_zeros(())
         for i, term in enumerate(terms.values()):
             loss = term * self.weight if i == 0 else loss + term * self.weight
@@ -56,6 +58,25 @@ class Objective(nn.Module):
     def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """Terms by name, scalars, before weighting."""
         raise NotImplementedError(f"{type(self).__name__} has no terms")
+
+
+def with_mix(view: TokenView, batch: Batch | None, who: str) -> Batch | None:
+    """The batch with the mix that the model was given; errors for what is not a view or a batch, or was not mixed."""
+    if not hasattr(view, "logits"):
+        raise EverytokenError(
+            f"{who} reads what a TokenModel answers, not a {type(view).__name__}: view = TokenModel(model)(images); "
+            f"{who}(view, batch)."
+        )
+    if batch is None:
+        return None
+    if not isinstance(batch, Batch):
+        raise EverytokenError(f"{who} reads a Batch, not a {type(batch).__name__}: {who}(view, Batch(images, labels)).")
+    mix = getattr(view, "mix", None)
+    if batch.mix is None:
+        return batch if mix is None else replace(batch, mix=mix)
+    if mix is None and batch.mix.level == "tokens" and hasattr(view, "mix"):
+        raise EverytokenError(f"{who}: the batch's tokens are to be mixed, so call model(images, batch.mix).")
+    return batch
 
 
 def need_batch(batch: Batch | None, who: str) -> Batch:
