@@ -158,3 +158,9 @@ def test_what_is_not_a_view_or_a_batch_is_named(model, images):
         et.HardLabels()(model.backbone(images), et.Batch(images=images, labels=LABELS))
     with pytest.raises(et.EverytokenError, match="Batch"):
         et.HardLabels()(model(images), LABELS)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict", "explain", "report"])
+def test_a_misspelt_option_is_named_with_the_nearest(call):
+    with pytest.raises(et.EverytokenError, match="'device'"):
+        getattr(et, call)("runs/nowhere", "photos", devise="cpu")

@@ -50,6 +50,15 @@ def parse(kind: type[T], value: Any, where: str) -> T:
         raise SchemaError(f"{where}: {_explain(kind, json.loads(text), error.errors()[0])}") from error
 
 
+def from_keywords(kind: type[T], keywords: Mapping[str, Any], where: str) -> T:
+    """Options from the keywords of a Python call; an unknown name is an error that names the nearest."""
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in keywords:
+        if name not in names:
+            raise SchemaError(f"{where} has no option {name!r}.{did_you_mean(name, names)}")
+    return kind(**keywords)
+
+
 def read_json(path: Path, kind: type[T]) -> T:
     """A JSON file as `kind`. A large file is read once: no Python objects are made of what `kind` leaves out."""
     import pydantic

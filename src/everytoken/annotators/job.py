@@ -86,7 +86,7 @@ def annotate(
 ) -> Maps:
     """Give every image of a dataset a score map; the same as `everytoken annotate`, with the same defaults.
 
-        maps = et.annotate("photos", "maps", "registry:efficientnet_lite0", img_size=(448,), foreign_classes=True)
+        maps = et.annotate("photos", "maps", "registry:efficientnet_lite0", img_size=448, foreign_classes=True)
 
     Calling it again with the same arguments continues a store that was begun.
 
@@ -99,6 +99,9 @@ def annotate(
         progress: called with (images done, images in all) of this process.
         options: fields of `AnnotateOptions` and `FitOptions`.
     """
+    for name in ("img_size", "fit_size"):
+        if isinstance(options.get(name), int):  # a square, as in `et.train`
+            options[name] = (options[name],)
     run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
     return Maps(out)
 

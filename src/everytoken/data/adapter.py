@@ -215,7 +215,7 @@ for _functional, _name, _reason in (
 if hasattr(F, "clamp_keypoints"):
     F.register_kernel(F.clamp_keypoints, GeometryRecord)(lambda record, *_, **__: record)
 
-_HIDDEN = f"it does not say how it moves the image. {_EXAMPLE} does the same and does."
+_HIDDEN = f"it does not say how it moves the image. {_EXAMPLE}, timm's RandAugment, can take its place."
 _REFUSED: dict[type, str] = {
     v2.RandAugment: _HIDDEN,
     v2.AutoAugment: _HIDDEN,

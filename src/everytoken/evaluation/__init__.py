@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from everytoken import schema
 from everytoken.machine import default_workers
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def evaluate(
     """
     from everytoken.evaluation.run import run_evaluation
 
-    return run_evaluation(source, data, EvalOptions(**options), progress)
+    return run_evaluation(source, data, schema.from_keywords(EvalOptions, options, "evaluate()"), progress)
 
 
 def predict(
@@ -138,4 +139,6 @@ def predict(
     from everytoken.evaluation.run import run_prediction
 
     files = [images] if isinstance(images, str | Path) else images
-    return run_prediction(source, [str(file) for file in files], PredictOptions(**options), progress)
+    return run_prediction(
+        source, [str(file) for file in files], schema.from_keywords(PredictOptions, options, "predict()"), progress
+    )

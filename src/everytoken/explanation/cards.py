@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from everytoken import draw
+from everytoken import draw, schema
 from everytoken._version import version
 from everytoken.errors import EverytokenError
 
@@ -112,7 +112,7 @@ def explain(
     from everytoken.engine.distributed import pick_device
     from everytoken.explanation.model import open_explained
 
-    settings = ExplainOptions(**options)
+    settings = schema.from_keywords(ExplainOptions, options, "explain()")
     files = [str(images)] if isinstance(images, str | Path) else [str(image) for image in images]
     sources = [(str(source), settings.checkpoint, settings.model)]
     if settings.compare:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import tyro
 
+from everytoken import schema
 from everytoken.classes import shown_name
 from everytoken.engine.run_folder import Run, find_runs
 from everytoken.errors import EverytokenError
@@ -130,7 +131,7 @@ def report(
         progress: shows how far it is: progress(title) is a context manager that gives tell(done, total).
         options: fields of `ReportOptions`.
     """
-    settings = ReportOptions(**options)
+    settings = schema.from_keywords(ReportOptions, options, "report()")
     paths = [runs] if isinstance(runs, str | Path) else list(runs)
     target = None if out is None else Path(out)
     if target is not None and target.is_dir():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from everytoken import schema
 from everytoken.evaluation import InferenceOptions
 
 if TYPE_CHECKING:
@@ -85,4 +86,9 @@ def robustness(
     """
     from everytoken.robust.run import run_robustness
 
-    return run_robustness(str(source), str(out), RobustOptions(**options), progress or (lambda *_: None))
+    return run_robustness(
+        str(source),
+        str(out),
+        schema.from_keywords(RobustOptions, options, "robustness()"),
+        progress or (lambda *_: None),
+    )

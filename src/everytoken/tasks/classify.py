@@ -20,6 +20,7 @@ from everytoken.engine.recipe import apply, read_recipe
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.files import plain_json
+from everytoken.maps import Maps
 from everytoken.objectives import ALIASES, required_by
 from everytoken.tasks.build import ClassifierSetup, build
 
@@ -153,7 +154,7 @@ def train_with(options: TrainOptions) -> Run:
 def train(
     data: str | Path,
     *,
-    maps: str | Path = "",
+    maps: str | Path | Maps = "",
     recipe: str = "",
     objectives: Mapping[str, Mapping[str, Any]] | None = None,
     mixing: Mapping[str, Mapping[str, Any]] | None = None,
@@ -169,7 +170,7 @@ def train(
 
     Args:
         data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME.
-        maps: store of score maps, for objectives that need them.
+        maps: store of score maps (its folder, or what `et.annotate` returned), for objectives that need them.
         recipe: name of a shipped recipe, or a YAML file.
         objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
         mixing: likewise.
@@ -178,7 +179,8 @@ def train(
     settings = TrainOptions()
     if recipe:
         settings = dataclasses.replace(apply(settings, read_recipe(recipe), recipe), recipe=recipe)
-    given = {"data": str(data), "maps": str(maps), **options}
+    store = maps.path if isinstance(maps, Maps) else maps
+    given = {"data": str(data), "maps": str(store), **options}
     for name, changes in (("objectives", objectives), ("mixing", mixing)):
         if changes is not None:
             aliases = ALIASES if name == "objectives" else {}

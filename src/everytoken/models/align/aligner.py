@@ -106,7 +106,9 @@ class AlignedPass:
     def shares(self) -> Shares:
         """The shares after the pass."""
         if self._shares is None:
-            raise EverytokenError("no shares yet: run the model once inside `with aligner.watch(mix):`.")
+            raise EverytokenError(
+                "no shares yet: run the model once inside the `with` block (`aligned(model, mix)` or `aligner.watch(mix)`)."
+            )
         return self._shares
 
 
