@@ -107,7 +107,7 @@ class AlignedPass:
         """The shares after the pass."""
         if self._shares is None:
             raise EverytokenError(
-                "no shares yet: run the model once inside the `with` block of aligned(model, mix) or aligner.watch(mix)."
+                "no shares yet: run the model inside the `with` block of aligned(model, mix) or aligner.watch(mix)."
             )
         return self._shares
 
