@@ -209,6 +209,8 @@ class Maps(Mapping[str, ScoreMap]):
 
     def _open(self, index: int) -> NDArray[np.uint8]:
         with self._opening:
+            if index in self._shards:  # another thread opened it while this one waited
+                return self._shards[index]
             if len(self._shards) >= _MAX_OPEN:
                 del self._shards[next(iter(self._shards))]
             try:
