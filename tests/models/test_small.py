@@ -64,13 +64,13 @@ def test_a_few_steps_of_training_fit_four_images(name):
     x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for _ in range(10):
+    for _ in range(16):
         loss = torch.nn.functional.cross_entropy(model.train()(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] * 0.75
+    assert losses[-1] < losses[0] / 2
     rest = {"pos_embed", "tokens_to_token.attention1.w", "tokens_to_token.attention2.w"}
     rest |= {"aux_head.weight", "aux_head.bias"}  # trained by token objectives only
     assert {n for n, p in model.named_parameters() if p.grad is None} <= rest
