@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 
 from everytoken.cli import main
 from everytoken.data import open_dataset
+from everytoken.engine.run_folder import read_run
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 from everytoken.models.open import open_model
 
@@ -47,16 +49,48 @@ def terms(folder):
     return {key for row in rows if row["kind"] == "step" for key in row}
 
 
-@pytest.mark.parametrize("mixing", ["mixtoken", "cutmix", "mixup"])
+@pytest.mark.parametrize("mixing", ["mixtoken: {}", "mixup: {}", "compose: {mixup: {}, mixtoken: {}}"])
 def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, capsys, mixing):
-    words = ["--maps", str(own), "--set", "objectives.token_labeling={weight: 0.5}", "--set", f"mixing.{mixing}={{}}"]
+    words = ["--maps", str(own), "--set", "objectives.token_labeling={weight: 0.5}", "--set", f"mixing={{{mixing}}}"]
     assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
     assert {"token_labeling/class", "token_labeling/token"} <= terms(tmp_path)
-    assert ("saw no gain" in capsys.readouterr().out) == (mixing == "mixup")
+    assert ("saw no gain" in capsys.readouterr().out) == mixing.startswith("compose")
     loaded = open_model(tmp_path)
     assert loaded.info.token_class_names == ("class-0", "class-1", "class-2")
     assert loaded.model.token_head is not None
     assert main(["eval", str(tmp_path), str(photos), "--token-vote", "0.5", "--workers", "0", "--device", "cpu"]) == 0
+
+
+def test_a_run_is_validated_and_evaluated_with_its_token_vote(photos, own, tmp_path, capsys):
+    words = ["--maps", str(own), "--set", "objectives.token_labeling={beta: 1.0}", "--token-vote", "50"]
+    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
+    validated = read_run(tmp_path).history[-1]["val_loss"]
+    capsys.readouterr()
+    losses = []
+    for more in ([], ["--token-vote", "0"]):
+        words = ["--workers", "0", "--device", "cpu", "--json", *more]
+        assert main(["eval", str(tmp_path), str(photos), *words]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == pytest.approx(validated, rel=1e-4)
+    assert losses[1] != pytest.approx(validated, rel=0.1)
+
+
+def test_a_token_vote_without_tokens_that_know_the_classes_is_refused(photos, foreign, tmp_path, capsys):
+    for words in ([], ["--maps", str(foreign), "--set", "objectives.token_labeling={}"]):
+        assert main(["train", str(photos), *TINY, *words, "--token-vote", "0.5", "--output", str(tmp_path)]) == 2
+        assert "token_vote is 0.5" in capsys.readouterr().err
+
+
+def test_the_class_token_learns_the_labels_and_an_older_run_keeps_the_annotators(photos, own, tmp_path):
+    words = ["train", str(photos), *TINY, "--maps", str(own), "--output", str(tmp_path)]
+    words += ["--set", "objectives.token_labeling={}"]
+    assert main(words) == 0
+    config = read_run(tmp_path).config
+    assert config["objectives"] == {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
+    older = {**config, "objectives": {"token": {}}}  # as the first version wrote it
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    assert main([*words, "--epochs", "2"]) == 0
+    assert read_run(tmp_path).config["objectives"]["token_labeling"]["class_target"] == "machine"
 
 
 def test_erased_tokens_are_left_out_when_that_is_asked_for(photos, own, tmp_path):

@@ -102,9 +102,12 @@ def test_token_labeling_is_the_papers_loss():
     batch, view = a_batch(), a_view()
     image, tokens = targets(batch)
     got = TokenLabeling()(view, batch)
-    torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, image))
+    label = F.cross_entropy(view.logits, batch.labels, label_smoothing=0.1)
+    torch.testing.assert_close(got["class"], label)  # y^cls of equation 3
     torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
-    torch.testing.assert_close(ReLabel()(view, batch)["class"], got["class"])
+    machine = TokenLabeling(class_target="machine")(view, batch)["class"]
+    torch.testing.assert_close(machine, compact_cross_entropy(view.logits, image))
+    torch.testing.assert_close(ReLabel()(view, batch)["class"], machine)
     only = TokenLabeling(class_term=False, beta=1.0)(view, batch)
     assert set(only) == {"loss", "token"}
     torch.testing.assert_close(only["token"], got["token"] * 2)
@@ -114,8 +117,9 @@ def test_ready_made_targets_take_the_place_of_maps():
     batch, view = a_batch(), a_view()
     image, tokens = targets(batch)
     ready = replace(batch, maps=None, placement=None, token_target=tokens, class_target=image)
-    for name, term in TokenLabeling()(view, batch).items():
-        torch.testing.assert_close(TokenLabeling()(view, ready)[name], term)
+    objective = TokenLabeling(class_target="machine")
+    for name, term in objective(view, batch).items():
+        torch.testing.assert_close(objective(view, ready)[name], term)
 
 
 def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():
@@ -123,7 +127,7 @@ def test_under_mixtoken_token_targets_stay_and_the_class_target_is_mixed():
     assert mix.unmixes
     batch, view = a_batch(mix), a_view()
     image, tokens = targets(batch)
-    got = TokenLabeling()(view, batch)
+    got = TokenLabeling(class_target="machine")(view, batch)
     torch.testing.assert_close(got["token"], 0.5 * compact_cross_entropy(view.token_logits, tokens))
     torch.testing.assert_close(got["class"], compact_cross_entropy(view.logits, mix_image_target(image, mix)))
 
@@ -154,7 +158,7 @@ def test_the_token_head_may_speak_other_classes_than_the_class_head():
     got = TokenLabeling(class_target="truth")(view, batch)
     torch.testing.assert_close(got["class"], F.cross_entropy(view.logits, batch.labels, label_smoothing=0.1))
     with pytest.raises(EverytokenError, match=r"20 outputs.* 9 classes.*class_target='truth'"):
-        TokenLabeling()(view, batch)
+        TokenLabeling(class_target="machine")(view, batch)
     with pytest.raises(EverytokenError, match="class_map"):
         ReLabel()(view, batch)
 
@@ -207,7 +211,7 @@ def test_the_released_setting_changes_both_crop_and_smoothing():
     maps = batch.maps
     sampled = sample_maps(maps, batch.placement, GRID, released=True)
     tokens = from_scores(sampled.tokens, maps.classes, K).smooth(0.1, released=True)
-    got = TokenLabeling(released=True, beta=1.0)(view, batch.plan(GRID))["token"]
+    got = TokenLabeling(released=True)(view, batch.plan(GRID))["token"]
     torch.testing.assert_close(got, compact_cross_entropy(view.token_logits, tokens))
 
 
@@ -268,7 +272,7 @@ def test_distillation_goes_through_the_token_that_is_named():
         (view.logits / 3).log_softmax(-1), (batch.teacher.logits / 3).softmax(-1), reduction="batchmean"
     )
     torch.testing.assert_close(soft_one, expected * 9)
-    with pytest.raises(EverytokenError, match="no distillation token"):
+    with pytest.raises(EverytokenError, match="distillation token"):
         Distillation(through="distillation")(a_view(), batch)
     with pytest.raises(EverytokenError, match="needs a teacher"):
         Distillation()(view, replace(batch, teacher=None))
@@ -294,8 +298,8 @@ def test_the_loss_is_the_weighted_sum_of_the_terms():
 def test_objectives_say_what_they_need():
     assert HardLabels().requires == {"labels"}
     assert ReLabel().requires == {"maps"}
-    assert TokenLabeling().requires == {"maps", "token_logits"}
-    assert TokenLabeling(class_target="truth").requires == {"maps", "token_logits", "labels"}
+    assert TokenLabeling(class_target="machine").requires == {"maps", "token_logits"}
+    assert TokenLabeling().requires == {"maps", "token_logits", "labels"}
     assert TokenLabeling(class_target="truth", class_term=False).requires == {"maps", "token_logits"}
     assert OnlineTokenLabeling().requires == {"teacher", "token_logits"}
     assert Distillation(through="distillation").requires == {"teacher", "distill_logits"}

@@ -282,3 +282,44 @@ def test_a_head_that_nothing_trains_is_frozen():
     assert not TokenStep(lvvit, build_objectives({}, lvvit)).model.backbone.aux_head.weight.requires_grad
     used = TokenModel(timm.create_model("lvvit_micro_patch4_32", num_classes=4), token_classes=4)
     assert TokenStep(used, build_objectives({}, used)).model.backbone.aux_head.weight.requires_grad
+
+
+def test_distilling_through_a_token_that_the_model_lacks_is_an_error_that_names_models_which_have_it():
+    objectives = build_objectives({"hard": {}, "distillation": {"through": "distillation"}}, model())
+    with pytest.raises(EverytokenError, match=r"VisionTransformer has no distillation token.*lvvit_s_distilled"):
+        TokenStep(model(), objectives)
+
+
+def test_lvvit_learns_from_a_teacher_through_a_token_of_its_own():
+    small = {**VIT, "patch_size": None, "stem_strides": (2, 1, 1, 4), "stem_kernels": (3, 3, 3, 4), "stem_width": 8}
+    student = model(name="lvvit_s_distilled", **small)
+    objectives = build_objectives({"hard": {}, "distillation": {"through": "distillation"}}, student)
+    norm = ((0.5,) * 3, (0.5,) * 3)
+    step = TokenStep(student, objectives, build_mixer({"mixtoken": {}}), FrozenTeacher(model(), norm, norm)).train()
+    result = step(batch())
+    result["loss"].backward()
+    trained = {name for name, p in student.backbone.named_parameters() if p.grad is not None and p.grad.any()}
+    assert {"head.weight", "head_dist.weight", "dist_token"} <= trained
+    assert {f"distillation/{term}" for term in ("class",)} <= set(result)
+    step.eval()
+    with torch.no_grad():  # the mean of both heads, as DeiT
+        features = student.backbone.forward_features(batch().images)
+        both = student.backbone.head(features[:, 0]) + student.backbone.head_dist(features[:, 1])
+        torch.testing.assert_close(step(batch())["output"], both / 2)
+
+
+def test_a_teacher_that_no_objective_wants_is_not_asked():
+    class Counting(FrozenTeacher):
+        asked = 0
+
+        def __call__(self, images, cells):
+            self.asked += 1
+            return super().__call__(images, cells)
+
+    norm = ((0.5,) * 3, (0.5,) * 3)
+    for wants in (False, True):
+        teacher = Counting(model(), norm, norm)
+        settings = {"hard": {}, **({"distillation": {}} if wants else {})}
+        step = TokenStep(model(), build_objectives(settings, model()), build_mixer({"attentivecutmix": {}}), teacher)
+        step.train()(batch())
+        assert teacher.asked == wants

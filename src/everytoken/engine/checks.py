@@ -15,7 +15,7 @@ from everytoken.engine.distributed import check_device
 from everytoken.engine.options import LoopOptions, TrainOptions
 from everytoken.engine.recipe import check_settings, flat
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.mixing import MIXERS
+from everytoken.mixing import COMPOSE, MIXERS, build_mixer, mixer_settings
 from everytoken.models import family_of_name
 from everytoken.objectives import OBJECTIVES, canonical, find_objective, required_by
 
@@ -79,10 +79,10 @@ def check_options(options: TrainOptions) -> list[str]:
             f"warm-up ({optim.warmup_epochs:g} epochs) lasts for the whole training ({optim.epochs} epochs): the rate "
             "only rises. A tenth of the training is usual (warmup_epochs)"
         )
-    for name, settings in options.mixing.items():
-        if name not in MIXERS:
-            raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
-        check_settings(MIXERS[name], settings, f"mixing {name}")
+    for name, settings in mixer_settings(options.mixing).items():
+        if name in MIXERS:
+            check_settings(MIXERS[name], settings, f"mixing {name}")
+    build_mixer(options.mixing)
     for name, settings in canonical(options.objectives).items():
         if name in OBJECTIVES:
             check_settings(find_objective(name), settings, f"objective {name}")
@@ -99,7 +99,7 @@ def _check_model(options: TrainOptions) -> None:
             f"{name} has no token view yet, so objectives cannot see its tokens; `everytoken models` lists what is "
             "supported"
         )
-    if "mixtoken" in options.mixing and family.embed is None:
+    if "mixtoken" in mixer_settings(options.mixing) and family.embed is None:
         raise ContradictionError(
             f"MixToken mixes tokens after the patch embedding, and that of {name} cannot be reached or overlaps; use "
             "CutMix instead: mixing: {cutmix: {}}"
@@ -125,8 +125,12 @@ def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module])
     taught = sorted(name for name, need in needs.items() if "teacher" in need)
     if taught and not options.model.teacher:
         raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
-    if options.model.teacher and not taught:
-        notes.append(f"the teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))})")
+    guides = [name for name in mixer_settings(options.mixing) if getattr(MIXERS[name], "guide", "") == "attention"]
+    if options.model.teacher and not taught and not guides:
+        notes.append(
+            f"the teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))}) or mixing "
+            "method"
+        )
     follows = sorted(names & {"tl_align", "transmix"})
     if len(follows) == 2:
         raise ContradictionError(
@@ -137,14 +141,15 @@ def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module])
             f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
             f"mixing.cutmix: {{}}, or leave it out (objectives.{follows[0]}: null)"
         )
-    if "mixup" in options.mixing and "token_labeling" in names:
+    both = set(mixer_settings({COMPOSE: options.mixing.get(COMPOSE, {})})) == {"mixup", "mixtoken"}
+    if both and "token_labeling" in names:
         notes.append(
-            "MixUp with token labeling: the papers saw no gain from it (83.1 with, 83.3 without); MixToken alone is "
-            "what they recommend"
+            "MixUp and MixToken in the same batch: the papers saw no gain from it (83.1 with MixUp, 83.3 without); "
+            "MixToken alone is what they recommend"
         )
     if follows and names & {"hard", "relabel"}:
         notes.append(f"{follows[0]} and another objective both teach the class token; their losses are added")
-    if follows and set(options.mixing) == {"mixup"}:
+    if follows and set(mixer_settings(options.mixing)) == {"mixup"}:
         notes.append(
             "under MixUp every token has the same share, so alignment changes nothing; CutMix is what it is for"
         )

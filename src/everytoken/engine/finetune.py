@@ -18,6 +18,7 @@ from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
 from everytoken.models.open import Description, classifier_size, describe, find_weights
 from everytoken.models.weights import read_weights
+from everytoken.objectives.registry import resolved
 
 RESOLUTION: dict[str, Any] = {
     "lr": 5e-6,  # at any batch: scaled to a laptop's, it would not move at all
@@ -34,6 +35,7 @@ TRANSFER: dict[str, Any] = {
     "weight_decay": 0.05,
     "epochs": 100,
 }
+_NOT_KEPT = ("num_classes", "img_size", "token_vote")  # arguments of the source's model
 
 
 def finetune_options(
@@ -52,16 +54,19 @@ def finetune_options(
     values: dict[str, Any] = {"initial_checkpoint": str(weights)}
     if about is not None:
         values["model"] = about.architecture
-        values["model_kwargs"] = {k: v for k, v in about.arguments.items() if k not in ("num_classes", "img_size")}
+        values["model_kwargs"] = {k: v for k, v in about.arguments.items() if k not in _NOT_KEPT}
         if "img_size" not in given and not options.recipe:
             values["img_size"] = about.img_size[0]
     elif not ({"model", "recipe"} & given):
         raise EverytokenError(f"{weights} does not say which model it belongs to; name it (model)")
     if not options.recipe:
         old = read_run(Path(source)).config if Path(source).is_dir() else {}
-        for name in ("objectives", "mixing", "drop_path", "clip_grad", *(f.name for f in fields(AugmentOptions))):
+        names = ("objectives", "mixing", "drop_path", "clip_grad", "token_vote")
+        for name in (*names, *(f.name for f in fields(AugmentOptions))):
             if name in old and name not in given:
                 values[name] = old[name]
+        if "objectives" in values:
+            values["objectives"] = resolved(values["objectives"], values["objectives"])
         values |= TRANSFER if _other_classes(options, about, weights) else RESOLUTION
     if "lr_base" in given:
         values.pop("lr", None)

@@ -32,6 +32,9 @@ class ModelOptions:
     """Stochastic depth, rising linearly to this rate in the last block."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
+    token_vote: float = 0.0
+    """In validation, add this much of the strongest token logit of each class to the class logits. The papers' LV-ViT
+    numbers used 0.5; `everytoken eval` and the others then do the same."""
     teacher: str = ""
     """Teacher model for online distillation (objectives `distillation` and `online_token`): a timm name, or fit:MAPS
     for the network that `everytoken annotate --annotator fit` trained and saved with its maps."""

@@ -45,8 +45,9 @@ class InferenceOptions:
     """Another input size; position embeddings are resized. 0: the model's own."""
     crop_pct: float = 0.0
     """Part of the resized image that the centre crop shows; 0: the model's own."""
-    token_vote: float = 0.0
-    """Add this much of the strongest token logit of each class. The papers' LV-ViT numbers used 0.5."""
+    token_vote: float | None = None
+    """Add this much of the strongest token logit of each class; default: as the run was validated. The papers' LV-ViT
+    numbers used 0.5."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 64
     """Images per step."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)

@@ -133,24 +133,24 @@ def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 class Voter(nn.Module):
-    """Images -> class logits, plus `vote` times the strongest token logit of each class (the released evaluation)."""
+    """Images -> class logits, plus `vote` times the strongest token logit of each class (the released evaluation).
 
-    def __init__(self, opened: OpenModel, vote: float = 0.0) -> None:
+    None is the vote that the run was validated with.
+    """
+
+    def __init__(self, opened: OpenModel, vote: float | None = None) -> None:
         super().__init__()
-        self.model, self.vote = opened.model, vote
-        if vote and not (opened.model.uses_own_head or opened.model.token_head is not None):
+        self.model, self.vote = opened.model, opened.info.token_vote if vote is None else vote
+        if self.vote and not (opened.model.uses_own_head or opened.model.token_head is not None):
             raise EverytokenError(f"{opened.source} has no token head, so token_vote cannot be used")
-        if vote and opened.token_classes.count != opened.classes.count:
+        if self.vote and opened.token_classes.count != opened.classes.count:
             raise EverytokenError(
                 f"the token head of {opened.source} has other classes than its class head, so token_vote cannot be used"
             )
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, K]"""
-        view = self.model(images)
-        if not self.vote or view.token_logits is None:
-            return view.logits
-        return view.logits + self.vote * view.token_logits.flatten(1, 2).amax(1)
+        return self.model(images).voted(self.vote)
 
 
 def eval_view(info: Description) -> EvalTransform:

@@ -174,14 +174,21 @@ def import_released(options: ImportOptions, progress: Progress | None = None) ->
             "maps cover whole images, as ReLabel's do."
         )
     if options.resize_mode is None:
-        notes.append(f"resize mode '{mode}', as these released maps were made")
+        script = "ReLabel's authors say" if mode == "squash" else "the released script that makes such maps does"
+        notes.append(
+            f"resize mode '{mode}' is assumed: it is what {script}; how an archive was made, its files do not tell. "
+            "resize_mode chooses another one"
+        )
     by_key, ambiguous, without_label = _match(label_files, images)
     if not class_names and images is not None:
         folders = sorted({key.split("/")[0] for key in by_key if "/" in key})
         if len(folders) == num_classes:
             class_names = folders
             notes.append("class names are the names of the image folder's class folders, in sorted order")
-    meta = StoreMeta(grid, top_k, class_names, num_classes, mode, {"name": options.annotator})
+    annotator = {"name": options.annotator}
+    if options.resize_mode is None:
+        annotator["resize_mode"] = "assumed"
+    meta = StoreMeta(grid, top_k, class_names, num_classes, mode, annotator)
 
     def record(key: str) -> ScoreMap | Skipped:
         file = by_key[key]

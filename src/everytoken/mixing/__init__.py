@@ -25,7 +25,7 @@ from everytoken.mixing.guided import (
     contrast_saliency,
     guide_for,
 )
-from everytoken.mixing.methods import BlockPatches, CutMix, MaskMix, MixToken, MixUp, OneOf, RandomPatches
+from everytoken.mixing.methods import BlockPatches, Compose, CutMix, MaskMix, MixToken, MixUp, OneOf, RandomPatches
 from everytoken.mixing.mix import (
     Guide,
     GuideKind,
@@ -53,31 +53,56 @@ MIXERS: dict[str, type[MaskMixer]] = {
     "smmix": SMMix,
     "puzzlemix": PuzzleMix,
 }
+COMPOSE = "compose"  # in recipes: two methods in the same batch
 
 
 def build_mixer(settings: Mapping[str, Mapping[str, Any] | None]) -> Mixer | None:
     """Mixers by name, as in a recipe. No entry: no mixing. One: that one. Several: one of them for each batch, with
-    `odds` (default: equal)."""
-    mixers, odds = [], []
+    `odds` (default: equal). `compose: {mixup: {}, mixtoken: {}}`: pixels and tokens of the same batch."""
+    mixers: list[Mixer] = []
+    odds = []
     for name, given in settings.items():
-        if name not in MIXERS:
-            raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, MIXERS)}")
         fields = dict(given or {})
         odds.append(float(fields.pop("odds", 1.0)))
-        allowed = [field.name for field in dataclasses.fields(MIXERS[name])]
-        for field in fields:
-            if field not in allowed:
-                raise EverytokenError(f"mixing {name!r} has no setting {field!r}.{did_you_mean(field, allowed)}")
-        mixers.append(MIXERS[name](**fields))
+        mixers.append(_compose(fields) if name == COMPOSE else _mixer(name, fields))
     if not mixers:
         return None
     return mixers[0] if len(mixers) == 1 else OneOf(mixers, odds)
 
 
+def mixer_settings(settings: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Mapping[str, Any]]:
+    """All mixers that settings name, those inside of `compose` too, with their settings."""
+    named = {name: fields or {} for name, fields in settings.items() if name != COMPOSE}
+    inner = settings.get(COMPOSE) or {}
+    return {**named, **{name: fields or {} for name, fields in inner.items() if name != "odds"}}
+
+
+def _mixer(name: str, fields: Mapping[str, Any]) -> MaskMixer:
+    if name not in MIXERS:
+        raise EverytokenError(f"there is no mixing method {name!r}.{did_you_mean(name, [*MIXERS, COMPOSE])}")
+    allowed = [field.name for field in dataclasses.fields(MIXERS[name])]
+    for field in fields:
+        if field not in allowed:
+            raise EverytokenError(f"mixing {name!r} has no setting {field!r}.{did_you_mean(field, allowed)}")
+    return MIXERS[name](**fields)
+
+
+def _compose(inner: Mapping[str, Mapping[str, Any] | None]) -> Compose:
+    mixers = sorted((_mixer(name, fields or {}) for name, fields in inner.items()), key=lambda mixer: mixer.level)
+    if len(mixers) != 2:
+        raise EverytokenError(
+            f"mixing {COMPOSE!r} takes a method of pixels and one of tokens, such as {{mixup: {{}}, mixtoken: {{}}}}; "
+            f"got {', '.join(inner) or 'none'}."
+        )
+    return Compose(*mixers)
+
+
 __all__ = [
+    "COMPOSE",
     "MIXERS",
     "AttentiveCutMix",
     "BlockPatches",
+    "Compose",
     "CutMix",
     "Guide",
     "GuideKind",
@@ -101,6 +126,7 @@ __all__ = [
     "guide_for",
     "mix_image_target",
     "mix_token_target",
+    "mixer_settings",
     "placed_token_targets",
     "unmix_tokens",
 ]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -177,6 +177,45 @@ class BlockPatches(MaskMixer):
             free = np.argwhere(block)[:left]
             block[free[:, 0], free[:, 1]] = False
             left -= len(free)
+
+
+@dataclass
+class Compose(Mixer):
+    """Pixels are mixed, then the tokens of the mixed images, in the same batch: All Tokens Matter, Table 3, MixToken
+    and MixUp at the same time. Both take the same partner, as the released code does, so that two images are in it:
+    where tokens stay, λ of the own one; where they are swapped, 1-λ.
+
+    Args:
+        pixels, tokens: a mixer of each level, neither of which looks at the images.
+
+    Example: `images, mix = Compose(MixUp(alpha=0.8), MixToken())(images, grid=(14, 14))`, then `model(images, mix)`.
+    """
+
+    pixels: MaskMixer
+    tokens: MaskMixer
+
+    def __post_init__(self) -> None:
+        levels = (self.pixels.level, self.tokens.level)
+        if levels != ("pixels", "tokens") or hasattr(self.pixels, "guide"):
+            names = f"{type(self.pixels).__name__} and {type(self.tokens).__name__}"
+            raise EverytokenError(f"Compose takes CutMix, MixUp or patches, and then MixToken; got {names}.")
+
+    def draw(
+        self,
+        batch_size: int,
+        image_size: Size,
+        grid: Size,
+        rng: np.random.Generator,
+        device: Device = None,
+        guide: Guide | None = None,
+    ) -> Mix | None:
+        """As `Mixer.draw`."""
+        first = self.pixels.draw(batch_size, image_size, grid, rng, device, guide)
+        second = self.tokens.draw(batch_size, image_size, grid, rng, device, guide)
+        if first is None or second is None:
+            return first or second
+        both = replace(first, tokens=second)
+        return replace(both, ratio=both.at(grid).mean((1, 2)))
 
 
 @dataclass

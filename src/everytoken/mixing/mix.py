@@ -49,6 +49,8 @@ class Mix:
         soft: the mask has values between 0 and 1.
         moves: [B, 2, h, w] int64 or None, for pixels: which patch (row-major number) of the own image and of the
             partner is shown at each place of a grid, where patches do not stay where they were.
+        tokens: how the tokens of these mixed pixels are mixed once more, with the same partners (`Compose`); the ratio
+            is that of both together. None: they are not.
 
     Example: the labels' part of CutMix, `mix.ratio * H(labels) + (1 - mix.ratio) * H(labels[mix.partner])`.
     """
@@ -60,6 +62,7 @@ class Mix:
     symmetric: bool = True
     soft: bool = False
     moves: Tensor | None = None
+    tokens: Mix | None = None
 
     def __len__(self) -> int:
         return self.partner.shape[0]
@@ -72,8 +75,24 @@ class Mix:
         """
         return self.level == "tokens" and self.symmetric and not self.soft
 
+    @property
+    def of_tokens(self) -> Mix | None:
+        """What happens after the patch embedding: this mix, the one that follows its pixels, or nothing."""
+        return self if self.level == "tokens" else self.tokens
+
+    @property
+    def shown(self) -> Mix | None:
+        """What a view's tokens show: those that can be put back to their own images have been; None: nothing mixed."""
+        if self.of_tokens is None or not self.of_tokens.unmixes:
+            return self
+        return None if self.level == "tokens" else replace(self, tokens=None)
+
     def at(self, grid: Size) -> Tensor:
-        """The mask on another grid, [B or 1, h, w]: averaged over each coarser cell, repeated in finer ones."""
+        """The own image's part on another grid, [B or 1, h, w]: averaged over each coarser cell, repeated in finer
+        ones."""
+        if self.tokens is not None:
+            own, places = replace(self, tokens=None).at(grid).expand(len(self), *grid), self.tokens.at(grid)
+            return places * own + (1 - places) * (1 - own[self.partner])
         n, h, w = self.mask.shape
         H, W = grid
         if (h, w) == (H, W):
@@ -92,6 +111,7 @@ class Mix:
             mask=self.mask.to(device, non_blocking=non_blocking),
             ratio=self.ratio.to(device, non_blocking=non_blocking),
             moves=None if self.moves is None else self.moves.to(device, non_blocking=non_blocking),
+            tokens=None if self.tokens is None else self.tokens.to(device, non_blocking=non_blocking),
         )
 
 
@@ -250,8 +270,8 @@ def mix_image_target(target: CompactTarget, mix: Mix) -> CompactTarget:
 def mix_token_target(target: CompactTarget, mix: Mix) -> CompactTarget:
     """The token targets [B, h, w] of a mixed image: each place gets the label of what it shows.
 
-    A token that shows two images gets r · own + (1-r) · partner with r its own part of the area. Not for tokens that
-    have been un-mixed (`mix.unmixes`): those keep their targets.
+    A token that shows two images gets r · own + (1-r) · partner with r its own part of the area. For a view's tokens,
+    give `mix.shown`: tokens that have been un-mixed keep their targets.
     """
     own = mix.at((target.shape[1], target.shape[2])).expand(target.shape)
     first, second = placed_token_targets(target, mix)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from timm.layers import LayerNorm, Mlp, nchw_to
 from timm.models import generate_default_cfgs, register_model
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer, init_weights_vit_timm
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from everytoken.models.common import StridedEmbed, create_variant, default_cfg
 from everytoken.models.weights import unwrap_state_dict
 
-__all__ = ["ConvStem", "LVViT"]
+__all__ = ["ConvStem", "LVViT", "LVViTDistilled"]
 
 
 class ConvStem(StridedEmbed):
@@ -209,7 +210,7 @@ class LVViT(VisionTransformer):
                 init_weights_vit_timm(module, name)
             elif needs_reset and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-        for parameter in (self.cls_token, self.pos_embed, self.reg_token):
+        for parameter in (self.cls_token, self.pos_embed, self.reg_token, getattr(self, "dist_token", None)):
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=0.02)
 
@@ -218,8 +219,9 @@ class LVViT(VisionTransformer):
     ) -> None:
         """New heads for other classes: the class head and, unless there is none, the token head."""
         super().reset_classifier(num_classes, global_pool)
-        if isinstance(self.head, nn.Linear):
-            init_weights_vit_timm(self.head)
+        for head in (self.head, getattr(self, "head_dist", None)):
+            if isinstance(head, nn.Linear):
+                init_weights_vit_timm(head)
         trained = self.aux_head is not None and self.aux_head.weight.requires_grad
         outputs = (num_classes if self.aux_head is not None else 0) if token_classes is None else token_classes
         like = self.patch_embed.proj.weight
@@ -236,6 +238,11 @@ class LVViT(VisionTransformer):
             votes = self.aux_head(features[:, self.num_prefix_tokens :]).amax(dim=1)
             logits = logits + self.token_vote * votes
         return logits
+
+
+class LVViTDistilled(LVViT, VisionTransformerDistilled):
+    """LV-ViT with a distillation token and its head, as DeiT has them (All Tokens Matter, Table 4: online distillation
+    with two tokens)."""
 
 
 def _block(*args: Any, norm_layer: Any, inner_norm: Any, **kwargs: Any) -> ScaledBlock:
@@ -256,14 +263,17 @@ default_cfgs = generate_default_cfgs(
     {
         "lvvit_t": default_cfg(**_NAMES),
         "lvvit_s": default_cfg(**_NAMES),
+        "lvvit_s_distilled": default_cfg(**{**_NAMES, "classifier": ("head", "head_dist", "aux_head")}),
         "lvvit_m": default_cfg(**_NAMES, crop_pct=1.0),
         "lvvit_l": default_cfg(**_NAMES, crop_pct=1.0),
     }
 )
 
 
-def _create(variant: str, pretrained: bool, kwargs: dict[str, Any], **defaults: Any) -> LVViT:
-    return create_variant(LVViT, variant, pretrained, checkpoint_filter_fn, defaults, kwargs)
+def _create(
+    variant: str, pretrained: bool, kwargs: dict[str, Any], model_class: type[LVViT] = LVViT, **defaults: Any
+) -> LVViT:
+    return create_variant(model_class, variant, pretrained, checkpoint_filter_fn, defaults, kwargs)
 
 
 @register_model
@@ -279,6 +289,12 @@ def lvvit_s(pretrained: bool = False, **kwargs: Any) -> LVViT:
 
 
 @register_model
+def lvvit_s_distilled(pretrained: bool = False, **kwargs: Any) -> LVViT:
+    """LV-ViT-S with a distillation token: 26.5 M parameters."""
+    return _create("lvvit_s_distilled", pretrained, kwargs, LVViTDistilled, embed_dim=384, depth=16, num_heads=6)
+
+
+@register_model
 def lvvit_m(pretrained: bool = False, **kwargs: Any) -> LVViT:
     """LV-ViT-M: 56 M parameters."""
     return _create("lvvit_m", pretrained, kwargs, embed_dim=512, depth=20, num_heads=8)
@@ -287,5 +303,11 @@ def lvvit_m(pretrained: bool = False, **kwargs: Any) -> LVViT:
 @register_model
 def lvvit_l(pretrained: bool = False, **kwargs: Any) -> LVViT:
     """LV-ViT-L: 150 M parameters, a stem of 128 channels."""
-    defaults = {"embed_dim": 768, "depth": 24, "num_heads": 12, "residual_divisor": 3.0, "stem_width": 128}
+    defaults: dict[str, Any] = {
+        "embed_dim": 768,
+        "depth": 24,
+        "num_heads": 12,
+        "residual_divisor": 3.0,
+        "stem_width": 128,
+    }
     return _create("lvvit_l", pretrained, kwargs, **defaults)

@@ -51,6 +51,7 @@ class Description:
         class_names: of the class head.
         token_class_names: of the token head, if there is one.
         img_size: (height, width); mean, std, crop_pct, interpolation: evaluation preprocessing.
+        token_vote: in evaluation, this much of the strongest token logit of each class is added to the class logits.
     """
 
     architecture: str
@@ -62,6 +63,7 @@ class Description:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     crop_pct: float = 0.875
     interpolation: str = "bicubic"
+    token_vote: float = 0.0
 
     def to_metadata(self) -> dict[str, str]:
         """As safetensors keeps it. One entry only: several are written in random order, so equal runs would differ."""

@@ -50,6 +50,14 @@ class TokenView:
     shares: Shares | None = None
     mix: Mix | None = None
 
+    def voted(self, vote: float) -> Tensor:
+        """Class logits [B, K] plus `vote` times the strongest token logit of each class."""
+        if not vote:
+            return self.logits
+        if self.token_logits is None or self.token_logits.shape[-1] != self.logits.shape[-1]:
+            raise EverytokenError("a vote of the tokens needs a token head with the classes of the class head.")
+        return self.logits + vote * self.token_logits.flatten(1, 2).amax(1)
+
 
 class TokenModel(nn.Module):
     """A timm backbone that shows its tokens.
@@ -97,6 +105,17 @@ class TokenModel(nn.Module):
             self.aligner.remove()
         self.aligner = Aligner(self.backbone, options)
 
+    def train_distilled(self) -> None:
+        """From now on training passes give `TokenView.distill_logits`; an error without a distillation token."""
+        enable = getattr(self.backbone, "set_distilled_training", None)
+        if enable is None:
+            raise UnsupportedModelError(
+                f"{type(self.backbone).__name__} has no distillation token. Take a distilled model, such as "
+                "deit_small_distilled_patch16_224 or lvvit_s_distilled, or distill through the class token "
+                "(through='class')."
+            )
+        enable(True)
+
     @property
     def num_features(self) -> int:
         """Channels D of a token."""
@@ -126,7 +145,7 @@ class TokenModel(nn.Module):
         every token stands for its own image again. A mix of pixels has been carried out by the caller. Either way the
         view keeps the mix, so that objectives know whose labels count.
         """
-        token_mix = mix if mix is not None and mix.level == "tokens" else None
+        token_mix = None if mix is None else mix.of_tokens
         if token_mix is not None and not self.can_mix_tokens:
             raise EverytokenError(
                 f"MixToken needs the patch embedding of {type(self.backbone).__name__}, which cannot be reached or "

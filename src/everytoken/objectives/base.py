@@ -74,7 +74,7 @@ def with_mix(view: TokenView, batch: Batch | None, who: str) -> Batch | None:
     mix = getattr(view, "mix", None)
     if batch.mix is None:
         return batch if mix is None else replace(batch, mix=mix)
-    if mix is None and batch.mix.level == "tokens" and hasattr(view, "mix"):
+    if mix is None and batch.mix.of_tokens is not None and hasattr(view, "mix"):
         raise EverytokenError(f"{who}: the batch's tokens are to be mixed, so call model(images, batch.mix).")
     return batch
 

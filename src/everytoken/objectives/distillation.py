@@ -58,8 +58,8 @@ class Distillation(Objective):
         logits = view.logits if self.through == "class" else view.distill_logits
         if logits is None:
             raise EverytokenError(
-                "this model has no distillation token in training; take a distilled model (such as "
-                "deit_small_distilled_patch16_224) or distill through the class token."
+                "this view has no logits of a distillation token: take a distilled model, such as "
+                "deit_small_distilled_patch16_224, call model.train_distilled(), and train it (model.train())."
             )
         teacher = need_teacher(batch, self.name)
         loss = mean_over_partners(

@@ -223,7 +223,7 @@ class Drloc(Objective):
         mix = batch.mix if self.skip_crossing and batch is not None else None
         if self.taps is None:
             grids = [view.grid]
-            mix = None if mix is not None and mix.unmixes else mix  # the view has put tokens back to their images
+            mix = None if mix is None else mix.shown  # the view has put tokens back to their images
         else:
             shape = view.grid.shape[1:3] if batch is None else batch.images.shape[-2:]
             grids = self.taps.grids((shape[0], shape[1]))

@@ -64,8 +64,8 @@ class OnlineTokenLabeling(Objective):
         if teacher.token_logits is None:
             raise EverytokenError(f"{self.name} needs a teacher with token logits; this one labels whole images only.")
         label = resize_logits(teacher.token_logits, (logits.shape[1], logits.shape[2]))
-        mix = batch.mix
-        if mix is None or mix.level == "pixels" or mix.unmixes:  # the teacher saw what the student's tokens show
+        mix = None if batch.mix is None else batch.mix.of_tokens
+        if mix is None or mix.unmixes:  # the teacher saw what the student's tokens show
             token = dense_soft_cross_entropy(logits, label, self.temperature)
         else:
             own = mix.at((logits.shape[1], logits.shape[2])).expand(logits.shape[:3])
@@ -84,8 +84,8 @@ class OnlineTokenLabeling(Objective):
 def mean_over_partners(batch: Batch, rows: Callable[[Tensor], Tensor], teacher_logits: Tensor) -> Tensor:
     """Mean over the batch of `rows(teacher logits) -> [B]`. When tokens were mixed, the teacher saw clean images: its
     answers to both partners count, by area."""
-    mix = batch.mix
-    if mix is None or mix.level == "pixels":
+    mix = None if batch.mix is None else batch.mix.of_tokens
+    if mix is None:
         return rows(teacher_logits).mean()
     return (mix.ratio * rows(teacher_logits) + (1 - mix.ratio) * rows(teacher_logits[mix.partner])).mean()
 

@@ -62,6 +62,29 @@ def canonical(settings: Settings) -> dict[str, dict[str, Any]]:
     return out
 
 
+def resolved(settings: Settings, begun: Any = None) -> dict[str, dict[str, Any]]:
+    """Settings under their present names, in which `token_labeling` states what its default was when the run began.
+
+    Args:
+        settings: of a run that starts or goes on.
+        begun: the settings that its folder holds, if any; those of the first version do not state their defaults.
+    """
+    out = canonical(settings)
+    if "token_labeling" in out:
+        given = out["token_labeling"]
+        by_machine = given.get("released") or given.get("class_map") is not None
+        defaults = {
+            "beta": 1.0 if given.get("released") else 0.5,
+            "class_target": "machine" if by_machine else "truth",
+        }
+        for name, fields in begun.items() if isinstance(begun, dict) else ():
+            if ALIASES.get(name, name) == "token_labeling" and isinstance(fields, dict):
+                first_version = {"beta": 0.5, "class_target": "machine"}
+                defaults = {field: fields.get(field, value) for field, value in first_version.items()}
+        out["token_labeling"] = defaults | given
+    return out
+
+
 def _older_drloc(fields: dict[str, Any]) -> dict[str, Any]:
     """`released` was a list of parts, and two of the settings are gone."""
     if fields.get("released") in ("all", [], (), ""):

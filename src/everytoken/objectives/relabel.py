@@ -1,8 +1,8 @@
 """`relabel`: the class token learns what the annotator saw in the crop.
 
-Paper: ReLabel; in All Tokens Matter it is the class token's label y^cls of eq. 3. The crop's averaged scores, softmax
-over all K classes. Differently: crops are read in the right coordinate order, and what lies outside the map does not
-count (`released=True` does as the released code). Cost: a few microseconds per image.
+Paper: ReLabel, to which All Tokens Matter compares; its released code also takes this label for y^cls of eq. 3. The
+crop's averaged scores, softmax over all K classes. Differently: crops are read in the right coordinate order, and what
+lies outside the map does not count (`released=True` does as the released code). Cost: a few microseconds per image.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ class FromMaps(Objective):
         smoothing: label smoothing s. The released code has 0.1; the paper does not say.
         temperature: scores are divided by it before the softmax.
         top_k: None is the papers' softmax over all classes; n shares all mass among the n best of the vocabulary.
-        class_target: what the class token learns: the "machine" label of the crop (papers), the "truth", or "both".
+        class_target: what the class token learns: the "machine" label of the crop, the "truth", or "both".
         rho: the machine's part of "both"; None is the released rule, 0.5 where it agrees with the truth, else 0.9.
         class_map: for annotators with other classes than the dataset: the dataset's class for each of the
             annotator's, -1 = none.
-        released: as the released code: swapped crop coordinates, and smoothed labels that sum to 1 + s/K.
+        released: as the released code: swapped crop coordinates, maps rotated and sheared to the nearest cell, and
+            smoothed labels that sum to 1 + s/K.
         weight: of all terms in the loss.
     """
 

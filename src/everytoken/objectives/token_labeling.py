@@ -1,8 +1,10 @@
 """`token_labeling`: the method of All Tokens Matter.
 
 Equations 3, 4: L = H(cls) + β · mean over tokens of H(token), β = 0.5, with labels from score maps through RoIAlign.
-Differently from the released code: β is the paper's (it has 1.0), crops are read in the right order, tokens without a
-label do not count, and the token head may have other classes than the class head (`class_target="truth"`).
+Differently from the released code (`released=True`): β is 0.5 (there 1.0); the class token learns the class label y^cls
+of equation 3 (there the annotator's label of the crop, `class_target="machine"`), so the token head may have other
+classes than the class head; crops are read in the right order, maps follow rotations by interpolation, and tokens
+without a label do not count.
 Cost: the token head, about 1 % of a ViT's multiply-adds at 1000 classes, and the loss.
 """
 
@@ -29,11 +31,12 @@ class TokenLabeling(FromMaps):
     """H(cls) + β · mean H(token): class logits [B, K], token logits [B, h, w, C], score maps of C classes.
 
     Args:
-        beta: β.
+        beta: β; None: 0.5 (paper), with `released` 1.0.
         participation: part of each image's tokens that count (the paper's ablation); 1 = all.
         class_term: False leaves H(cls) to another objective.
         skip_erased: tokens whose patch was mostly erased (random erasing, CutOut) do not count.
-        settings: those of `FromMaps`.
+        settings: those of `FromMaps`; `class_target` is "truth" (paper) unless it is said, "machine" with `released` or
+            `class_map`.
 
     Example:
         model = TokenModel(timm.create_model("deit_small_patch16_224", num_classes=10), token_classes=10)
@@ -45,19 +48,17 @@ class TokenLabeling(FromMaps):
 
     def __init__(
         self,
-        beta: float = 0.5,
+        beta: float | None = None,
         participation: float = 1.0,
         class_term: bool = True,
         skip_erased: bool = False,
         **settings: Unpack[MapSettings],
     ) -> None:
+        by_machine = settings.get("released") or settings.get("class_map") is not None
+        settings.setdefault("class_target", "machine" if by_machine else "truth")
         super().__init__(**settings)
-        self.beta, self.participation, self.teaches_class, self.skip_erased = (
-            beta,
-            participation,
-            class_term,
-            skip_erased,
-        )
+        self.beta = (1.0 if self.released else 0.5) if beta is None else beta
+        self.participation, self.teaches_class, self.skip_erased = participation, class_term, skip_erased
         if not class_term:
             self.requires = frozenset({"maps"})
         self.requires |= {"token_logits", "erased"} if skip_erased else {"token_logits"}
@@ -81,8 +82,9 @@ class TokenLabeling(FromMaps):
                     f"{self.name} with skip_erased needs the erased rectangles in the batch (Batch.erased, [B, R, 4])."
                 )
             target = replace(target, weight=target.weight * (erased_part(batch.erased, grid) <= 0.5))
-        if batch.mix is not None and not batch.mix.unmixes:
-            target = mix_token_target(target, batch.mix)
+        shown = None if batch.mix is None else batch.mix.shown
+        if shown is not None:
+            target = mix_token_target(target, shown)
         weight = target.weight
         if self.participation < 1:
             generator = draws(batch, "participation", weight.device)

@@ -89,7 +89,13 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     train_view, eval_view = build_views(options, config)
     teacher = build_teacher(options, config, num_classes, class_names)
     mixer, compiled = build_mixer(options.mixing), options.model.torchcompile
-    step = TokenStep(model, objectives, mixer, teacher, compile=compiled).to(world.device)
+    vote = options.model.token_vote or float(options.model.model_kwargs.get("token_vote", 0.0))
+    if vote and token_names != class_names:
+        raise ContradictionError(
+            f"token_vote is {vote:g}, which needs tokens that learn the classes of the data: an objective such as "
+            "token_labeling with maps of these classes. Train with it, or set token_vote to 0"
+        )
+    step = TokenStep(model, objectives, mixer, teacher, compiled, vote).to(world.device)
     size = options.model.img_size
     step.grid = grid = probe(model, (size, size))
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
@@ -108,6 +114,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         std=tuple(config["std"]),
         crop_pct=eval_view.crop_pct,
         interpolation=eval_view.interpolation,
+        token_vote=vote,
     )
     return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
 

@@ -17,11 +17,12 @@ from everytoken.engine.loop import run
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.progress import watched
 from everytoken.engine.recipe import apply, read_recipe
-from everytoken.engine.run_folder import Run, RunFolder
+from everytoken.engine.run_folder import Run, RunFolder, read_run
 from everytoken.engine.task import Task
 from everytoken.files import plain_json
 from everytoken.maps import Maps
 from everytoken.objectives import ALIASES, required_by
+from everytoken.objectives.registry import resolved
 from everytoken.tasks.build import ClassifierSetup, build
 
 
@@ -142,13 +143,17 @@ def default_output(options: TrainOptions) -> str:
 def train_with(options: TrainOptions) -> Run:
     """Train a classifier as the options say, or continue the run that their output folder holds."""
 
+    output = options.run.output or default_output(options)
+    begun = read_run(Path(output)).config.get("objectives")
+    options = dataclasses.replace(options, objectives=resolved(options.objectives, begun))
+
     def task(world: World, folder: RunFolder) -> Task:
         setup = build(options, world)
         for note in setup.notes:
             folder.log(f"note: {note}")
         return Classification(setup, options, world, folder)
 
-    return run(task, options, options.run.output or default_output(options))
+    return run(task, options, output)
 
 
 def train(

@@ -69,8 +69,9 @@ class TokenStep(nn.Module):
         model: the student.
         objectives: what it learns, by name; see `everytoken.objectives.build_objectives`.
         mixer: draws how each batch is mixed.
-        teacher: for objectives that need one.
+        teacher: for objectives and mixers that need one.
         compile: compile the model, in place: state dict and copies stay plain.
+        token_vote: in evaluation, add this much of the strongest token logit of each class.
     """
 
     def __init__(
@@ -80,17 +81,22 @@ class TokenStep(nn.Module):
         mixer: Mixer | None = None,
         teacher: FrozenTeacher | None = None,
         compile: bool = False,
+        token_vote: float = 0.0,
     ) -> None:
         super().__init__()
         self.model = model
+        self.token_vote = token_vote
         self.objectives = nn.ModuleDict(objectives)
         self.mixer = mixer
         self.teacher = teacher
         self.grid: tuple[int, int] | None = None
         requires = [required_by(objective) for objective in objectives.values()]
+        # objectives of others may not say what they need; the mixer asks for itself, see `_guide`
+        unknown = any(not hasattr(objective, "requires") for objective in objectives.values())
+        self.asks_teacher = unknown or any("teacher" in required for required in requires)
         self.asks_teacher_for_tokens = any({"teacher", "token_logits"} <= required for required in requires)
         if any("distill_logits" in required for required in requires):
-            model.backbone.set_distilled_training(True)  # type: ignore[operator]
+            model.train_distilled()
         unused_head = getattr(model.backbone, "aux_head", None)
         if unused_head is not None and not model.uses_own_head:
             unused_head.requires_grad_(False)  # DDP wants every trained weight to have a gradient
@@ -103,10 +109,10 @@ class TokenStep(nn.Module):
         In evaluation mode the output only.
         """
         if not self.training:
-            return {"output": self.model(batch.images).logits}
+            return {"output": self.model(batch.images).voted(self.token_vote)}
         batch = self.mixed(batch)
         view = self.model(batch.images, batch.mix)
-        if self.teacher is not None:
+        if self.teacher is not None and self.asks_teacher:
             batch = replace(batch, teacher=self.teacher(batch.images, self.asks_teacher_for_tokens))
         losses: list[Tensor] = []
         terms: dict[str, Tensor] = {}

@@ -198,14 +198,18 @@ class Aligner:
         state.clear()
         # blocks that run again in the backward pass run without shares then, so they should make the plain call now
         state.checkpointing = any(m.grad_checkpointing for m in self._may_checkpoint)
+        tokens: Any = getattr(mix, "tokens", None)
         mask, ratio = mix.mask.detach(), mix.ratio.detach().float()
+        if tokens is not None:  # pixels and then tokens: what a token shows is known behind the patch embedding
+            finer = max(mask.shape[1:], tokens.mask.shape[1:])
+            mask = mix.at((finer[0], finer[1]))  # type: ignore[attr-defined]
         if mask.dim() != 3 or ratio.dim() != 1 or mask.shape[0] not in (1, ratio.shape[0]):
             raise EverytokenError(
                 f"a mix of B images needs a mask [B or 1, h, w] and a ratio [B]; got mask {list(mask.shape)} and ratio "
                 f"{list(ratio.shape)}."
             )
         state.mask, state.ratio = mask.expand(ratio.shape[0], -1, -1), ratio
-        tokens_mixed = getattr(mix, "level", "pixels") == "tokens"
+        tokens_mixed = tokens is not None or getattr(mix, "level", "pixels") == "tokens"
         state.on_pixels = self.is_map or (self._from_pixels and not tokens_mixed)
 
     def _end(self) -> Shares:
