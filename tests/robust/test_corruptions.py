@@ -112,7 +112,7 @@ def test_contrast_pixelate_and_jpeg_are_one_line_each():
 def test_zoom_blur_is_a_mean_in_which_the_image_counts_twice():
     image = scene(60, 60).astype(np.float32) / 255
     factors = [1 + 0.02 * i for i in range(11)]
-    wanted = (image + sum(filters.zoom(image, f) for f in factors)) / 12
+    wanted = (image + sum(filters.zoom_mean(image, [f]) for f in factors)) / 12
     assert np.abs(corruptions.zoom_blur(image, 3, dice(0), 1.0) - wanted).max() < 1e-5
 
 
@@ -130,6 +130,33 @@ def test_frost_takes_pieces_of_the_given_photographs(tmp_path):
     assert np.abs(got.astype(int) - np.clip(0.7 * 100 + 0.7 * np.array([10, 200, 100]), 0, 255)).max() <= 1
     with pytest.raises(EverytokenError, match="frost_textures"):
         corrupt(x, "frost", 3, dice(0), frost_textures=str(tmp_path / "none"))
+
+
+def test_frost_draws_the_first_five_of_the_six_published_files(tmp_path):
+    for i in range(1, 7):
+        Image.fromarray(np.full((40, 40, 3), 40 * i, np.uint8)).save(tmp_path / f"frost{i}.png")
+    textures = corruptions.frost_photographs(str(tmp_path), 32, 32)
+    assert [round(float(texture.mean()) * 255) for texture in textures] == [40, 80, 120, 160, 200]
+
+
+def test_drawn_frost_is_as_bright_as_the_published_photographs():
+    textures = np.stack(corruptions.drawn_frost(128, 128))
+    assert textures.mean() == pytest.approx(0.64, abs=0.01)
+    assert textures.std() == pytest.approx(0.13, abs=0.01)
+
+
+def test_spatter_cuts_distances_off_where_the_published_program_does():
+    grey = np.zeros((9, 9), np.float32)
+    grey[:, 4:] = 200  # one edge, so that all distances are whole numbers and means of three rows too
+    edges = filters.canny(grey, 50, 150)
+    mean = filters.box3(np.minimum(filters.distance_to(edges, 20), 20))
+    assert (mean % 1 > 0.5).any()  # where rounding and cutting off differ
+    level = filters.equalise(np.floor(mean).astype(np.uint8)).astype(np.float32)
+    padded = np.pad(level, 1, mode="reflect")
+    emboss = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3))
+    wanted = np.round(filters.box3(np.clip((windows * emboss).sum((2, 3)), 0, 255)))
+    assert np.array_equal(filters.relief(grey, 20), wanted)
 
 
 def test_snow_whitens_and_adds_flakes_that_are_symmetric():

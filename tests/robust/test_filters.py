@@ -49,10 +49,10 @@ def test_zoom_is_scipys_zoom_of_the_centre(factor):
     large = ndimage.zoom(x[top : top + inner, top : top + inner], (factor, factor, 1), order=1)
     cut = (large.shape[0] - 40) // 2
     wanted = large[cut : cut + 40, cut : cut + 40]
-    assert np.abs(filters.zoom(x, factor) - wanted).max() < 1e-4
+    assert np.abs(filters.zoom_mean(x, [factor]) - wanted).max() < 1e-4
 
 
-@pytest.mark.parametrize("border", ["reflect", "mirror", "nearest"])
+@pytest.mark.parametrize("border", ["reflect", "mirror"])
 def test_sampling_is_linear_interpolation(border):
     x, rng = picture(12, 15), np.random.default_rng(3)
     y, z = rng.uniform(-9, 20, (2, 30, 30))

@@ -1,6 +1,7 @@
 """Filters on float32 images [h, w, c] that the corruptions are made of, each with the borders of the published one.
 
-A filter along one axis is a matrix (borders included), so that blurring is two matrix products, exact for any sigma.
+Weighted sums of shifted images, Fourier transforms and interpolation are torch's, the fastest at hand on one core. A
+wide filter along one axis is a matrix (borders included), so that blurring is two matrix products, exact for any sigma.
 The second half is what spatter draws its drops of water with: Canny's edge detector (thresholds 50 and 150, Sobel
 3 x 3, sum of absolute values), the distance to the nearest edge, cut off, smoothed, equalised, embossed.
 """
@@ -8,10 +9,14 @@ The second half is what spatter draws its drops of water with: Canny's edge dete
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 Border = Literal["nearest", "reflect", "mirror"]  # aaa|abc|ccc, cba|abc|cba, cb|abc|ba
 
@@ -34,13 +39,13 @@ def gaussian_taps(sigma: float, radius: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _matrix(size: int, sigma: float, radius: int, border: Border) -> np.ndarray:
+def _matrix(size: int, sigma: float, radius: int, border: Border) -> Tensor:
     """[size, size] matrix of a Gaussian filter along an axis."""
     weights_matrix = np.zeros((size, size))
     rows = np.arange(size)
     for step, weight in zip(range(-radius, radius + 1), gaussian_taps(sigma, radius), strict=True):
         np.add.at(weights_matrix, (rows, fold(rows + step, size, border)), weight)
-    return weights_matrix.astype(np.float32)
+    return torch.from_numpy(weights_matrix.astype(np.float32))
 
 
 def gaussian(image: np.ndarray, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> np.ndarray:
@@ -50,14 +55,32 @@ def gaussian(image: np.ndarray, sigma: float, border: Border = "nearest", trunca
 
 def gaussian_taps_of(image: np.ndarray, sigma: float, radius: int, border: Border) -> np.ndarray:
     """The same with the number of taps given."""
+    blurred = torch.from_numpy(image.astype(np.float32, copy=False))
     if radius < 1:
-        return image.astype(np.float32)
-    flat = image.astype(np.float32, copy=False)
-    height, width = flat.shape[:2]
-    down = _matrix(height, sigma, radius, border) @ flat.reshape(height, -1)
-    turned = down.reshape(height, width, -1)
-    out = np.matmul(_matrix(width, sigma, radius, border), turned)
-    return out.reshape(image.shape)
+        return blurred.numpy()
+    if radius > 12:
+        down, across = (_matrix(size, sigma, radius, border) for size in image.shape[:2])
+        if image.ndim == 2:
+            return (down @ blurred @ across.T).numpy()
+        return np.ascontiguousarray((down @ blurred.permute(2, 0, 1) @ across.T).permute(1, 2, 0).numpy())
+    for axis in (0, 1):  # few taps: weighted sums of shifted images
+        padded = _pad(blurred, axis, radius, border)
+        shifted = (padded.narrow(axis, i, image.shape[axis]) for i in range(2 * radius + 1))
+        blurred = _weighted_sum(shifted, gaussian_taps(sigma, radius))
+    return blurred.numpy()
+
+
+def _pad(image: Tensor, axis: int, reach: int, border: Border) -> Tensor:
+    size = image.shape[axis]
+    return image.index_select(axis, torch.from_numpy(fold(np.arange(-reach, size + reach), size, border)))
+
+
+def _weighted_sum(images: Iterable[Tensor], weights: Iterable[float]) -> Tensor:
+    total: Tensor | None = None
+    for image, weight in zip(images, weights, strict=True):
+        total = image * float(weight) if total is None else total.add_(image, alpha=float(weight))
+    assert total is not None
+    return total
 
 
 def box3(image: np.ndarray) -> np.ndarray:
@@ -67,17 +90,26 @@ def box3(image: np.ndarray) -> np.ndarray:
     return (rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]) / 9
 
 
+def planes(image: np.ndarray) -> Tensor:
+    """[h, w, c] -> [1, c, h, w], as torch has it."""
+    return torch.from_numpy(image.astype(np.float32, copy=False)).permute(2, 0, 1)[None].contiguous()
+
+
+def pixels(image: Tensor) -> np.ndarray:
+    """[1, c, h, w] -> [h, w, c]."""
+    return np.ascontiguousarray(image[0].permute(1, 2, 0).numpy())
+
+
 def convolve(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
     """Correlate [h, w, c] with an odd-sized kernel, mirrored borders, by Fourier transform."""
     height, width = image.shape[:2]
-    ky, kx = kernel.shape[0] // 2, kernel.shape[1] // 2
-    rows = fold(np.arange(-ky, height + ky), height, "mirror")
-    columns = fold(np.arange(-kx, width + kx), width, "mirror")
-    padded = image[rows][:, columns].transpose(2, 0, 1)
-    shape = (_smooth_size(padded.shape[1]), _smooth_size(padded.shape[2]))
-    other = np.conj(np.fft.rfft2(kernel.astype(np.float32), shape))
-    weights_matrix = np.fft.irfft2(np.fft.rfft2(padded, shape) * other, shape)
-    return np.ascontiguousarray(weights_matrix[:, :height, :width].transpose(1, 2, 0)).astype(np.float32)
+    padded = planes(image)
+    for axis, size in enumerate(kernel.shape):
+        padded = _pad(padded, axis + 2, size // 2, "mirror")
+    shape = [_smooth_size(size) for size in padded.shape[2:]]
+    spectrum = torch.fft.rfft2(torch.from_numpy(kernel.astype(np.float32)), s=shape).conj()
+    product = torch.fft.rfft2(padded, s=shape) * spectrum
+    return pixels(torch.fft.irfft2(product, s=shape)[..., :height, :width])
 
 
 @lru_cache(maxsize=256)
@@ -101,60 +133,59 @@ def motion_blur(image: np.ndarray, radius: float, sigma: float, angle: float) ->
         radius: the line has 2 * ceil(radius) + 1 pixels.
         sigma: of the Gaussian. angle: degrees.
     """
-    count = 2 * math.ceil(radius) + 1
-    weights = np.exp(-0.5 * (np.arange(count) / sigma) ** 2)
-    weights /= weights.sum()
-    height, width = image.shape[:2]
+    steps = np.arange(2 * math.ceil(radius) + 1)
+    weights = np.exp(-0.5 * (steps / sigma) ** 2)
     turn = math.radians(angle)
-    downs = [math.ceil(i * math.sin(turn) - 0.5) for i in range(count)]
-    rights = [math.ceil(i * math.cos(turn) - 0.5) for i in range(count)]
-    reach_y, reach_x = max(map(abs, downs)), max(map(abs, rights))
-    rows = fold(np.arange(-reach_y, height + reach_y), height, "nearest")
-    columns = fold(np.arange(-reach_x, width + reach_x), width, "nearest")
-    padded = image[rows][:, columns].astype(np.float32, copy=False)
-    out = np.zeros(image.shape, np.float32)
-    part = np.empty_like(out)
-    for weight, down, right in zip(weights.astype(np.float32), downs, rights, strict=True):
-        y, x = reach_y + down, reach_x + right
-        np.multiply(padded[y : y + height, x : x + width], weight, out=part)
-        out += part
-    return out
+    downs = np.ceil(steps * math.sin(turn) - 0.5).astype(int)
+    rights = np.ceil(steps * math.cos(turn) - 0.5).astype(int)
+    reach_y, reach_x = int(np.abs(downs).max()), int(np.abs(rights).max())
+    padded = torch.from_numpy(image.astype(np.float32, copy=False))
+    padded = _pad(_pad(padded, 0, reach_y, "nearest"), 1, reach_x, "nearest")
+    height, width = image.shape[:2]
+    shifted = (
+        padded[reach_y + down : reach_y + down + height, reach_x + right : reach_x + right + width]
+        for down, right in zip(downs, rights, strict=True)
+    )
+    return _weighted_sum(shifted, weights / weights.sum()).numpy()
 
 
-def zoom(image: np.ndarray, factor: float) -> np.ndarray:
-    """The centre of [h, w, c], enlarged by `factor` with linear interpolation to the old size.
+def zoom_mean(image: np.ndarray, factors: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The mean of [h, w, c], enlarged around its centre by each factor with linear interpolation to the old size.
 
     As published: the centre is ceil(side / factor) pixels, its corner pixels stay in the corners, a surplus is cut off.
     """
-    first, second, weight = _zoom_axis(image.shape[0], factor)
-    rows = image[first] + (image[second] - image[first]) * weight[:, None, None]
-    first, second, weight = _zoom_axis(image.shape[1], factor)
-    left = rows[:, first]
-    return left + (rows[:, second] - left) * weight[None, :, None]
+    source = planes(image)
+    total = torch.zeros_like(source)
+    for factor in factors:
+        enlarged = source
+        for _ in range(2):  # whole rows are selected and mixed; then rows and columns change places
+            first, second, weight = _zoom_axis(enlarged.shape[2], factor)
+            enlarged = torch.lerp(enlarged.index_select(2, first), enlarged.index_select(2, second), weight)
+            enlarged = enlarged.transpose(2, 3).contiguous()
+        total += enlarged
+    return pixels(total / len(factors))
 
 
 @lru_cache(maxsize=256)
-def _zoom_axis(size: int, factor: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _zoom_axis(size: int, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each of the new positions lies: two old positions and the weight of the second, [size, 1]."""
     inner = math.ceil(size / factor)
     start = (size - inner) // 2
     large = max(round(inner * factor), size)
     trim = (large - size) // 2
-    at = np.arange(trim, trim + size) * ((inner - 1) / max(large - 1, 1))
-    low = np.clip(np.floor(at).astype(np.int64), 0, max(inner - 2, 0))
-    return start + low, start + np.minimum(low + 1, inner - 1), (at - low).astype(np.float32)
+    at = torch.arange(trim, trim + size, dtype=torch.float64) * ((inner - 1) / max(large - 1, 1))
+    low = at.floor().long().clamp(0, max(inner - 2, 0))
+    return start + low, start + (low + 1).clamp(max=inner - 1), (at - low).float()[:, None]
 
 
-def sample(image: np.ndarray, y: np.ndarray, x: np.ndarray, border: Border) -> np.ndarray:
+def sample(image: np.ndarray, y: np.ndarray, x: np.ndarray, border: Literal["reflect", "mirror"]) -> np.ndarray:
     """Linear interpolation of [h, w, c] at positions y, x [h', w'] (pixel centres are whole numbers)."""
     height, width = image.shape[:2]
-    top, left = np.floor(y), np.floor(x)
-    wy, wx = (y - top).astype(np.float32)[..., None], (x - left).astype(np.float32)[..., None]
-    rows = [fold(top.astype(np.int64) + i, height, border) * width for i in (0, 1)]
-    columns = [fold(left.astype(np.int64) + i, width, border) for i in (0, 1)]
-    flat = image.reshape(height * width, -1)
-    upper = flat[rows[0] + columns[0]] * (1 - wx) + flat[rows[0] + columns[1]] * wx
-    lower = flat[rows[1] + columns[0]] * (1 - wx) + flat[rows[1] + columns[1]] * wx
-    return upper * (1 - wy) + lower * wy
+    corners = border == "mirror"  # torch reflects at the centres of the corner pixels, or at their edges
+    grid = np.empty((1, *y.shape, 2), np.float32)  # in -1..1
+    for axis, (place, size) in enumerate(((x, width), (y, height))):
+        grid[0, ..., axis] = place * (2 / max(size - 1, 1)) - 1 if corners else place * (2 / size) + (1 / size - 1)
+    return pixels(F.grid_sample(planes(image), torch.from_numpy(grid), "bilinear", "reflection", corners))
 
 
 _EMBOSS = ((-2, -1, 0), (-1, 1, 1), (0, 1, 2))
@@ -165,7 +196,7 @@ def relief(grey: np.ndarray, limit: float) -> np.ndarray:
     distance = np.minimum(distance_to(canny(grey, 50, 150), limit), limit)
     if limit != 20:  # bytes need the published range
         distance = distance * (20 / limit)
-    level = equalise(np.round(box3(distance)).astype(np.uint8)).astype(np.float32)
+    level = equalise(box3(distance).astype(np.uint8)).astype(np.float32)
     padded = np.pad(level, 1, mode="reflect") if min(level.shape) > 1 else np.pad(level, 1, mode="edge")
     height, width = level.shape
     raised = np.zeros_like(level)

@@ -206,6 +206,7 @@ class SuiteRunner:
         facts = {**self._facts(data, match, keys), "view": asdict(view)}
         if suite.kind == "corrupt":
             facts |= {"corruption": suite.corruption, "severity": suite.severity, "as_stored": self.options.as_stored}
+            facts |= {"program": 2}  # counts changes of what corruptions give
             facts |= {"frost": self.options.frost_textures} if suite.corruption == "frost" else {}
             stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
         else:  # by path, so that val and real share theirs
