@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from everytoken.annotators import AnnotateOptions, AnnotatorError, FitOptions, fill_store, fit_annotator
-from everytoken.annotators import fit as fit_module
-from everytoken.annotators.fit import kept_network, make_folds, small_cnn
+from everytoken.annotators import fit_network as fit_module
+from everytoken.annotators.fit import kept_network
+from everytoken.annotators.fit_network import make_folds, small_cnn
 from everytoken.data.datasets import open_dataset
 from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError

@@ -33,7 +33,7 @@ from torch import Tensor
 from everytoken.annotators.annotator import Annotator, AnnotatorError, build_annotator
 from everytoken.annotators.fit import fit_annotator
 from everytoken.annotators.options import AnnotateOptions, FitOptions, pair
-from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
+from everytoken.annotators.reading import BatchReader, ImageBatch, batches, eval_view, store_order
 from everytoken.classes import ClassPlan, plan_classes
 from everytoken.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
 from everytoken.engine.distributed import World, join_world
@@ -214,7 +214,7 @@ def fill_store(
         tell(done, total)
         started = time.perf_counter()
         if done < total:
-            reader = BatchReader(data, store_order(data), annotator.preprocessing, options.resize)
+            reader = BatchReader(data, store_order(data), eval_view(annotator.preprocessing, options.resize))
             pin = world.device.type == "cuda"
             stream = batches(reader, writer, shards, options.batch_size, options.workers, pin, copied)
             with closing(fill(writer, annotator, plan, stream, amp_dtype, world.device)) as counts:

