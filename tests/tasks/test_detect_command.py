@@ -148,7 +148,7 @@ def test_of_its_own_undivided_images_a_run_is_judged_by_those_it_held_out(run, s
 
 
 def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
-    features, about = build_features(BackboneOptions(initial_checkpoint=str(run)), 64)
+    features, about = build_features(BackboneOptions(weights=str(run)), 64)
     assert about.architecture == "resnet10t"
     detector, info = load_detector(run)
     assert torch.equal(features.backbone.conv1[0].weight, detector.features.backbone.conv1[0].weight)

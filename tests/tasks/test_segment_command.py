@@ -199,7 +199,7 @@ def test_of_its_own_undivided_images_a_run_is_judged_by_those_it_held_out(run, s
 
 
 def test_a_classifier_cannot_be_loaded_as_a_segmenter_but_a_segmenter_gives_its_backbone(run, photos, capsys):
-    features, about = build_features(BackboneOptions(initial_checkpoint=str(run)), 32)
+    features, about = build_features(BackboneOptions(weights=str(run)), 32)
     assert about.architecture == "vit_tiny_patch16_224"
     assert features.backbone.pos_embed.shape[1:] == (17, 48)
     ours, theirs = features.backbone.blocks[3].mlp.fc1.weight, load_segmenter(run)[0].features.backbone.blocks[3]

@@ -31,6 +31,8 @@ ELSEWHERE = {  # what other programs call our flags
     "resolution": "img-size",
     "scheduler": "sched",
 }
+RENAMED = {"initial-checkpoint": "weights", "from": "weights"}
+"""Old names of flags, which work and say what they are called now; `--pretrained` is `--weights timm`."""
 REMOVED: dict[str, str] = {}
 """Flags that are gone, as "command --flag" or "--flag" -> the way now."""
 
@@ -53,6 +55,39 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
         if stop.code:
             _explain_unknown(prog, argv, set(flags(config)))
     return tyro.cli(config, **settings)  # prints the help, or what is wrong
+
+
+def current_flags(config: type, argv: Sequence[str]) -> list[str]:
+    """The words with flags by the names that they have now; a line on stderr for each old one."""
+    known, words = set(flags(config)), []
+    for i, word in enumerate(argv):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name in known:
+            words.append(word)
+        elif name in ("pretrained", "no-pretrained") and "weights" in known:
+            off = name.startswith("no-") or value == "False" or argv[i + 1 : i + 2] == ["False"]
+            words.append(f"--weights={'' if off else 'timm'}")
+            _tell_renamed(word, "--weights ''" if off else "--weights timm")
+        elif RENAMED.get(name) in known:
+            words.append(f"--{RENAMED[name]}{equals}{value}")
+            _tell_renamed(f"--{name}", f"--{RENAMED[name]}")
+        else:
+            words.append(word)
+    return words
+
+
+def _tell_renamed(old: str, new: str) -> None:
+    print(f"note: {old} is called {new} now", file=sys.stderr)
+
+
+def given_options(argv: Sequence[str]) -> set[str]:
+    """Names of the options whose flags are among the words."""
+    names = {"data", *(long for short, long in (("-b", "batch_size"), ("-j", "workers")) if short in argv)}
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            names |= {name, name.removeprefix("no_")}
+    return names
 
 
 def values_of(options: Any, kind: type) -> dict[str, Any]:

@@ -16,8 +16,8 @@ class Train(TrainFlags, DetectOptions):
     """Train a detector on COCO annotations. Run the same command again to resume it.
 
     Examples:
-        everytoken detect train coco --recipe detect_swin_tiny_cascade_1x --initial-checkpoint runs/swin_tiny
-        everytoken detect train photos --model resnet50 --pretrained --norm-eval --detector mask -b 2
+        everytoken detect train coco --recipe detect_swin_tiny_cascade_1x --weights runs/swin_tiny
+        everytoken detect train photos --weights timm:resnet50.a1_in1k --norm-eval --detector mask -b 2
         torchrun --nproc-per-node 8 -m everytoken detect train coco --recipe detect_swin_tiny_mask_1x -b 2
     """
 

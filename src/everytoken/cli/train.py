@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import tyro
 
-from everytoken.cli._parse import parse, values_of
+from everytoken.cli._parse import current_flags, given_options, parse, values_of
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 
@@ -30,6 +30,7 @@ class Train(TrainOptions):
     """Train a model. Run the same command again to resume an interrupted run.
 
     Examples:
+        everytoken train photos --weights registry:efficientnet_lite0
         everytoken train photos --recipe small_96
         everytoken train photos --recipe small_96_token --maps maps --set objectives.token_labeling.beta=0.5
         everytoken train imagenet --recipe lvvit_s_token --maps maps --dry-run
@@ -46,18 +47,21 @@ class Train(TrainOptions):
 
 def main(argv: list[str], prog: str) -> int:
     """Parse, train."""
-    options = resolve(Train, argv, prog)
-    return start(TrainOptions(**values_of(options, TrainOptions)), options.dry_run)
+    return train(Train, argv, prog)
 
 
-def start(options: TrainOptions, dry_run: bool) -> int:
+def train(config: type[Train], argv: list[str], prog: str) -> int:
     """Train, or print the plan."""
+    argv = current_flags(config, argv)
+    options = resolve(config, argv, prog)
     from everytoken.tasks import classify
+    from everytoken.tasks.start import complete
 
-    if dry_run:
-        print_plan(classify.dry_run(options))
+    plain = complete(TrainOptions(**values_of(options, TrainOptions)), given_options(argv), options.set)
+    if options.dry_run:
+        print_plan(classify.dry_run(plain))
     else:
-        classify.train_with(options)
+        classify.train_with(plain)
     return 0
 
 
@@ -75,6 +79,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
 
 def resolve(config: type[T], argv: list[str], prog: str) -> T:
     """Recipe, then flags, then --set."""
+    argv = current_flags(config, argv)
     base: Any = config()
     recipe = recipe_of(argv)
     if recipe:

@@ -148,7 +148,7 @@ def _classes(data: DataSet, part_name: str) -> list[Finding]:
         findings.append(Finding("warning", "tiny-class", what, data.name, todo, some(named[:tiny]), tiny))
     usual = float(np.median(counts)) if len(counts) else 0.0
     if 0 < usual < FEW and tiny < len(counts):
-        todo = "From scratch that gives little: begin with pretrained weights (recipe small_224_token, or finetune)."
+        todo = "From scratch that gives little: begin with pretrained weights (weights registry:efficientnet_lite0)."
         what = f"few images per class: {usual:.0f} (median)"
         findings.append(Finding("note", "few-images", what, data.name, todo))
     smallest = max(1, int(counts.min()))

@@ -74,10 +74,10 @@ def check_options(options: TrainOptions) -> list[str]:
     check_loop(options)
     _check_model(options)
     optim, notes = options.optim, []
-    if optim.warmup_epochs >= optim.epochs:
+    if not optim.iters and not optim.warmup_iters and optim.warmup_epochs >= optim.epochs:
         notes.append(
-            f"warm-up ({optim.warmup_epochs:g} epochs) lasts for the whole training ({optim.epochs} epochs): the rate "
-            "only rises. A tenth of the training is usual (warmup_epochs)"
+            f"warm-up would last for the whole training ({optim.warmup_epochs:g} of {optim.epochs} epochs): it takes a "
+            "tenth of it instead (warmup_epochs)"
         )
     for name, settings in mixer_settings(options.mixing).items():
         if name in MIXERS:

@@ -14,7 +14,7 @@ import torch
 
 from everytoken.engine.checks import check_loop
 from everytoken.engine.distributed import World, join_world
-from everytoken.engine.optim import learning_rate
+from everytoken.engine.optim import learning_rate, warmup_epochs
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.run_folder import RunFolder
 from everytoken.engine.task import Task
@@ -51,9 +51,7 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     step_seconds, load_seconds = _time_steps(task, options, steps)
     per_update = max(step_seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
     total = optim.iters or updates * (optim.epochs + optim.cooldown_epochs)
-    warmup = (
-        f"{optim.warmup_iters} warm-up updates" if optim.warmup_iters else f"{optim.warmup_epochs:g} warm-up epochs"
-    )
+    warmup = f"{warmup_epochs(optim, updates):g} warm-up {'updates' if optim.iters else 'epochs'}"
     rate = learning_rate(optim, global_batch)
     return {
         **task.facts(),

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everytoken.data.datasets import DataError, DataSet, find_split, open_dataset, split_folder
-from everytoken.engine.run_folder import DATASET_NAMES, Run, run_of
+from everytoken.engine.run_folder import DATASET_NAMES, PUBLISHED, Run, run_of
 from everytoken.errors import EverytokenError
-
-_PUBLISHED = ("timm:", "registry:", "hf-hub:")  # weights that were not trained on a folder of the user's
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def held_out(
     shares: dict[str, float] = {}
     unknown = []
     for source in sources:
-        if source.startswith(_PUBLISHED):
+        if source.startswith(PUBLISHED):
             continue
         run = run_of(source)
         trained = None if run is None else same(run) if same else run.names(data)

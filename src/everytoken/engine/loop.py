@@ -40,7 +40,7 @@ from everytoken.engine.optim import build_optimizer, build_schedule, learning_ra
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.progress import TrainingProgress
 from everytoken.engine.recipe import flat
-from everytoken.engine.run_folder import Run, RunFolder
+from everytoken.engine.run_folder import PUBLISHED, Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.engine.track import build_trackers
 from everytoken.errors import EverytokenError
@@ -48,8 +48,8 @@ from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
 
 _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
-_SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "initial_checkpoint")
-_PATHS = ("data", "maps", "initial_checkpoint")
+_SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
+_PATHS = ("data", "maps", "weights")
 _HARMLESS = {"workers", "output", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
 
 
@@ -528,7 +528,9 @@ class Loop:
         different = {
             name: values
             for name, values in changes.items()
-            if name in _SAME_RUN and not (name in _PATHS and _moved(*values))
+            if name in _SAME_RUN
+            and not (name in _PATHS and _moved(*values))
+            and not (name == "model" and _same(*values))
         }
         if different:
             raise EverytokenError(
@@ -537,10 +539,17 @@ class Loop:
             )
 
 
+def _same(before: str, now: str) -> bool:
+    """Whether two names of models differ in the tag of the weights alone."""
+    return before.partition(".")[0] == now.partition(".")[0]
+
+
 def _moved(before: Any, now: Any) -> bool:
     """Whether two paths may mean the same thing: equal, or the old one is gone."""
     if not before or not now:
         return False
+    if str(now).startswith(PUBLISHED):  # the first version did not record which of timm's weights it took
+        return before == "timm"
     return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
 
 

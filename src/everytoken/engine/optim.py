@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
@@ -13,11 +14,28 @@ from everytoken.engine.options import OptimOptions
 
 
 def learning_rate(options: OptimOptions, global_batch: int) -> float:
-    """The peak learning rate: `lr` if it is given, else `lr_base` scaled linearly to the global batch.
+    """The peak learning rate: `lr` if it is given, else `lr_base` scaled to the global batch.
 
     The papers: 1e-3 * batch / 640 with token labeling, 1e-3 * batch / 1024 without.
     """
-    return options.lr or options.lr_base * global_batch / options.lr_base_size
+    ratio = global_batch / options.lr_base_size
+    return options.lr or options.lr_base * (math.sqrt(ratio) if options.lr_scaling == "sqrt" else ratio)
+
+
+def default_scaling(opt: str) -> Literal["linear", "sqrt"]:
+    """How timm's training script scales the rate of an optimizer: by the square root for adaptive ones."""
+    return "sqrt" if any(name in opt.lower() for name in ("ada", "lamb")) else "linear"
+
+
+def warmup_epochs(options: OptimOptions, updates_per_epoch: int) -> float:
+    """Epochs (updates, where updates are counted) of warm-up, which never last for the whole training.
+
+    Warm-up that would, because fewer epochs were asked for than a recipe has, takes a tenth of the training.
+    """
+    unit = 1 if options.iters else updates_per_epoch
+    asked = options.warmup_iters / unit if options.warmup_iters else options.warmup_epochs
+    whole = options.iters or options.epochs
+    return asked if asked < whole else whole / 10
 
 
 def build_optimizer(module: nn.Module, backbone: nn.Module, options: OptimOptions, lr: float) -> Optimizer:
@@ -62,7 +80,7 @@ def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoc
         cooldown_epochs=0 if options.iters else options.cooldown_epochs,
         min_lr=min(options.min_lr, highest),
         warmup_lr=min(options.warmup_lr, highest),
-        warmup_epochs=options.warmup_iters / unit if options.warmup_iters else options.warmup_epochs,
+        warmup_epochs=warmup_epochs(options, updates_per_epoch),
         warmup_prefix=False,
         step_on_epochs=False,
         updates_per_epoch=unit,

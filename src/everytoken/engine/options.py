@@ -18,14 +18,13 @@ from everytoken.machine import default_workers
 class ModelOptions:
     """The network."""
 
-    model: str = "lvvit_t"
-    """timm model name; `everytoken models` lists what is supported."""
-    img_size: int = 224
-    """Side of the square input, in pixels."""
-    pretrained: bool = False
-    """Start from timm's pretrained weights (downloaded)."""
-    initial_checkpoint: str = ""
-    """Start from the weights in this file or run folder."""
+    model: str = ""
+    """timm model name; `everytoken models` lists what is supported. Default: that of the weights, else lvvit_t."""
+    img_size: int = 0
+    """Side of the square input, in pixels. 0: that of the weights, else 224."""
+    weights: str = ""
+    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
+    or hf-hub:USER/NAME. Empty: from scratch."""
     drop: float = 0.0
     """Dropout before the classifier."""
     drop_path: float = 0.0
@@ -81,9 +80,12 @@ class OptimOptions:
     lr: float = 0.0
     """Learning rate for the whole batch; 0: from lr_base and the real global batch."""
     lr_base: float = 1e-3
-    """Learning rate at a global batch of lr_base_size; scales linearly with the global batch."""
+    """Learning rate at a global batch of lr_base_size; scales with the global batch, see lr_scaling."""
     lr_base_size: int = 1024
     """See lr_base. Token labeling uses 640, everything else in the papers 1024."""
+    lr_scaling: Literal["", "linear", "sqrt"] = ""
+    """How lr_base follows the global batch. Default: linear with a recipe that does not say, as in the papers; without
+    a recipe sqrt for AdamW and its relatives, linear for others, as in timm."""
     weight_decay: float = 0.05
     """Weight decay; biases, norms, positions and the class token are excluded."""
     layer_decay: float = 0.0

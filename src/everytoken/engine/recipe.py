@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 _DICTS = ("objectives", "mixing", "model_kwargs")
-ALIASES = {"labels": "maps"}
-"""Names of options in recipes and run folders of the first version."""
+ALIASES = {"labels": "maps", "initial_checkpoint": "weights"}
+"""Names of options in recipes and run folders of the first version; see `current_names` for `pretrained`."""
 
 
 class RecipeError(SchemaError):
@@ -72,6 +72,14 @@ def parse_recipe(text: str, where: str) -> dict[str, Any]:
     return schema.parse(dict[str, Any], {} if content is None else content, where)
 
 
+def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a recipe, a run folder or a call with the names that they have now."""
+    renamed = {ALIASES.get(key, key): value for key, value in values.items() if key != "pretrained"}
+    if "pretrained" in values and not renamed.get("weights"):  # a file took precedence
+        renamed["weights"] = "timm" if values["pretrained"] else ""
+    return renamed
+
+
 def header(name: str) -> str:
     """The comment block on top of a shipped recipe: cost, result, source, and whether it was run."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), recipe_text(name).splitlines())
@@ -87,7 +95,7 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     for name, group in groups.items():
         owner.update(typing.get_type_hints(type(group), include_extras=False))
         home.update({f.name: name for f in dataclasses.fields(group)})
-    values = {ALIASES.get(key, key) if key not in home else key: value for key, value in values.items()}
+    values = current_names(values)
     for key in values:
         if key not in home:
             raise RecipeError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")

@@ -35,6 +35,7 @@ import yaml
 from everytoken import schema
 from everytoken._version import version
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT
+from everytoken.engine.recipe import current_names
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, plain_json, write_atomically
 
@@ -51,6 +52,8 @@ NOT_SETTINGS = {
 }
 DATASET_NAMES = ("torchvision:", "hf:")
 """How the names of datasets that are no paths begin."""
+PUBLISHED = ("timm:", "registry:", "hf-hub:", "local-dir:")
+"""How the names of weights that are no paths begin; they were not trained on a folder of the user's."""
 _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
 
 
@@ -225,8 +228,7 @@ def read_run(path: Path, name: str = "") -> Run:
     """One run folder."""
     troubles: list[str] = []
     config = _read(path / "config.yaml", dict[str, Any], troubles)
-    if config is not None and "labels" in config:
-        config["maps"] = config.pop("labels")  # its name in the first version
+    config = None if config is None else current_names(config)
     summary = _read(path / "summary.json", dict[str, Any], troubles, optional=True)
     starts = _read(path / "environment.json", list[dict[str, Any]], troubles, optional=True)
     rows = _rows(path / "metrics.jsonl", troubles)

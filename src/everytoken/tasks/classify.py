@@ -24,6 +24,7 @@ from everytoken.maps import Maps
 from everytoken.objectives import ALIASES, required_by
 from everytoken.objectives.registry import resolved
 from everytoken.tasks.build import ClassifierSetup, build
+from everytoken.tasks.start import complete, default_output
 
 
 class Classification(Task):
@@ -111,6 +112,7 @@ class Classification(Task):
         images = f"{len(setup.train_set):,} training, {len(setup.val_set):,} validation"
         return {
             "model": options.model.model,
+            "weights": options.model.weights or "none, from scratch",
             "token grid": f"{setup.grid[0]} x {setup.grid[1]} at {options.model.img_size} px",
             "images": f"{images}, {setup.train_set.num_classes} classes",
             "score maps": f"{options.maps} ({setup.store.manifest.num_classes} classes)" if setup.store else "none",
@@ -131,17 +133,9 @@ class Classification(Task):
             self.folder.log(f"top-1 {top1.value:.2f} % (95 % interval {top1.low:.2f} to {top1.high:.2f})")
 
 
-def default_output(options: TrainOptions) -> str:
-    """runs/<recipe>-<model>-<data>-seed<seed>, and the size of the images for one that starts from weights."""
-    start = options.model.initial_checkpoint
-    recipe = Path(options.recipe).stem if options.recipe else "finetune" if start else "train"
-    size = f"-{options.model.img_size}px" if start else ""
-    data = Path(options.data.split(":")[-1]).name or "data"
-    return str(Path("runs") / f"{recipe}-{options.model.model}{size}-{data}-seed{options.run.seed}")
-
-
 def train_with(options: TrainOptions) -> Run:
     """Train a classifier as the options say, or continue the run that their output folder holds."""
+    options = complete(options)
 
     output = options.run.output or default_output(options)
     begun = read_run(Path(output)).config.get("objectives")
@@ -191,7 +185,7 @@ def train(
             aliases = ALIASES if name == "objectives" else {}
             merged = {aliases.get(k, k): v for k, v in [*getattr(settings, name).items(), *changes.items()]}
             given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
-    return train_with(apply(settings, given, "train()"))
+    return train_with(complete(apply(settings, given, "train()"), set(given)))
 
 
 def dry_run(options: TrainOptions) -> dict[str, Any]:
@@ -201,6 +195,7 @@ def dry_run(options: TrainOptions) -> dict[str, Any]:
     """
     from everytoken.engine.dryrun import plan
 
+    options = complete(options)
     quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
     return plan(
         lambda world, folder: Classification(build(options, world), quick, world, folder),

@@ -35,9 +35,9 @@ from everytoken.engine.progress import watched
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
-from everytoken.models.open import Description, find_weights, read_metadata
+from everytoken.models.open import Description, find_weights, parse_metadata, read_metadata
 from everytoken.models.weights import load_weights
-from everytoken.tasks.backbone import Features, parse_metadata, rebuild_features
+from everytoken.tasks.backbone import Features, name_weights, rebuild_features
 from everytoken.tasks.options import DenseOptions, check_rate, default_output
 
 A = TypeVar("A")
@@ -278,6 +278,7 @@ class DenseTask(Task):
 
 def train_dense(options: Any, name: str, task_type: Callable[[Any, World, RunFolder], DenseTask]) -> Run:
     """Train a dense task, or continue the run in the output folder."""
+    options = replace(options, model=name_weights(options.model))
     return run(partial(task_type, options), options, _checked_output(options, name))
 
 

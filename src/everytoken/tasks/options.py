@@ -27,11 +27,10 @@ class BackboneOptions:
     """The backbone."""
 
     model: str = ""
-    """timm model name; empty: the one that initial_checkpoint was trained as."""
-    pretrained: bool = False
-    """Start from timm's pretrained weights (downloaded)."""
-    initial_checkpoint: str = ""
-    """Start from the weights in this file or run folder."""
+    """timm model name; empty: that of the weights."""
+    weights: str = ""
+    """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
+    or hf-hub:USER/NAME. Empty: from scratch."""
     drop_path: float = 0.1
     """Stochastic depth, rising linearly to this rate in the last block."""
     taps: tuple[int, ...] = ()
@@ -131,6 +130,6 @@ def fill(options: T, defaults: Mapping[str, Any]) -> T:
 def default_output(options: DenseOptions, task: str) -> str:
     """runs/<recipe or task>-<model>-<data>-seed<seed>."""
     recipe = Path(options.recipe).stem if options.recipe else task
-    model = options.model.model or Path(options.model.initial_checkpoint).name
+    model = options.model.model.partition(".")[0] or Path(options.model.weights).name
     data = Path(options.data).name.removesuffix(".json")
     return str(Path("runs") / f"{recipe}-{model}-{data}-seed{options.run.seed}")

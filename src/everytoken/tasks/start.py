@@ -1,0 +1,116 @@
+"""From what somebody asks for to all options of a classification run: what was left open is decided here, and recorded.
+
+- The weights decide the model, its arguments and its size, unless these were asked for.
+- Weights without a recipe are fine-tuned: the recipe `finetune` for other classes, `finetune_resolution` for the same,
+  and objectives, mixing and augmentation of the run that they come from.
+- A run that is continued keeps what was decided when it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from everytoken.data.datasets import open_dataset
+from everytoken.engine.checkpoint import checkpoints_in
+from everytoken.engine.optim import default_scaling
+from everytoken.engine.options import AugmentOptions, TrainOptions
+from everytoken.engine.recipe import apply, flat, overrides, read_recipe
+from everytoken.engine.run_folder import read_run
+from everytoken.models.open import Weights, full_name, open_weights
+from everytoken.objectives.registry import resolved
+
+DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
+FINETUNE = {"finetune": "other classes", "finetune_resolution": "the same classes"}
+"""Recipes that are taken for weights if none is given, and what they are for."""
+_INHERITED = ("objectives", "mixing", "drop_path", "clip_grad", "token_vote", *(f.name for f in fields(AugmentOptions)))
+
+_NOT_KEPT = ("num_classes", "img_size", "token_classes", "token_vote")  # arguments of the weights' model
+
+
+def complete(options: TrainOptions, asked: Set[str] | None = None, assignments: Sequence[str] = ()) -> TrainOptions:
+    """The options with everything decided that was left open; complete options stay as they are.
+
+    Args:
+        options: with the values of a recipe, if one is named.
+        asked: names of the options that the user gave, which are not changed. Default: those that are not the default.
+        assignments: of the kind `objectives.drloc.weight=0.1`, which come last.
+    """
+    if asked is None:
+        plain = flat(TrainOptions())
+        asked = {name for name, value in flat(options).items() if value != plain[name]}
+    asked = {*asked, *(text.partition("=")[0] for text in assignments)}
+    source, weights = options.model.weights, None
+    teacher = options.model.teacher
+    if teacher and not options.model.teacher_checkpoint and not teacher.startswith("fit:"):
+        options = apply(options, {"teacher": full_name(teacher)}, "teacher")
+    if source:
+        weights = open_weights(source, options.model.model)
+        options = apply(options, _of_weights(options, weights, asked), source)
+    missing: dict[str, Any] = {} if options.model.model else {"model": DEFAULT_MODEL}
+    missing |= {} if options.model.img_size else {"img_size": DEFAULT_SIZE}
+    options = apply(options, missing, "defaults")
+    if not options.recipe:
+        decisions = {} if weights is None else _fine_tuning(options, weights, source)
+        decisions.setdefault("lr_scaling", default_scaling(options.optim.opt))
+        if "lr_base" in asked:
+            decisions.pop("lr", None)
+        decisions |= _recorded(options, decisions)
+        options = apply(options, {k: v for k, v in decisions.items() if k not in asked}, "fine-tuning")
+    elif not options.optim.lr_scaling:
+        options = apply(options, {"lr_scaling": "linear"}, options.recipe)
+    return apply(options, overrides(assignments, flat(options)), "--set")
+
+
+def _of_weights(options: TrainOptions, weights: Weights, asked: Set[str]) -> dict[str, Any]:
+    """What follows from the weights alone: themselves, by their full name; the model; its size."""
+    info, chosen = weights.info, options.model
+    values: dict[str, Any] = {}
+    if not Path(weights.source).exists():
+        values["weights"] = weights.source
+    same = _plain(chosen.model) == _plain(info.architecture)
+    arguments = {k: v for k, v in info.arguments.items() if k not in _NOT_KEPT}
+    if same or not chosen.model:
+        values["model_kwargs"] = {**arguments, **chosen.model_kwargs}
+    elif "model" not in asked:  # a recipe's
+        values["model_kwargs"] = arguments
+    if same or not chosen.model or "model" not in asked:
+        values["model"] = info.architecture
+    if not chosen.img_size:
+        values["img_size"] = info.img_size[0]
+    return values
+
+
+def _plain(model: str) -> str:
+    """A model's name without the tag of its weights."""
+    return model.partition(".")[0]
+
+
+def _fine_tuning(options: TrainOptions, weights: Weights, source: str) -> dict[str, Any]:
+    """A recipe for the weights, with what the run that they come from had."""
+    names = open_dataset(options.data, "train", val_split=options.dataset.val_split).class_names if options.data else []
+    recipe = "finetune_resolution" if not names or weights.matches(names) else "finetune"
+    values = {"recipe": recipe, **read_recipe(recipe)}
+    run = read_run(Path(source)).config if Path(source).is_dir() else {}
+    values |= {name: run[name] for name in _INHERITED if name in run}
+    if "objectives" in values:
+        values["objectives"] = resolved(values["objectives"], values["objectives"])
+    return values
+
+
+def _recorded(options: TrainOptions, decisions: Iterable[str]) -> dict[str, Any]:
+    """What was decided when the run in the output folder began, if there is one; the first version scaled linearly."""
+    folder = Path(options.run.output or default_output(options))
+    config = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
+    return {"lr_scaling": "linear", **{k: config[k] for k in decisions if k in config}} if config else {}
+
+
+def default_output(options: TrainOptions) -> str:
+    """runs/<recipe>-<model>-<data>-seed<seed>, and the size of the images for one that starts from weights."""
+    start = options.model.weights
+    recipe = Path(options.recipe).stem if options.recipe not in ("", *FINETUNE) else "finetune" if start else "train"
+    size = f"-{options.model.img_size}px" if start else ""
+    data = Path(options.data.split(":")[-1]).name or "data"
+    return str(Path("runs") / f"{recipe}-{options.model.model}{size}-{data}-seed{options.run.seed}")
