@@ -526,11 +526,7 @@ class Loop:
     def _refuse_another_run(self, changes: Mapping[str, tuple[Any, Any]]) -> None:
         """Continuing with other settings may be wanted; with another network or other data it is a mistake."""
         different = {
-            name: values
-            for name, values in changes.items()
-            if name in _SAME_RUN
-            and not (name in _PATHS and _moved(*values))
-            and not (name == "model" and _same(*values))
+            name: values for name, values in changes.items() if name in _SAME_RUN and not _means_the_same(name, *values)
         }
         if different:
             raise EverytokenError(
@@ -539,17 +535,14 @@ class Loop:
             )
 
 
-def _same(before: str, now: str) -> bool:
-    """Whether two names of models differ in the tag of the weights alone."""
-    return before.partition(".")[0] == now.partition(".")[0]
-
-
-def _moved(before: Any, now: Any) -> bool:
-    """Whether two paths may mean the same thing: equal, or the old one is gone."""
-    if not before or not now:
+def _means_the_same(name: str, before: Any, now: Any) -> bool:
+    """Whether an option may mean the same as before: a path that has moved, a model with the tag of its weights."""
+    if name == "model":
+        return str(before).partition(".")[0] == str(now).partition(".")[0]
+    if name not in _PATHS or not before or not now:
         return False
     if str(now).startswith(PUBLISHED):  # the first version did not record which of timm's weights it took
-        return before == "timm"
+        return bool(before == "timm")
     return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
 
 

@@ -136,7 +136,6 @@ class Classification(Task):
 def train_with(options: TrainOptions) -> Run:
     """Train a classifier as the options say, or continue the run that their output folder holds."""
     options = complete(options)
-
     output = options.run.output or default_output(options)
     begun = read_run(Path(output)).config.get("objectives")
     options = dataclasses.replace(options, objectives=resolved(options.objectives, begun))
