@@ -18,7 +18,7 @@ from everytoken.classes import ClassList
 from everytoken.data.datasets import open_dataset
 from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
-from everytoken.maps import Maps, verify
+from everytoken.maps import Maps, map_area, verify
 
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 
@@ -115,6 +115,18 @@ def test_a_letterboxed_map_reaches_outside_the_image_and_says_where(tmp_path):
     assert found.classes[1, 3, 0] == 1
     assert found.classes[2, 0, 0] == 2
     assert Maps(tmp_path / "maps").manifest.resize_mode == "letterbox"
+
+
+def test_a_map_of_the_middle_says_what_it_covers(tmp_path):
+    quadrants(tmp_path / "photos/red/wide.png", (128, 64))
+    annotator = function(blocks, ("red", "green", "blue"))
+    data = open_dataset(tmp_path / "photos", class_list=annotator.classes.names)
+    fill_store(data, tmp_path / "maps", annotator, AnnotateOptions(workers=0, resize="center"))
+    store = Maps(tmp_path / "maps")
+    assert store["red/wide.png"].area == pytest.approx((0.25, 0.0, 0.75, 1.0))
+    assert store["red/wide.png"].area == pytest.approx(map_area("center", (128, 64)))
+    assert store["red/wide.png"].classes[0, [0, 3], 0].tolist() == [0, 1]
+    assert store.manifest.resize_mode == "center"
 
 
 def test_a_photo_that_lies_on_its_side_is_set_upright(tmp_path):

@@ -19,15 +19,17 @@ TINY = [
 ]
 
 
-def make_store(photos, path, names):
+def make_store(photos, path, names, grid=(5, 6)):
     data = open_dataset(photos, "train")
     rng = np.random.default_rng(0)
     keys = [data.key(i) for i in range(len(data))]
     top = min(2, len(names))
-    with MapWriter(path, keys, StoreMeta((5, 6), top, tuple(names))) as writer:
+    with MapWriter(path, keys, StoreMeta(grid, top, tuple(names))) as writer:
         for key in writer.pending_keys():
-            classes = np.stack([rng.permutation(len(names))[:top] for _ in range(30)]).reshape(5, 6, top)
-            scores = np.sort(rng.normal(3, 1, (5, 6, top)))[..., ::-1].astype(np.float16)
+            classes = np.stack([rng.permutation(len(names))[:top] for _ in range(grid[0] * grid[1])]).reshape(
+                *grid, top
+            )
+            scores = np.sort(rng.normal(3, 1, (*grid, top)))[..., ::-1].astype(np.float16)
             size = data.load(keys.index(key)).size
             writer.write({key: ScoreMap(scores, classes.astype(np.uint16), size)})
         writer.finalize()
@@ -91,6 +93,21 @@ def test_the_class_token_learns_the_labels_and_an_older_run_keeps_the_annotators
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
     assert main([*words, "--epochs", "2"]) == 0
     assert read_run(tmp_path).config["objectives"]["token_labeling"]["class_target"] == "machine"
+
+
+def test_the_released_switch_trains_with_geometric_augmentation_and_wants_square_maps(photos, own, tmp_path, capsys):
+    square = make_store(photos, tmp_path / "maps", ["class-0", "class-1", "class-2"], grid=(6, 6))
+    released = ["--aa", "rand-m9-mstd0.5-inc1-n3", "--set", "objectives.token_labeling={released: true}"]
+    words = ["train", str(photos), *TINY, *released, "--output", str(tmp_path / "run")]
+    assert main([*words, "--maps", str(own)]) == 2
+    assert "released=true" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main([*words, "--maps", str(square)]) == 0
+    assert read_run(tmp_path / "run").config["objectives"]["token_labeling"] == {
+        "beta": 1.0,
+        "class_target": "machine",
+        "released": True,
+    }
 
 
 def test_erased_tokens_are_left_out_when_that_is_asked_for(photos, own, tmp_path):

@@ -1,5 +1,6 @@
 """The released label pipeline, written densely with torchvision, and our option that repeats it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 import torch
 from torchvision.ops import roi_align
 
-from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps, from_scores, sample_maps
 
 
@@ -72,10 +72,48 @@ def test_the_released_code_reads_the_wrong_quadrant_and_we_do_not(make):
     assert sample_maps(maps, top_right, (2, 2), released=True).image[0].argmax() == 2
 
 
-def test_released_sampling_refuses_rotations(make):
-    maps = make.maps(np.random.default_rng(0), n=1)
-    with pytest.raises(EverytokenError, match="crops and flips only"):
-        sample_maps(maps, make.batch([make.about_centre(make.rotation(20))]), (2, 2), released=True)
+def turned_by_hand(maps, degrees, hflip):
+    """The released code's map of a flipped and rotated image, cell by cell: nearest, about (h/2, w/2), 0 outside."""
+    (h, w), angle = maps.size, np.radians(degrees)
+    scores, local = torch.zeros_like(maps.scores), maps.local.clone()
+    first = maps.apply(lambda t: t.flip(2) if t.dim() == 4 else t) if hflip else maps
+    for y in range(h):
+        for x in range(w):
+            dx, dy = x - w / 2, y - h / 2
+            sx = int(np.floor(np.cos(angle) * dx - np.sin(angle) * dy + w / 2 + 0.5))
+            sy = int(np.floor(np.sin(angle) * dx + np.cos(angle) * dy + h / 2 + 0.5))
+            if 0 <= sx < w and 0 <= sy < h:
+                scores[:, y, x], local[:, y, x] = first.scores[:, sy, sx], first.local[:, sy, sx]
+    return replace(maps, scores=scores, local=local)
+
+
+@pytest.mark.parametrize("hflip", [False, True])
+@pytest.mark.parametrize("degrees", [-27.0, 11.0])
+def test_rotated_maps_are_warped_to_the_nearest_cell_as_released(make, hflip, degrees):
+    rng = np.random.default_rng(2)
+    maps = make.maps(rng, n=6, h=9, w=9, num_classes=30)
+    size = torch.tensor(rng.uniform(0.3, 0.8, (6, 2)), dtype=torch.float32)
+    start = torch.tensor(rng.random((6, 2)), dtype=torch.float32) * (1 - size)
+    image, tokens = released_targets(turned_by_hand(maps, degrees, hflip), torch.cat([start, size], dim=1), 4, 0.1)
+    flip = make.crop(0, 0, 1, 1, hflip=hflip)
+    turn = make.about_centre(make.rotation(degrees))
+    boxes = torch.cat([start, start + size], dim=1).tolist()
+    placement = make.batch([make.then(make.then(make.crop(*box), turn), flip) for box in boxes])
+    got = sample_maps(maps, placement, (4, 4), released=True)
+    target = from_scores(got.tokens, maps.classes, 30).smooth(0.1, released=True)
+    torch.testing.assert_close(target.dense().flatten(1, 2), tokens, rtol=0, atol=1e-4)
+    target = from_scores(got.image, maps.classes, 30).smooth(0.1, released=True)
+    torch.testing.assert_close(target.dense(), image, rtol=0, atol=1e-4)
+
+
+def test_straight_images_beside_a_rotated_one_are_read_as_if_alone(make):
+    maps = make.maps(np.random.default_rng(0), n=3, h=8, w=8)
+    straight = [make.crop(0.1, 0.2, 0.9, 0.6), make.crop(0.3, 0, 0.8, 0.7, hflip=True, vflip=True)]
+    both = make.batch([*straight, make.about_centre(make.rotation(20))])
+    got = sample_maps(maps, both, (3, 3), released=True)
+    alone = sample_maps(maps.apply(lambda t: t[:2]), both[:2], (3, 3), released=True)
+    torch.testing.assert_close(got.tokens[:2], alone.tokens)
+    torch.testing.assert_close(got.image[:2], alone.image)
 
 
 def test_an_image_without_a_map_has_no_weight_in_released_mode_either(make):

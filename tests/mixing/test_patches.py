@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing import MIXERS, apply_to_pixels
+from everytoken.mixing import MIXERS, CutMix, MixToken, apply_to_pixels
 from everytoken.mixing.methods import BlockPatches, patches_to_pixels
 
 
@@ -51,7 +51,7 @@ def test_mixing_twice_gives_the_images_back_and_draws_repeat(name):
 
 def test_patches_that_do_not_divide_the_image_still_tile_it():
     own = np.array([[[True, False], [False, True]]])
-    mask = patches_to_pixels(own, (5, 7), None)
+    mask = patches_to_pixels(torch.from_numpy(own), (5, 7))
     assert mask.shape == (1, 5, 7)
     assert float(mask[0, 0, 0]) == 1
     assert float(mask[0, 0, -1]) == 0
@@ -61,3 +61,12 @@ def test_probability_zero_leaves_batches_alone_and_wrong_settings_are_named():
     assert MIXERS["random"](prob=0.0).draw(2, (8, 8), (2, 2), np.random.default_rng(0)) is None
     with pytest.raises(EverytokenError, match="smallest"):
         BlockPatches(smallest=0)
+
+
+def test_a_box_on_the_token_grid_cuts_no_patch():
+    for seed in range(5):
+        mask = CutMix(patches=True).draw(2, (32, 48), (4, 6), np.random.default_rng(seed)).mask
+        cells = mask.view(1, 4, 8, 6, 8).mean((2, 4))
+        assert set(cells.unique().tolist()) <= {0.0, 1.0}
+        expected = MixToken().draw(2, (32, 48), (4, 6), np.random.default_rng(seed)).mask
+        assert torch.equal(cells, expected), "the boxes of MixToken, as TL-Align's released code draws them"

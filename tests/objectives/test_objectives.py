@@ -206,6 +206,16 @@ def test_participation_is_keyed_by_seed_and_step():
     torch.testing.assert_close(one, 0.5 * expected)
 
 
+def test_the_released_setting_blends_all_tokens_under_cutmix_with_one_ratio():
+    batch, view = a_batch(draw(CutMix())), a_view()
+    plain = TokenLabeling(released=True)(view, replace(batch, mix=None))["token"]
+    swapped = replace(batch, mix=None, maps=batch.maps.apply(lambda t: t.flip(0)), placement=batch.placement.flip(0))
+    other = TokenLabeling(released=True)(view, swapped)["token"]
+    ratio = batch.mix.ratio[0]
+    got = TokenLabeling(released=True)(view, batch)["token"]
+    torch.testing.assert_close(got, ratio * plain + (1 - ratio) * other)
+
+
 def test_the_released_setting_changes_both_crop_and_smoothing():
     batch, view = a_batch(), a_view()
     maps = batch.maps

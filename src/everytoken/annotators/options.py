@@ -45,8 +45,9 @@ class AnnotateOptions:
     """For timm:NAME: your own weights (file or run folder) instead of pretrained ones."""
     img_size: tuple[int, ...] = ()
     """Side of the annotator's input, or height and width. Default: its own. 576 gives 18x18 cells at stride 32."""
-    resize: Literal["squash", "letterbox"] = "squash"
-    """squash: stretch the whole image. letterbox: keep its aspect and pad."""
+    resize: Literal["squash", "letterbox", "center"] = "squash"
+    """squash: stretch the whole image. letterbox: keep its aspect and pad. center: keep its aspect and cut off what
+    sticks out, as the released script does; tokens beyond the middle then have no label."""
     top_k: int = 0
     """Classes to keep per cell; 0: five, or all of them if there are at most 20 classes."""
     class_map: str = ""

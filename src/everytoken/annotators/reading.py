@@ -26,11 +26,11 @@ from everytoken.errors import EverytokenError
 from everytoken.maps import MapWriter
 
 Area = tuple[float, float, float, float]
-_CROP_MODES = {"squash": "squash", "letterbox": "border"}
+_CROP_MODES = {"squash": "squash", "letterbox": "border", "center": "center"}
 
 
 def eval_view(preprocessing: Preprocessing, resize: str) -> EvalTransform:
-    """The view of a whole image: "squash" or "letterbox"."""
+    """The view of an image: all of it ("squash", "letterbox") or its middle ("center")."""
     if resize not in _CROP_MODES:
         raise EverytokenError(f"resize is {resize!r}; it can be {', '.join(_CROP_MODES)}.")
     return EvalTransform(

@@ -6,7 +6,8 @@ output cell and axis, so a token is a weighted sum of a few map cells (`CellWeig
 - `_crop_weights`: crops and flips. RoIAlign is separable: one small matrix of weights per axis, tokens = R · map · Cᵀ.
   Equals `torchvision.ops.roi_align(aligned=True)`.
 - `_affine_weights`: rotated and sheared placements. The same sample points, carried through the affine.
-- `_released_weights`: crops as the released code reads them, with x and y exchanged (`released=True`).
+- `_released_weights`: crops as the released code reads them, with x and y exchanged (`released=True`); maps of rotated
+  and sheared images are warped to the nearest cell before (`_released_warp`).
 
 Differently from the released code:
 - only the vocabulary of each image is sampled, not all K classes;
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -161,14 +163,9 @@ def plan_sampling(placement: Tensor, area: Tensor, map_size: Size, grid: Size, r
     turned = _is_turned(cells)
     some_turned, some_straight = bool(turned.any()), bool((~turned).any())
     if released:
-        if some_turned:
-            raise EverytokenError(
-                "released=True repeats the released code on crops and flips only; this batch has rotated or sheared "
-                "images. Switch geometric augmentation off, or use released=False."
-            )
         sides = placement.detach().abs().diagonal(dim1=1, dim2=2).double() * w  # crop width, crop height
         rows, columns = _largest_count(sides[:, 0]), _largest_count(sides[:, 1])
-        return SamplingPlan(grid, (-(-rows // H), -(-columns // W)), (rows, columns), True, False)
+        return SamplingPlan(grid, (-(-rows // H), -(-columns // W)), (rows, columns), some_straight, some_turned)
     sides = cells[:, :, :2].norm(dim=1)  # [B, 2] the crop's sides in cells: x, y
     tokens = _largest_count(sides[:, 1] / H), _largest_count(sides[:, 0] / W)
     rows, columns = _largest_count(sides[turned, 1]), _largest_count(sides[turned, 0])
@@ -189,7 +186,8 @@ def sample_maps(
         plan: from `plan_sampling`. None, or one for another grid: made here, which on a GPU waits for the placements
             (with `released` always).
         released: as the released code: x runs over (top, top + height) and y over (left, left + width), crops are
-            at least one cell wide, the map is taken to cover the whole image, and weights are 1 (0 without a map).
+            at least one cell wide, the map is taken to cover the whole image, maps follow rotation and shear to the
+            nearest cell, and weights are 1 (0 without a map).
 
     Returns:
         `SampledMaps`, float32.
@@ -208,11 +206,14 @@ def _sample(
         raise EverytokenError(f"{B} score maps need a placement of shape [{B}, 2, 3], got {list(placement.shape)}.")
     if plan is not None and plan.grid != grid and grid == (1, 1):
         plan = plan._replace(grid=grid, tokens=plan.image)  # one token is the whole image
-    if plan is None or plan.grid != grid or released:
-        plan = plan_sampling(placement, maps.area, maps.size, grid, released)
     if released:
+        if bool(_is_turned(_to_cells(placement, maps.area, maps.size)).any()):
+            maps, placement = _released_warp(maps, placement)
+        plan = plan_sampling(placement, maps.area, maps.size, grid, released)
         methods = [_released_weights]
     else:
+        if plan is None or plan.grid != grid:
+            plan = plan_sampling(placement, maps.area, maps.size, grid)
         methods = [_crop_weights] * plan.crops + [_affine_weights] * plan.affine
     if placement.device.type != "cpu" or torch.compiler.is_compiling():
         sampled = [_average(maps, method(maps, placement, plan)) for method in methods]
@@ -322,6 +323,33 @@ def _released_weights(maps: MapBatch, placement: Tensor, plan: SamplingPlan) -> 
     has_map = (maps.classes >= 0).any(1).float()
     crossed = _crossed(rows, plan.tokens[0], columns, plan.tokens[1])
     return CellWeights(*crossed, image.flatten(1).float(), has_map[:, None, None].expand(-1, H, W), has_map)
+
+
+def _released_warp(maps: MapBatch, placement: Tensor) -> tuple[MapBatch, Tensor]:
+    """Maps that were flipped, rotated and sheared cell by cell, as the released code does it, and the crops of them.
+
+    A placement is taken apart into a crop, then a rotation or shear about the middle, then a flip. Cells turn about the
+    corner (h/2, w/2) of the index grid, half a cell off; scores from outside are 0. Differently: one warp for all of
+    RandAugment's steps, and on images that are not square the map follows the image's proportions.
+    """
+    (h, w), affine = maps.size, placement.detach().double()
+    sides = affine[:, :, :2].norm(dim=1)
+    flip = torch.where(affine[:, :, :2].diagonal(dim1=1, dim2=2) < 0, -1.0, 1.0).double()
+    turn = flip[:, :, None] * affine[:, :, :2] / sides[:, None]
+    start = torch.linalg.solve(turn, flip * (affine[:, :, 2] - 0.5)) + 0.5
+    crops = torch.cat((torch.diag_embed(sides), start[:, :, None]), dim=2).to(placement.dtype)
+    middle = affine.new_tensor((w / 2, h / 2))
+    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    cells = torch.stack((columns, rows), dim=-1).to(affine) - middle  # [h, w, 2]: x, y
+    ratio = affine.new_tensor((w, h))  # placements are in fractions, cells in cells
+    source = torch.einsum("bij,hwj->bhwi", turn * ratio[:, None] / ratio, cells) + middle
+    source = (source + 0.5).floor()
+    x, y = torch.where(flip[:, None, None] < 0, ratio - 1 - source, source).unbind(-1)
+    inside = (x >= 0) & (x < w) & (y >= 0) & (y < h)
+    index = (y.clamp(0, h - 1) * w + x.clamp(0, w - 1)).long().flatten(1)[..., None].expand(-1, -1, maps.local.shape[3])
+    scores = maps.scores.flatten(1, 2).gather(1, index).view_as(maps.scores) * inside[..., None]
+    local = maps.local.flatten(1, 2).gather(1, index).view_as(maps.local)
+    return replace(maps, scores=scores, local=local), crops
 
 
 def _affine_weights(maps: MapBatch, placement: Tensor, plan: SamplingPlan) -> CellWeights:

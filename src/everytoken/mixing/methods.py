@@ -49,7 +49,11 @@ class MixToken(MaskMixer):
 
 @dataclass
 class CutMix(MaskMixer):
-    """A box of pixels from the partner. Settings: `MaskMixer`.
+    """A box of pixels from the partner.
+
+    Args:
+        patches: the box is drawn on the network's token grid, so that it cuts no patch (TL-Align's released code).
+        others: of `MaskMixer`.
 
     Example:
         images, mix = CutMix(alpha=1.0)(images)
@@ -57,12 +61,15 @@ class CutMix(MaskMixer):
         loss = HardLabels()(view, Batch(images, labels, mix=mix))["loss"]
     """
 
+    patches: bool = False
+
     def masks(
         self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
     ) -> Tensor:
         """[n, H, W] on the pixel grid."""
-        boxes = draw_boxes(len(active), image_size, self.alpha, rng) * active[:, None]
-        return box_masks(boxes, image_size, device)
+        size = grid if self.patches else image_size
+        mask = box_masks(draw_boxes(len(active), size, self.alpha, rng) * active[:, None], size, device)
+        return patches_to_pixels(mask, image_size) if self.patches else mask
 
 
 @dataclass
@@ -82,13 +89,12 @@ class MixUp(MaskMixer):
         return torch.from_numpy(lam).float().to(device).view(-1, 1, 1)
 
 
-def patches_to_pixels(own: np.ndarray, image_size: Size, device: Device) -> Tensor:
-    """Masks on a patch grid, bool [n, h, w] (True = own image) -> float32 [n, H, W] on the pixels."""
-    h, w = own.shape[1:]
+def patches_to_pixels(mask: Tensor, image_size: Size) -> Tensor:
+    """Masks on a patch grid, [n, h, w] (1 = own image) -> float32 [n, H, W] on the pixels."""
+    h, w = mask.shape[1:]
     height, width = image_size
-    rows = torch.arange(height, device=device) * h // height
-    columns = torch.arange(width, device=device) * w // width
-    mask = torch.from_numpy(own).to(device)
+    rows = torch.arange(height, device=mask.device) * h // height
+    columns = torch.arange(width, device=mask.device) * w // width
     return mask[:, rows][:, :, columns].float()
 
 
@@ -120,7 +126,7 @@ class RandomPatches(MaskMixer):
             if mixes:
                 own[i, rng.permutation(count)[:taken]] = False
         own = own.reshape(-1, *cells).repeat(self.scale, 1).repeat(self.scale, 2)[:, :h, :w]
-        return patches_to_pixels(own, image_size, device)
+        return patches_to_pixels(torch.from_numpy(own).to(device), image_size)
 
 
 @dataclass
@@ -161,7 +167,7 @@ class BlockPatches(MaskMixer):
             taken = round((1 - rng.beta(self.alpha, self.alpha)) * grid[0] * grid[1])
             if mixes:
                 self._cover(own[i], taken, rng)
-        return patches_to_pixels(own, image_size, device)
+        return patches_to_pixels(torch.from_numpy(own).to(device), image_size)
 
     def _cover(self, own: np.ndarray, wanted: int, rng: np.random.Generator) -> None:
         """Clear rectangles until exactly `wanted` patches are cleared; the last one is cut to fit, row by row."""

@@ -3,8 +3,8 @@
 Equations 3, 4: L = H(cls) + β · mean over tokens of H(token), β = 0.5, with labels from score maps through RoIAlign.
 Differently from the released code (`released=True`): β is 0.5 (there 1.0); the class token learns the class label y^cls
 of equation 3 (there the annotator's label of the crop, `class_target="machine"`), so the token head may have other
-classes than the class head; crops are read in the right order, maps follow rotations by interpolation, and tokens
-without a label do not count.
+classes than the class head; crops are read in the right order, maps follow rotations by interpolation, tokens
+without a label do not count, and CutMix mixes token labels where it mixes pixels (there by one ratio).
 Cost: the token head, about 1 % of a ViT's multiply-adds at 1000 classes, and the loss.
 """
 
@@ -84,6 +84,8 @@ class TokenLabeling(FromMaps):
             target = replace(target, weight=target.weight * (erased_part(batch.erased, grid) <= 0.5))
         shown = None if batch.mix is None else batch.mix.shown
         if shown is not None:
+            if self.released and shown.level == "pixels":  # one ratio for all tokens, wherever the box is
+                shown = replace(shown, mask=shown.ratio[:, None, None], moves=None)
             target = mix_token_target(target, shown)
         weight = target.weight
         if self.participation < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         model.add_token_head(len(token_names))
     notes += [] if weights is None else _start_heads(model, weights, class_names, token_names)
     notes += check_objectives(options, objectives)
+    if store is not None:
+        _check_released(store, objectives)
     train_view, eval_view = build_views(options, config)
     teacher = build_teacher(options, config, num_classes, class_names)
     mixer, compiled = build_mixer(options.mixing), options.model.torchcompile
@@ -161,6 +164,17 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
         f"the annotator of {store.path} was fitted on {part}, so their labels are in the maps and validation looks "
         f"better than it is. {way}, or validate on images that it has not seen"
     ]
+
+
+def _check_released(store: Maps, objectives: Mapping[str, nn.Module]) -> None:
+    """The released code reads square maps only."""
+    rows, columns = store.manifest.grid
+    for name, objective in objectives.items():
+        if "maps" in required_by(objective) and getattr(objective, "released", False) and rows != columns:
+            raise ContradictionError(
+                f"objective {name!r} with released=true reads maps as the released code does, which must be square; "
+                f"those of {store.path} have {rows}x{columns} cells. Leave released out, or annotate at a square size"
+            )
 
 
 def _resolve_class_targets(
