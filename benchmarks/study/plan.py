@@ -1,216 +1,209 @@
-"""The experiments of the study, as data: which runs, in which order, compared with what.
+"""The experiments, as data: which runs, in which order, and how many of them an answer takes.
 
-Within a part everything is equal but what the name says: images, network, number of updates, learning rate,
-augmentation. The learning rate and the augmentation were chosen for the plain model (part `tune`), on other seeds.
+**Regime.** The papers train for 300 epochs on data that their networks overfit without help. Here: 1,000 images,
+networks of half a million parameters, 150 epochs. Every seed draws its own 1,000 training images and its own weights,
+and fits its own annotator, so intervals also tell what other images would give. Accuracy is that of the last epoch on
+all test images.
+
+**Power, decided before the first run.** In the older short trainings (short-trainings.jsonl, CIFAR rows) the paired
+difference between two arms had a standard deviation of 0.1 to 1.3 points between seeds, 0.8 pooled; a pilot of two
+pairs in this regime had 0.1. With 0.8 to 1.0, Student's interval excludes zero with probability 0.8 for differences of
+    3 seeds: 2.7 to 3.3     4: 1.8 to 2.2     5: 1.4 to 1.7     6: 1.2 to 1.5     8: 1.0 to 1.2 points.
+Six seeds are also the fewest for which an exact test by flipping signs can say p < 0.05 (2 / 2^6 = 0.03; with five
+0.06). So: six seeds, and differences below about 1.5 points are left open. The pilot (one seed) saw +9 for CutMix over
+plain, +4 for token labels over CutMix, +2 for drloc over plain, -1 for TL-Align over CutMix: the last can be decided
+only if it is larger than the papers' own gains (0.5 to 1.0); its mechanism is measured instead.
+
+**Tuning.** The plain network alone, on a training set and 2,000 validation images that no other part uses, none of them
+from the test set: first learning rate and augmentation, then the number of epochs, then λ of drloc. `choose` picks
+the best by a rule that was fixed in advance. All arms share rate, augmentation and 150 epochs; if the plain network is
+better with another number of epochs, it has a row with that number too.
+
+**Order.** Seed by seed within a part, so that a study that is stopped has whole pairs; parts a, b, c, d as below.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-CIFAR, NETTE = "cifar-3000", "imagenette-3000"
-SMALL = "{embed_dim: 64, depth: 6, num_heads: 2, stem_width: 8}"
-MODELS = {
-    "lvvit": ("--model", "lvvit_nano_patch4_32", "--set", f"model_kwargs={SMALL}"),
-    "vit": ("--model", "vit_nano_patch4_32", "--set", "model_kwargs={embed_dim: 64, depth: 6, num_heads: 2}"),
-    "swin": ("--model", "swin_nano_patch2_window4_32", "--set", "model_kwargs={embed_dim: 32, num_heads: [1, 2, 4]}"),
-    "lvvit64": ("--model", "lvvit_nano_patch8_64", "--set", f"model_kwargs={SMALL}"),
+Settings = dict[str, Any]
+SEEDS = range(6)
+EPOCHS = 150
+TUNING_SEED = 100
+SIZES = {"cifar": 32, "flowers": 64}
+
+VIT = {"embed_dim": 96, "depth": 6, "num_heads": 3}
+MODELS: dict[str, Settings] = {
+    "ViT": {"model": "vit_nano_patch4_32", "model_kwargs": VIT},
+    "LV-ViT": {"model": "lvvit_nano_patch4_32", "model_kwargs": {**VIT, "stem_width": 16}},
+    "Swin": {
+        "model": "swin_nano_patch2_window4_32",
+        "model_kwargs": {"embed_dim": 32, "depths": (2, 2, 2), "num_heads": (1, 2, 4)},
+    },
+    "ViT, 64 px": {"model": "vit_nano_patch8_64", "model_kwargs": VIT},
 }
-LIGHT = ("--scale", "0.5", "1", "--aa", "", "--reprob", "0")
-MEDIUM = ("--scale", "0.5", "1", "--aa", "rand-m7-mstd0.5-inc1", "--reprob", "0.1")
-COMMON = (
-    *("--batch-size", "32", "--opt", "adamw", "--weight-decay", "0.05", "--warmup-lr", "1e-6", "--min-lr", "1e-5"),
-    *("--clip-grad", "1", "--smoothing", "0.1", "--drop-path", "0"),
-)
-MACHINE = ("--workers", "0", "--threads", "1", "--device", "cpu", "--checkpoint-minutes", "2", "--log-interval", "50")
+COMMON: Settings = {
+    "batch_size": 50, "val_batch_size": 100, "opt": "adamw", "weight_decay": 0.05, "warmup_epochs": 5,
+    "warmup_lr": 1e-6, "min_lr": 1e-5, "clip_grad": 1.0, "smoothing": 0.1, "amp": True, "device": "cpu", "threads": 1,
+    "workers": 0, "keep": 1, "log_interval": 20,
+}  # fmt: skip
+CROPS: Settings = {"scale": (0.5, 1.0), "aa": "", "reprob": 0.0}
+AUGMENTATION: dict[str, Settings] = {
+    "crops": CROPS,
+    "small crops": {**CROPS, "scale": (0.25, 1.0)},
+    "RandAugment": {**CROPS, "aa": "rand-m7-mstd0.5-inc1"},
+}
+RATES = (1e-3, 5e-4, 2e-3)
+LAMBDAS = (0.1, 0.01, 0.5)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What an arm learns, from which maps (`prepare.py` makes them), and how its images are mixed."""
+
+    objectives: Settings
+    mixing: Settings
+    maps: str = ""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
-
-    Attributes:
-        part: which table it belongs to; name: its row.
-        data: folder of images in the work folder; maps: folder of score maps there, or "".
-        words: what is different about it, as the command line wants it.
-        seed, epochs, lr: as everywhere.
-        recipe: a shipped recipe, of which only the numbers of epochs and of warm-up epochs are changed; lr is then 0.
-    """
+    """One training. `settings` are arguments of `everytoken.train`; `data` names the images, `maps` the score maps."""
 
     part: str
     name: str
-    data: str
-    words: tuple[str, ...]
     seed: int
-    epochs: int
-    lr: float
+    data: str
+    settings: Settings
     maps: str = ""
-    recipe: str = ""
 
     @property
     def key(self) -> str:
         return f"{self.part}/{self.name}/seed{self.seed}"
 
 
-def sets(**settings: str) -> tuple[str, ...]:
-    """--set words: objectives by name, mixing by name (those in MIX)."""
-    words: list[str] = []
-    for name, value in settings.items():
-        kind = "mixing" if name in MIX else "objectives"
-        words += ["--set", f"{kind}.{name.replace('_', '-')}={value}"]
-    return tuple(words)
+HARD: Settings = {"hard": {}}
+CUTMIX: Settings = {"cutmix": {}}
+BOTH: Settings = {"class_target": "both", "rho": 0.5}
+TOKENS: Settings = {"token_labeling": {"beta": 1.0, **BOTH}}
 
 
-MIX = {"cutmix", "mixtoken", "mixup", "random", "block"}
-HALF = "{prob: 0.5}"
-TOKEN = "{beta: 1.0, class_target: both, rho: 0.5}"
-RELABEL = "{class_target: both, rho: 0.5}"
-PLAIN = sets(hard="{}")  # mixing costs accuracy in trainings as short as these, so the tuned baseline has none
-CUTMIX = sets(hard="{}", cutmix=HALF)
+def arms_a(drloc: float) -> dict[str, Arm]:
+    """Every method, alone and on CutMix."""
+    located: Settings = {**HARD, "drloc": {"weight": drloc}}
+    return {
+        "plain": Arm(HARD, {}),
+        "CutMix": Arm(HARD, CUTMIX),
+        "CutMix + token labels": Arm(TOKENS, CUTMIX, "linear-256"),
+        "CutMix + TL-Align": Arm({"tl_align": {}}, CUTMIX),
+        "drloc": Arm(located, {}),
+        "CutMix + drloc": Arm(located, CUTMIX),
+        "MixToken": Arm(HARD, {"mixtoken": {}}),
+        "CutMix + TransMix": Arm({"transmix": {}}, CUTMIX),
+    }
 
-# name -> (words, maps); the paper's method with the annotator `fit`, its comparisons, its ablations
-Rows = dict[str, tuple[tuple[str, ...], str]]
-FIT_TEACHER = ("--teacher", "fit:MAPS-FIT")  # the network that made maps-fit
-MAIN: Rows = {
-    "plain": (PLAIN, ""),
-    "token": (sets(token=TOKEN), "maps-fit"),
-    "ReLabel": (sets(relabel=RELABEL), "maps-fit"),
-    # what the annotator knows, without places: every cell says what the whole map says
-    "token, the map's mean everywhere": (sets(token=TOKEN), "maps-mean"),
-    # the token loss without what an annotator knows
-    "token, the image's label everywhere": (sets(token=TOKEN), "maps-image"),
-    "distillation, soft": ((*sets(hard="{}", distill="{kind: soft}"), *FIT_TEACHER), ""),
-    "online tokens": ((*sets(online_token="{beta: 1.0, class_target: truth}"), *FIT_TEACHER), ""),
-    "plain, CutMix": (CUTMIX, ""),
-    "alignment, CutMix": (sets(alignment="{}", cutmix=HALF), ""),
-    "drloc, λ 0.01": (sets(hard="{}", drloc="{weight: 0.01}"), ""),
+
+# Why token labels help: the same annotator without places, and other annotators with places. All with CutMix.
+ARMS_B = {
+    "ReLabel": Arm({"relabel": BOTH}, CUTMIX, "linear-256"),
+    "the map's mean at every token": Arm(TOKENS, CUTMIX, "linear-256-mean"),
+    "one soft label per image": Arm({"relabel": BOTH}, CUTMIX, "linear-256-mean"),
+    "cells of 2x2 averaged": Arm(TOKENS, CUTMIX, "linear-256-coarse"),
+    "softer, temperature 2": Arm({"token_labeling": {"beta": 1.0, **BOTH, "temperature": 2.0}}, CUTMIX, "linear-256"),
+    "linear head at 128 px": Arm(TOKENS, CUTMIX, "linear-128"),
+    "linear head at 384 px": Arm(TOKENS, CUTMIX, "linear-384"),
+    "fitted CNN": Arm(TOKENS, CUTMIX, "cnn"),
+    "ImageNet's 1000 classes": Arm({"token_labeling": {"beta": 1.0, "class_target": "truth"}}, CUTMIX, "foreign-256"),
+    "without CutMix": Arm(TOKENS, {}, "linear-256"),
+    "with MixToken": Arm(TOKENS, {"mixtoken": {}}, "linear-256"),
 }
-ABLATIONS: Rows = {
-    "drloc, λ 0.1": (sets(hard="{}", drloc="{weight: 0.1}"), ""),
-    "drloc, λ 0.5": (sets(hard="{}", drloc="{weight: 0.5}"), ""),
-    "transmix, CutMix": (sets(transmix="{}", cutmix=HALF), ""),
-    "plain, MixToken": (sets(hard="{}", mixtoken=HALF), ""),
-    "token, MixToken": (sets(token=TOKEN, mixtoken=HALF), "maps-fit"),
-    "token, beta 0.5": (sets(token="{beta: 0.5, class_target: both, rho: 0.5}"), "maps-fit"),
-    "token, class token on the truth": (sets(token="{beta: 1.0, class_target: truth}"), "maps-fit"),
-    "token, temperature 2": (sets(token="{beta: 1.0, class_target: both, rho: 0.5, temperature: 2.0}"), "maps-fit"),
-    "token, temperature 3": (sets(token="{beta: 1.0, class_target: both, rho: 0.5, temperature: 3.0}"), "maps-fit"),
-    "token, five scores kept": (sets(token=TOKEN), "maps-top5"),
-    "token, half of the tokens": (
-        sets(token="{beta: 1.0, class_target: both, rho: 0.5, participation: 0.5}"), "maps-fit"),
-    "token, 3 folds": (sets(token=TOKEN), "maps-cross"),
-    "token + drloc, λ 0.1": (sets(token=TOKEN, drloc="{weight: 0.1}"), "maps-fit"),
-    "token + alignment, CutMix": (sets(alignment=TOKEN, cutmix=HALF), "maps-fit"),
-    "distillation, hard": ((*sets(hard="{}", distill="{}"), *FIT_TEACHER), ""),
-    "token, self": (sets(token=TOKEN), "maps-self"),
-}  # fmt: skip
-DRLOC: Rows = {"drloc": (sets(hard="{}", drloc="{}"), "")}  # λ of the family
-DRLOC: Rows = {"drloc": (sets(hard="{}", drloc="{}"), "")}  # λ of the family
-# on a Swin, as in the paper, where λ is 0.5 and not 0.01
-VARIANTS: Rows = {
-    f"drloc, {variant}": (sets(hard="{}", drloc=f"{{variant: {variant}}}"), "")
-    for variant in ("signed", "ce", "reg", "all")
-} | {"drloc, distances not divided by the grid": (sets(hard="{}", drloc="{released: [offsets]}"), "")}
-# Imagenette; "ImageNet's": maps of EfficientNet-Lite0
-FOREIGN: Rows = {
-    "plain": (PLAIN, ""),
-    "token": (sets(token=TOKEN), "maps-fit"),
-    "token, ImageNet's 1000 classes": (sets(token="{beta: 1.0}"), "maps-foreign"),
-    "token, ImageNet's, its 10 classes": (sets(token=TOKEN), "maps-own"),
-    "token, the image's label everywhere": (sets(token=TOKEN), "maps-image"),
-}
-WEAKER: Rows = {
-    "token, beta 0.2, ImageNet's 1000 classes": (sets(token="{beta: 0.2}"), "maps-foreign"),
-    "token, beta 0.5, class token on the truth, ImageNet's, its 10 classes": (
-        sets(token="{beta: 0.5, class_target: truth}"), "maps-own"),
-    # its labels are surer than a fitted network's: is that why they do not help?
-    "token, temperature 3, ImageNet's, its 10 classes": (
-        sets(token="{beta: 1.0, class_target: both, rho: 0.5, temperature: 3.0}"), "maps-own"),
-}  # fmt: skip
-SELF = "token"  # of part main, seed 0: the run whose tokens annotate for "token, self"
-EPOCHS = 15
-TUNED = {"lvvit": (1e-3, LIGHT), "vit": (1e-3, LIGHT), "swin": (1e-3, LIGHT), "lvvit64": (1e-3, LIGHT)}
 
 
-def tune() -> list[Run]:
-    """The plain model alone, on a seed that no other part uses."""
-    tried = [
-        *(("lvvit", "light", LIGHT, CUTMIX, lr) for lr in (5e-4, 1e-3, 2e-3)),
-        *(("lvvit", "light without CutMix", LIGHT, PLAIN, lr) for lr in (1e-3, 2e-3)),
-        ("lvvit", "medium without CutMix", MEDIUM, PLAIN, 1e-3),
-        *(("swin", "light without CutMix", LIGHT, PLAIN, lr) for lr in (1e-3, 2e-3)),
-        *(("lvvit64", "light without CutMix", LIGHT, PLAIN, lr) for lr in (1e-3, 2e-3)),
-    ]
-    return [
-        Run("tune", f"{model}, {name}, lr {lr:g}", data_of(model), words_of(model, augment, rest), 100, EPOCHS, lr)
-        for model, name, augment, rest, lr in tried
-    ]
+def choose(rows: Mapping[str, Mapping[str, Any]]) -> Settings:
+    """The tuned settings, from the rows of part `tune` by key; KeyError for the first that is missing.
+
+    Of three rates and of three augmentations the best each, then of three numbers of epochs and three λ the best;
+    of equal ones the first.
+    """
+
+    def best(options: Mapping[Any, str]) -> Any:
+        return max(options, key=lambda option: rows[f"tune/{options[option]}/seed{TUNING_SEED}"]["top1"])
+
+    base = tuning_name(RATES[0], "crops", EPOCHS)
+    rate = best({rate: tuning_name(rate, "crops", EPOCHS) for rate in RATES})
+    augmentation = best({a: tuning_name(RATES[0], a, EPOCHS) if a != "crops" else base for a in AUGMENTATION})
+    together = tuning_name(rate, augmentation, EPOCHS)
+    epochs = best({n: tuning_name(rate, augmentation, n) for n in (EPOCHS, EPOCHS // 2, EPOCHS * 2)})
+    drloc = best({weight: f"{together}, drloc {weight:g}" for weight in LAMBDAS})
+    return {"lr": rate, "augmentation": augmentation, "plain_epochs": epochs, "drloc": drloc}
 
 
-def data_of(model: str) -> str:
-    return NETTE if model == "lvvit64" else CIFAR
+def tuning_name(rate: float, augmentation: str, epochs: int) -> str:
+    return f"lr {rate:g}, {augmentation}, {epochs} epochs"
 
 
-def words_of(model: str, augment: tuple[str, ...], rest: tuple[str, ...]) -> tuple[str, ...]:
-    return (*MODELS[model], "--img-size", "64" if model == "lvvit64" else "32", *augment, *rest)
+def tuning(rows: Mapping[str, Mapping[str, Any]]) -> list[Run]:
+    """Runs of part `tune` that `choose` asks for, as far as they are known by now."""
+
+    def run(name: str, rate: float, augmentation: str, epochs: int, drloc: float = 0.0) -> Run:
+        objectives = {**HARD, "drloc": {"weight": drloc}} if drloc else HARD
+        settings = settings_of("ViT", "cifar", rate, augmentation, epochs)
+        return Run("tune", name, TUNING_SEED, "cifar", {**settings, "objectives": objectives, "mixing": {}})
+
+    def plain(rate: float, augmentation: str, epochs: int) -> Run:
+        return run(tuning_name(rate, augmentation, epochs), rate, augmentation, epochs)
+
+    first = [plain(rate, "crops", EPOCHS) for rate in RATES]
+    first += [plain(RATES[0], name, EPOCHS) for name in AUGMENTATION if name != "crops"]
+    if any(r.key not in rows for r in first):
+        return first
+    rate = max(RATES, key=lambda rate: rows[plain(rate, "crops", EPOCHS).key]["top1"])
+    augmentation = max(AUGMENTATION, key=lambda name: rows[plain(RATES[0], name, EPOCHS).key]["top1"])
+    together = tuning_name(rate, augmentation, EPOCHS)
+    second = [plain(rate, augmentation, epochs) for epochs in (EPOCHS, EPOCHS // 2, EPOCHS * 2)]
+    second += [run(f"{together}, drloc {weight:g}", rate, augmentation, EPOCHS, weight) for weight in LAMBDAS]
+    return first + second
 
 
-def table(part: str, rows: Rows, model: str, seeds: range, data: str = "",
-          epochs: int = EPOCHS) -> list[Run]:  # fmt: skip
-    """All rows of a part, seed by seed, so that an unfinished study has whole pairs."""
-    lr, augment = TUNED[model]
-    return [
-        Run(part, name, data or data_of(model), words_of(model, augment, words), seed, epochs, lr, maps)
-        for seed in seeds
-        for name, (words, maps) in rows.items()
-    ]
+def settings_of(model: str, data: str, rate: float, augmentation: str, epochs: int) -> Settings:
+    return {
+        **COMMON, **MODELS[model], **AUGMENTATION[augmentation],
+        "img_size": SIZES[data], "lr": rate, "epochs": epochs, "val_interval": epochs,
+    }  # fmt: skip
 
 
-def recipes(seeds: range) -> list[Run]:
-    """The shipped pair for 32 pixels, as it is, but for ten epochs, two of them to warm up."""
-    pair = (("plain", "small_32", ""), ("token", "small_32_token", "maps-fit"))
-    return [Run("recipe", name, CIFAR, (), seed, 10, 0, maps, recipe) for seed in seeds for name, recipe, maps in pair]
+def plan(rows: Mapping[str, Mapping[str, Any]]) -> list[Run]:
+    """Every run that is known by now, the most telling first; `rows`: finished ones by key."""
+    runs = tuning(rows)
+    try:
+        chosen = choose(rows)
+    except KeyError:
+        return runs
+    rate, augmentation, plain_epochs = chosen["lr"], chosen["augmentation"], chosen["plain_epochs"]
 
+    def part(name: str, arms: Mapping[str, Arm], model: str, seeds: range, data: str = "cifar") -> list[Run]:
+        settings = settings_of(model, data, rate, augmentation, EPOCHS)
+        return [
+            Run(name, arm, seed, data, {**settings, "objectives": a.objectives, "mixing": a.mixing}, a.maps)
+            for seed in seeds
+            for arm, a in arms.items()
+        ]
 
-def budget() -> list[Run]:
-    """Networks of different sizes with token labels, for about as long on one core as each other."""
-    lr, augment = TUNED["lvvit"]
-    small = words_of("lvvit", augment, sets(token=TOKEN))
-    return [
-        Run("budget", "2.7 M parameters, 25 epochs", CIFAR, (), 0, 25, 0, "maps-fit", "small_32_token"),
-        Run("budget", "0.26 M parameters, 135 epochs", CIFAR, small, 0, 135, lr, "maps-fit"),
-    ]
-
-
-def plan() -> list[Run]:
-    """Every run, the most telling first."""
-    pair, quiet = some("plain", "token"), some("drloc, λ 0.01")
-    louder = {name: ABLATIONS[name] for name in ("drloc, λ 0.1",)}
-    mixed = {name: (MAIN | ABLATIONS)[name] for name in ("plain, CutMix", "token, MixToken")}
-    return [
-        *tune(),
-        *table("main", MAIN, "lvvit", range(1)),
-        *table("main", some("token", "ReLabel", "token, the map's mean everywhere"), "lvvit", range(1, 3)),
-        *table("swin", pair | DRLOC, "swin", range(3)),
-        *table("imagenette", FOREIGN, "lvvit64", range(1)),
-        *table("imagenette", dict(list(FOREIGN.items())[:4]), "lvvit64", range(1, 3)),
-        *table("main", MAIN, "lvvit", range(1, 3)),
-        *table("main", ABLATIONS, "lvvit", range(1)),
-        *table("main", louder, "lvvit", range(1, 3)),
-        *table("vit", pair | quiet | louder, "vit", range(1)),
-        *recipes(range(3)),
-        *table("longer", pair | mixed, "lvvit", range(1), epochs=3 * EPOCHS),
-        *table("longest", pair, "lvvit", range(1), epochs=7 * EPOCHS),
-        *table("swin", VARIANTS, "swin", range(1)),
-        *table("imagenette", WEAKER, "lvvit64", range(1)),
-        *budget(),
-        *table("more", pair, "lvvit", range(1), data="cifar-10000"),
-        *table("vit", pair | quiet | louder, "vit", range(1, 3)),
-        *table("longer", pair | mixed, "lvvit", range(1, 3), epochs=3 * EPOCHS),
-        *table("main", ABLATIONS, "lvvit", range(1, 3)),
-        *table("more", pair, "lvvit", range(1, 3), data="cifar-10000"),
-    ]
-
-
-def some(*names: str) -> Rows:
-    return {name: MAIN[name] for name in names}
+    a = arms_a(chosen["drloc"])
+    winners = {name: a[name] for name in ("plain", "CutMix", "CutMix + token labels")}
+    lvvit = winners | {"MixToken + token labels": ARMS_B["with MixToken"]}
+    family: Settings = {**HARD, "drloc": {}}  # λ of the paper for this family, 0.5
+    swin = {name: a[name] for name in ("plain", "CutMix")}
+    swin |= {"drloc": Arm(family, {}), "CutMix + drloc": Arm(family, CUTMIX)}
+    runs += part("a", a, "ViT", SEEDS)
+    if plain_epochs != EPOCHS:
+        other = settings_of("ViT", "cifar", rate, augmentation, plain_epochs) | {"objectives": HARD, "mixing": {}}
+        runs += [Run("a", f"plain, {plain_epochs} epochs", seed, "cifar", other) for seed in SEEDS]
+    for seeds in (SEEDS[:3], SEEDS[3:]):
+        runs += part("b", ARMS_B, "ViT", seeds)
+        runs += part("c, LV-ViT", lvvit, "LV-ViT", seeds)
+        runs += part("c, Swin", swin, "Swin", seeds)
+        runs += part("d, flowers", winners, "ViT, 64 px", seeds, "flowers")
+    return runs

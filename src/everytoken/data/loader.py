@@ -42,12 +42,14 @@ from torch.utils.data import DataLoader, Sampler
 from everytoken import keyed
 from everytoken.data.batch import Batch
 from everytoken.data.datasets import DataError, DataSet
-from everytoken.data.decode import ImageError
+from everytoken.data.decode import ImageError, Picture
 from everytoken.errors import EverytokenError
 from everytoken.functional import MapBatch, collate_maps
 
 _FEW = 5  # bad images that are no reason to stop
 _PREFETCH = 4  # batches that each worker prepares in advance
+_TINY = 64 * 64  # pixels of an image that stays open once it was read: opening it takes longer than all the rest
+_TINY_TOTAL = 16 * 2**20  # pixels of all those, in each worker; with the files about 100 MB
 
 
 class Request(NamedTuple):
@@ -195,11 +197,24 @@ class _ImageBatches:
         self.data, self.transform, self.seed, self.train, self.skip = data, transform, seed, train, skip
         self.maps = maps
         self.rectangles = transform.options.recount if erased else 0
+        self.tiny: dict[int, Picture] = {}
+        self.tiny_pixels = 0
+
+    def picture(self, index: int) -> Picture:
+        """Image `index`; tiny ones are opened once."""
+        picture = self.tiny.get(index)
+        if picture is None:
+            picture = self.data.picture(index)
+            pixels = picture.size[0] * picture.size[1]
+            if self.train and pixels <= min(_TINY, _TINY_TOTAL - self.tiny_pixels):
+                self.tiny[index] = picture
+                self.tiny_pixels += pixels
+        return picture
 
     def view(self, request: Request) -> tuple[np.ndarray, np.ndarray, Sequence[Sequence[float]]]:
         """(pixels uint8 [H, W, 3], placement [2, 3], erased rectangles) of one sample."""
         epoch, index, copy = request
-        picture = self.data.picture(index)
+        picture = self.picture(index)
         rng = None
         if self.train:
             again = (copy,) if copy else ()

@@ -14,6 +14,7 @@ classify, segment, detect and the annotator's `fit` are subclasses; `loop.run` t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Task(TrainingTask):
     def finish(self, module: nn.Module) -> None:
         """Write tables and pictures of a finished run, on rank 0; `module` is in evaluation mode."""
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision as the options have it."""
         optim = self.options.optim
         return torch.autocast(self.world.device.type, getattr(torch, optim.amp_dtype), enabled=optim.amp)

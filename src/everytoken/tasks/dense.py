@@ -305,7 +305,9 @@ def held_out_note(data: str, val_split: float) -> str:
 
 
 def answers(
-    network: Callable[[Batch], A], batches: Iterable[Batch], autocast: Callable[[], torch.autocast]
+    network: Callable[[Batch], A],
+    batches: Iterable[Batch],
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Iterator[tuple[Batch, A]]:
     """Each batch with the network's answer."""
     for batch in batches:

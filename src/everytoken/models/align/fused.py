@@ -54,6 +54,7 @@ def attend(
     # centred: half precision then resolves small differences better; rows of A sum to 1
     columns = (values - 0.5).detach()
     plain = attn_mask is None and dropout_p == 0 and not is_causal and not enable_gqa and not again
+    plain = plain and query.dtype != torch.bfloat16  # the kernel's backward is slow in bfloat16: the caller chooses
     if plain and query.device.type == "cpu" and query.dtype == key.dtype == value.dtype and query.dim() == 4:
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         out, mixed = _Widened.apply(query, key, value, columns, factor)
