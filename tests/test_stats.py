@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from everytoken.stats import bootstrap, bootstrap_means, mean, paired_difference, percentage
+from everytoken.stats import bootstrap, bootstrap_means, mean, paired_difference, percentage, sign_flip
 
 
 def test_a_proportion_has_wilsons_interval():
@@ -44,3 +44,11 @@ def test_draws_are_the_same_for_every_column_and_every_time():
     assert np.array_equal(twice[:, :1], bootstrap_means(columns, 100))
     got = bootstrap(columns, lambda means: 100 * means[..., 0], 500)
     assert got.low < got.value < got.high
+
+
+def test_flipped_signs_give_an_exact_p():
+    assert sign_flip([1.0, 2.0, 0.5, 3.0, 1.0, 2.0]) == 2 / 64
+    assert sign_flip([1.0, -1.0]) == 1.0
+    assert sign_flip([3.0, 1.0, -1.0]) == 6 / 8  # ±3±1±1 is nearer to zero than 3 for 3-1-1 and its mirror only
+    with pytest.raises(ValueError, match="not 0"):
+        sign_flip([])

@@ -19,7 +19,8 @@ from the test set: first learning rate and augmentation, then the number of epoc
 the best by a rule that was fixed in advance. All arms share rate, augmentation and 150 epochs; if the plain network is
 better with another number of epochs, it has a row with that number too.
 
-**Order.** Seed by seed within a part, so that a study that is stopped has whole pairs; parts a, b, c, d as below.
+**Order.** Seed by seed within a part, so that a study that is stopped has whole pairs. Part a, the methods; then three
+seeds of b (why token labels help), c (other networks) and d (photos), about 20 core-hours in all; then their other seeds.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def tuning(rows: Mapping[str, Mapping[str, Any]]) -> list[Run]:
     together = tuning_name(rate, augmentation, EPOCHS)
     second = [plain(rate, augmentation, epochs) for epochs in (EPOCHS, EPOCHS // 2, EPOCHS * 2)]
     second += [run(f"{together}, drloc {weight:g}", rate, augmentation, EPOCHS, weight) for weight in LAMBDAS]
-    return first + second
+    return list({r.key: r for r in first + second}.values())
 
 
 def settings_of(model: str, data: str, rate: float, augmentation: str, epochs: int) -> Settings:

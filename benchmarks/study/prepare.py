@@ -105,7 +105,7 @@ def maps_of(work: Path, data: str, seed: int, kind: str) -> Path:
     return out
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _cells(images: Path, split: str, size: int, most: int = 0) -> tuple[Tensor, Tensor]:
     """Features [N, h, w, D] and labels [N] of an ImageNet network."""
     opened = open_model(ANNOTATOR)
@@ -153,7 +153,7 @@ def _linear(images: Path, out: Path, size: int) -> None:
     scores = {strength: right(strength) for strength in STRENGTHS}
     strength = max(STRENGTHS, key=lambda s: scores[s])
     weights, bias = fit_linear(pooled, labels, strength)
-    tested, truth = _cells(images, "val", size, 1000)
+    tested, truth = _cells(images, "val", size, 500)
     accuracy = ((((tested.mean((1, 2)) - centre) / scale) @ weights + bias).argmax(1) == truth).float().mean()
     about = {"name": "linear head", "of": ANNOTATOR, "size": size, "l2": strength, "cross_validated": scores[strength]}
     about["held_out"] = round(float(accuracy), 4)
@@ -187,8 +187,11 @@ def _store(out: Path, scores: dict[str, np.ndarray], names: list[str], about: di
 
 
 def describe(store: Maps, about: dict) -> dict:
-    """How local an annotator's cells are and how sharp: part of the cells that repeat the class of their map's mean, and
-    mean of a cell's highest probability, on the training images."""
+    """How local an annotator's cells are, and how sharp.
+
+    Part of the cells that repeat the class of their map's mean, and mean of a cell's highest probability, on the
+    training images.
+    """
     same, sharp, count = 0.0, 0.0, 0
     for key in store:
         record = store[key]

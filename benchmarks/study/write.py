@@ -1,182 +1,266 @@
-"""From results.jsonl to docs/results.md and its plot; made anew each time.
+"""Write docs/results.md and its figure from the rows: `python benchmarks/study/write.py [WORK]`.
 
-    python benchmarks/study/write.py
-
-A difference is the mean over seeds of (row - baseline) with the same seed, with a 95 % interval from Student's t over
-the seeds: what another set of seeds would give, with these images and this annotator. The baseline is the plain model,
-for mixed images also the plain model with CutMix. The words come from findings.md beside this file; the numbers from
-the raw results alone.
+With WORK, its finished rows are first copied into results.jsonl beside this file. Numbers come from the rows alone; only
+what a row means is written here. Rows with one seed are in no table. `short-trainings.jsonl` is the log of an older study
+in another regime (3,000 images, 15 epochs), of which the rows of faults that were fixed since are left out.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import plan as study
+from run import read_rows
 
 from everytoken import stats
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
-PLOT = PAGE.parent / "img" / "results.png"
-PARTS = {
-    "main": "CIFAR-10, 3,000 training images, a small LV-ViT at 32 pixels",
-    "imagenette": "Imagenette, 3,000 training images, LV-ViT at 64 pixels",
-    "swin": "CIFAR-10, 3,000 training images, a small Swin",
-    "vit": "CIFAR-10, 3,000 training images, a small ViT",
-    "longer": "CIFAR-10, 3,000 training images, LV-ViT, three times as many epochs",
-    "longest": "CIFAR-10, 3,000 training images, LV-ViT, seven times as many epochs",
-    "recipe": "CIFAR-10, 3,000 training images, the shipped recipes small_32 and small_32_token, cut to ten epochs",
-    "more": "CIFAR-10, 10,000 training images, LV-ViT",
-    "budget": "Two sizes of LV-ViT with token labels, about as long on one core as each other",
-    "first": "With the first annotator: five scores per cell, and cells 0.4 of their size out of place",
+FIGURE = PAGE.parent / "img" / "results.png"
+Runs = dict[int, dict]  # seed -> row
+
+
+@dataclass(frozen=True)
+class Line:
+    """One comparison: a row and what it is compared with, each (part, name)."""
+
+    title: str
+    row: tuple[str, str]
+    base: tuple[str, str]
+
+
+def on_cutmix(part: str, *names: str) -> list[Line]:
+    return [Line(f"CutMix + {n}, against CutMix", (part, f"CutMix + {n}"), (part, "CutMix")) for n in names]
+
+
+def on_plain(part: str, *names: str) -> list[Line]:
+    return [Line(f"{n}, against plain", (part, n), (part, "plain")) for n in names]
+
+
+A = "A. Every method: ViT of 0.7 M parameters, 1,000 CIFAR-10 images, 150 epochs"
+TABLES: dict[str, list[Line]] = {
+    A: [
+        *on_plain("a", "CutMix", "MixToken", "drloc"),
+        *on_cutmix("a", "token labels", "TL-Align", "TransMix", "drloc"),
+    ],
+    "B. Why token labels help: other labels in their place, against CutMix alone; network and images as in A": [
+        Line("token labels (A)", ("a", "CutMix + token labels"), ("a", "CutMix")),
+        *(Line(name, ("b", name), ("a", "CutMix")) for name in study.ARMS_B if name != "without CutMix"),
+        Line("token labels without CutMix, against plain", ("b", "without CutMix"), ("a", "plain")),
+    ],
+    "C. LV-ViT, images as in A": [
+        *on_plain("c, LV-ViT", "CutMix"),
+        *on_cutmix("c, LV-ViT", "token labels"),
+        Line(
+            "MixToken + token labels, against CutMix", ("c, LV-ViT", "MixToken + token labels"), ("c, LV-ViT", "CutMix")
+        ),
+    ],
+    "C. Swin, images as in A": [*on_plain("c, Swin", "CutMix", "drloc"), *on_cutmix("c, Swin", "drloc")],
+    "D. 1,000 flower photos of 64 pixels, the ViT of A": [
+        *on_plain("d, flowers", "CutMix"),
+        *on_cutmix("d, flowers", "token labels"),
+    ],
+    "Short trainings: LV-ViT of 0.26 M parameters, 3,000 CIFAR-10 images, 15 epochs, 5,000 test images": [
+        Line("token labels from a fitted CNN, against plain", ("main", "token"), ("main", "plain")),
+        Line("ReLabel, same annotator", ("main", "ReLabel"), ("main", "plain")),
+        Line("the map's mean at every token", ("main", "token, the map's mean everywhere"), ("main", "plain")),
+        Line("token labels, temperature 2", ("main", "token, temperature 2"), ("main", "plain")),
+        Line("CutMix, against plain", ("main", "plain, CutMix"), ("main", "plain")),
+        Line("CutMix + TL-Align, against CutMix", ("main", "alignment, CutMix"), ("main", "plain, CutMix")),
+        Line("drloc, λ 0.1, against plain", ("main", "drloc, λ 0.1"), ("main", "plain")),
+        Line("drloc, λ 0.01, against plain", ("main", "drloc, λ 0.01"), ("main", "plain")),
+        Line("Swin: drloc, λ 0.5, against plain", ("swin", "drloc"), ("swin", "plain")),
+        Line(
+            "Imagenette, 64 px: token labels of an ImageNet network, its 10 classes",
+            ("imagenette", "token, ImageNet's, its 10 classes"),
+            ("imagenette", "plain"),
+        ),
+        Line(
+            "Imagenette, 64 px: token labels of an ImageNet network, 1000 classes",
+            ("imagenette", "token, ImageNet's 1000 classes"),
+            ("imagenette", "plain"),
+        ),
+    ],
 }
-SHORT = {"main": "LV-ViT", "imagenette": "Imagenette", "swin": "Swin", "longer": "45 epochs", "recipe": "recipe"}
-PLAIN, MIXED = "plain", "plain, CutMix"
-BASELINES = {"budget": "2.7 M parameters, 25 epochs"}  # of other parts: PLAIN
+SHORT = list(TABLES)[-1]
+# a method, the lines that decide about it, and what it is, for the sentences at the top
+METHODS = {
+    "Token labels": [("A", TABLES[A][3]), ("short", TABLES[SHORT][0])],
+    "CutMix": [("A", TABLES[A][0]), ("short", TABLES[SHORT][4])],
+    "TL-Align": [("A", TABLES[A][4]), ("short", TABLES[SHORT][5])],
+    "Dense relative localization": [("A", TABLES[A][2]), ("short", TABLES[SHORT][6])],
+}
+REGIMES = {"A": "1,000 images for 150 epochs", "short": "3,000 images for 15 epochs"}
+MECHANISMS = {
+    "place": ("tokens know the place", "+.1f"), "pointing": ("pointing", ".1f"), "entropy": ("attention entropy", ".3f"),
+    "share_rmse": ("share - area", ".4f"), "area_error": ("answer - area", ".3f"),
+    "share_error": ("answer - share", ".3f"), "position": ("position R²", ".3f"),
+    "drloc_loss": ("drloc's loss", ".4f"),
+}  # fmt: skip
 
 
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """(mean, half of the 95 % interval) of a mean; None for fewer than two values."""
+class Rows:
+    """All rows, by part and name and seed."""
+
+    def __init__(self, *files: Path) -> None:
+        self.by_name: dict[tuple[str, str], Runs] = {}
+        for file in files:
+            for row in read_rows(file).values():
+                self.by_name.setdefault((row["part"], row["name"]), {})[row["seed"]] = row
+
+    def __getitem__(self, name: tuple[str, str]) -> Runs:
+        return self.by_name.get(name, {})
+
+    def differences(self, line: Line) -> list[float]:
+        """Of top-1, paired by seed."""
+        row, base = self[line.row], self[line.base]
+        return [row[seed]["top1"] - base[seed]["top1"] for seed in sorted(row.keys() & base.keys())]
+
+
+def mean_of(runs: Runs, column: str) -> float | None:
+    values = [row[column] for row in runs.values() if row.get(column) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def interval(values: Sequence[float]) -> str:
+    """`+3.9 [3.1, 4.7]`, bold where it excludes zero."""
+    e = stats.mean(values)
+    text = f"{e.value:+.1f} [{e.low:+.1f}, {e.high:+.1f}]"
+    return f"**{text}**" if e.clear else text
+
+
+def sentence(rows: Rows, regime: str, line: Line) -> str:
+    """What is known about a method in a regime."""
+    values = rows.differences(line)
+    where = f"with {REGIMES[regime]}"
     if len(values) < 2:
-        return None
-    estimate = stats.mean(values)
-    return estimate.value, (estimate.high or 0.0) - estimate.value
+        return f"{where} not known yet"
+    e = stats.mean(values)
+    verdict = ("gains" if e.value > 0 else "costs") if e.clear else "is undecided:"
+    against = line.title.rpartition("against ")[2]
+    return f"{where} it {verdict} {interval(values)} points against {against}"
 
 
-def by_row(rows: list[dict]) -> dict[str, dict[int, dict]]:
-    """name -> seed -> result, in the order of the file."""
-    found: dict[str, dict[int, dict]] = {}
-    for row in rows:
-        found.setdefault(row["name"], {})[row["seed"]] = row
-    return found
+def table(rows: Rows, lines: Sequence[Line]) -> list[str]:
+    """Comparisons as Markdown; those with fewer than two seeds are left out."""
+    known = [(line, values) for line in lines if len(values := rows.differences(line)) > 1]
+    if not known:
+        return []
+    out = ["|  | top-1 | difference | p | seeds |", "|---|---|---|---|---|"]
+    for line, values in known:
+        top1 = mean_of(rows[line.row], "top1")
+        p = stats.sign_flip(values)
+        out.append(f"| {line.title} | {top1:.1f} | {interval(values)} | {p:.2f} | {len(values)} |")
+    return out
 
 
-def difference(row: dict[int, dict], base: dict[int, dict], what: str) -> list[float]:
-    """Paired by seed."""
-    return [row[seed][what] - base[seed][what] for seed in sorted(row.keys() & base.keys())]
+def mechanisms(rows: Rows) -> list[str]:
+    """One row per arm of part a."""
+    names = [name for part, name in rows.by_name if part == "a" and len(rows["a", name]) > 1]
+    if not names:
+        return []
+    out = ["|  | " + " | ".join(title for title, _ in MECHANISMS.values()) + " |", "|---" * (len(MECHANISMS) + 1) + "|"]
+    for name in names:
+        means = [(mean_of(rows["a", name], column), how) for column, (_, how) in MECHANISMS.items()]
+        out.append(f"| {name} | " + " | ".join("" if v is None else format(v, how) for v, how in means) + " |")
+    return out
 
 
-def load() -> dict[str, dict[str, dict[int, dict]]]:
-    """part -> name -> seed -> result. Rows of the first annotator have the baselines of the parts they belong to."""
-    rows = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines() if line.strip()]
-    found = {part: by_row([r for r in rows if r["part"] == part]) for part in ("tune", *PARTS)}
-    first = {}
-    for of, title in SHORT.items():
-        first |= {f"{title}: {n}": runs for n, runs in by_row([r for r in rows if r.get("of") == of]).items()}
-    tuned = by_row([r for r in rows if r.get("of") == "tune"])
-    return found | {"first": first, "tune": found["tune"] | tuned}
-
-
-def base_of(found: dict[str, dict[str, dict[int, dict]]], part: str, name: str) -> dict[int, dict]:
-    """The runs to compare a row with."""
-    if part == "first":
-        part = next(of for of, title in SHORT.items() if name.startswith(f"{title}: "))
-    return found[part].get(BASELINES.get(part, PLAIN), {})
-
-
-def told(values: Sequence[float]) -> str:
-    """A paired difference in words, bold where its interval excludes zero."""
-    made = interval(values)
-    if made is None:
-        return f"{values[0]:+.2f}" if values else ""
-    text = f"{made[0]:+.2f} ± {made[1]:.2f}"
-    return f"**{text}**" if abs(made[0]) > made[1] else text
-
-
-def ordered(found: dict[str, dict[str, dict[int, dict]]], part: str) -> dict[str, list[float]]:
-    """name -> paired differences of a part's rows, the best first."""
-    paired = {n: difference(runs, base_of(found, part, n), "top1") for n, runs in found[part].items()}
-    own = BASELINES.get(part, PLAIN)
-    names = [n for n, values in paired.items() if values and n != own]
-    return {n: paired[n] for n in sorted(names, key=lambda n: -statistics.mean(paired[n]))}
-
-
-def table(found: dict[str, dict[str, dict[int, dict]]], part: str) -> list[str]:
-    """One part as Markdown: the baseline, then the best first."""
-    rows, own = found[part], BASELINES.get(part, PLAIN)
-    mixed = rows.get(MIXED, {})
-    head = [
-        "",
-        "top-1",
-        f"against {own}",
-        *(["against plain, CutMix"] if mixed else []),
-        "seeds",
-        "tokens know the place",
-    ]
-    head += ["loss", "ECE", "CPU time"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for name in [*([own] if own in rows else []), *ordered(found, part)]:
-        runs, base = rows[name], base_of(found, part, name)
-        mean = {key: statistics.mean(r[key] for r in runs.values()) for key in ("top1", "loss", "ece")}
-        place = statistics.mean(r["own_half"] - r["other_half"] for r in runs.values())
-        shared = [s for s in runs.keys() & base.keys() if runs[s]["cpu_seconds"] and base[s]["cpu_seconds"]]
-        time = [runs[s]["cpu_seconds"] / base[s]["cpu_seconds"] for s in shared]
-        cells = [name, f"{mean['top1']:.2f}", told(difference(runs, base, "top1")) if name != own else ""]
-        if mixed:
-            cells.append(told(difference(runs, mixed, "top1")) if "CutMix" in name and name != MIXED else "")
-        cells += [str(len(runs)), f"{place:+.1f}", f"{mean['loss']:.3f}", f"{mean['ece']:.1f}"]
-        cells.append(f"{statistics.mean(time):.2f}x" if time and name != own else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def tuning(rows: dict[str, dict[int, dict]]) -> list[str]:
-    about = (
-        "One run each, judged by the images that the tables are judged by, with another seed than theirs. Light: crops "
-        "of half to all of the image, and flips. Medium: RandAugment and erasing, too. With CutMix for half of the "
-        "batches unless it says without. Token labels were tried with the plain model's choice and the first annotator."
-    )
-    lines = [about, "", "| model, augmentation, learning rate | top-1 |", "|---|---|"]
-    return lines + [f"| {name} | {next(iter(runs.values()))['top1']:.2f} |" for name, runs in sorted(rows.items())]
-
-
-def plot(found: dict[str, dict[str, dict[int, dict]]]) -> None:
-    """Differences with intervals, one panel per part, all with the same axis."""
+def figure(rows: Rows) -> None:
+    """All differences with their intervals, one panel per table that has any."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    parts = [part for part in PARTS if part not in BASELINES and ordered(found, part)]
-    counts = [len(ordered(found, part)) for part in parts]
-    figure, panels = plt.subplots(
-        len(parts), 1, figsize=(8, 0.27 * sum(counts) + 0.7 * len(parts)), height_ratios=counts, squeeze=False,
-        layout="constrained", sharex=True,
-    )  # fmt: skip
-    for part, panel in zip(parts, panels[:, 0], strict=True):
-        paired = ordered(found, part)
-        names = list(paired)[::-1]
-        panel.axvline(0, color="0.6", linewidth=1)
-        panel.grid(axis="x", color="0.92")
-        for at, name in enumerate(names):
-            made, single = interval(paired[name]), paired[name][0]
-            if made is None:  # one seed: hollow
-                panel.plot(single, at, "o", color="C0", markerfacecolor="white")
-            else:
-                panel.errorbar(made[0], at, xerr=made[1], fmt="o", color="C0", capsize=3)
-        panel.set_yticks(range(len(names)), names)
-        panel.set_ylim(-0.6, len(names) - 0.4)
-        panel.set_title(textwrap.fill(PARTS[part], 60), fontsize=9, loc="left")
-        panel.tick_params(labelsize=8)
-    figure.supxlabel("top-1 against plain, in points, with 95 % interval over seeds; hollow: one seed", fontsize=8)
-    PLOT.parent.mkdir(exist_ok=True)
-    figure.savefig(PLOT, dpi=110, metadata={"Software": None})
+    panels = {
+        title: [(line, values) for line in lines if len(values := rows.differences(line)) > 1]
+        for title, lines in TABLES.items()
+    }
+    panels = {title: known for title, known in panels.items() if known}
+    counts = [len(known) for known in panels.values()]
+    image, axes = plt.subplots(
+        len(panels),
+        figsize=(8, 0.28 * sum(counts) + 0.8 * len(panels)),
+        height_ratios=counts,
+        squeeze=False,
+        layout="constrained",
+        sharex=True,
+    )
+    for axis, (title, known) in zip(axes[:, 0], panels.items(), strict=True):
+        axis.axvline(0, color="0.6", linewidth=1)
+        axis.grid(axis="x", color="0.92")
+        for height, (_, values) in enumerate(reversed(known)):
+            e = stats.mean(values)
+            colour = "0.5" if not e.clear else "C2" if e.value > 0 else "C3"
+            axis.plot(values, [height] * len(values), "|", color=colour, alpha=0.5)
+            axis.errorbar(e.value, height, xerr=(e.high or 0) - e.value, fmt="o", color=colour, capsize=3)
+        axis.set_yticks(range(len(known)), [line.title for line, _ in reversed(known)])
+        axis.set_ylim(-0.6, len(known) - 0.4)
+        axis.set_title(textwrap.fill(title, 55), fontsize=9, loc="left")
+        axis.tick_params(labelsize=8)
+    image.supxlabel("difference of top-1 in points; bars: 95 % interval over seeds, ticks: single seeds", fontsize=8)
+    image.savefig(FIGURE, dpi=110, metadata={"Software": None})
+
+
+def progress(rows: Rows, done: dict[str, dict]) -> str:
+    """What is still missing."""
+    runs = study.plan(done)
+    left = [r for r in runs if r.key not in done]
+    if not left:
+        return "All runs of the plan are done."
+    parts = sorted({r.part for r in left})
+    try:
+        study.choose(done)
+    except KeyError:
+        return (
+            f"**The study is under way**: {len(done)} runs are done, all of them to tune the plain network. Parts A to D "
+            "have no rows yet, so what this page says about methods comes from the short trainings alone."
+        )
+    return (
+        f"**The study is under way**: {len(done)} of {len(runs)} runs are done; missing are rows of {'; '.join(parts)}."
+    )
+
+
+def tuning(done: dict[str, dict]) -> list[str]:
+    tried = [row for row in done.values() if row["part"] == "tune"]
+    if not tried:
+        return []
+    lines = ["| plain network, on its own split | top-1 |", "|---|---|"]
+    return ["", *lines, *(f"| {row['name']} | {row['top1']:.1f} |" for row in tried)]
 
 
 def main() -> None:
-    found = load()
-    page = [(HERE / "findings.md").read_text().strip(), ""]
-    plot(found)
-    page += ["## All differences", "", f"![Top-1 against the plain model](img/{PLOT.name})", ""]
-    for part, title in PARTS.items():
-        if ordered(found, part):
-            page += [f"## {title}", "", *table(found, part), ""]
-    page += ["## How the baseline was tuned", "", *tuning(found["tune"]), ""]
-    PAGE.write_text("\n".join(page).rstrip() + "\n")
-    print(f"written: {PAGE}")
+    results = HERE / "results.jsonl"
+    if len(sys.argv) > 1:
+        done = read_rows(results) | read_rows(Path(sys.argv[1]) / "results.jsonl")
+        results.write_text("".join(json.dumps(row) + "\n" for row in done.values()))
+    done = read_rows(results)
+    rows = Rows(results, HERE / "short-trainings.jsonl")
+    figure(rows)
+    page = [(HERE / "page.md").read_text()]
+    sentences = [
+        f"- **{method}**: " + "; ".join(sentence(rows, regime, line) for regime, line in lines) + "."
+        for method, lines in METHODS.items()
+    ]
+    tables: list[str] = []
+    for title, lines in TABLES.items():
+        body = table(rows, lines)
+        tables += ["", f"### {title}", "", *body] if body else []
+    text = page[0].format(
+        sentences="\n".join(sentences),
+        progress=progress(rows, done),
+        tables="\n".join(tables).strip(),
+        mechanisms="\n".join(mechanisms(rows)) or "No rows yet.",
+        tuning="\n".join(tuning(done)),
+    )
+    PAGE.write_text(text.rstrip() + "\n")
+    print(f"written: {PAGE}, {len(done)} rows")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from torch.backends.cuda import flash_sdp_enabled
 
 from everytoken.annotators import annotate
 from everytoken.cli.train import Train
@@ -13,6 +14,7 @@ from everytoken.maps import Maps
 from everytoken.schema import SchemaError
 from everytoken.tasks.build import check_held_out, open_splits
 from everytoken.tasks.classify import train
+from everytoken.tasks.step import TokenStep
 
 TINY = {
     "model": "vit_tiny_patch16_224",
@@ -53,6 +55,17 @@ def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys
     assert capsys.readouterr().out == ""  # a library logs
     again = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, output=str(tmp_path / "run"), **TINY)
     assert again.history == run.history
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_mixed_precision_on_the_cpu_leaves_fused_attention_alone(photos, tmp_path, monkeypatch, amp):
+    fused = []
+    forward = TokenStep.forward
+    monkeypatch.setattr(TokenStep, "forward", lambda *a: fused.append(flash_sdp_enabled()) or forward(*a))
+    run = train(photos, amp=amp, output=str(tmp_path / "run"), **TINY)
+    assert fused[0] is not amp  # torch differentiates it slowly in bfloat16
+    assert fused[-1] is True  # validation
+    assert run.history[-1]["val_loss"] < 2
 
 
 def test_annotate_returns_maps(maps, undivided):
