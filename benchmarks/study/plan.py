@@ -20,7 +20,7 @@ the best by a rule that was fixed in advance. All arms share rate, augmentation 
 better with another number of epochs, it has a row with that number too.
 
 **Order.** Seed by seed within a part, so that a study that is stopped has whole pairs. Part a, the methods; then three
-seeds of b (why token labels help), c (other networks) and d (photos), about 20 core-hours in all; then their other seeds.
+seeds of b (why token labels help), c (other networks) and d (photos), about 20 core-hours in all; then the other seeds.
 """
 
 from __future__ import annotations
@@ -46,10 +46,22 @@ MODELS: dict[str, Settings] = {
     "ViT, 64 px": {"model": "vit_nano_patch8_64", "model_kwargs": VIT},
 }
 COMMON: Settings = {
-    "batch_size": 50, "val_batch_size": 100, "opt": "adamw", "weight_decay": 0.05, "warmup_epochs": 5,
-    "warmup_lr": 1e-6, "min_lr": 1e-5, "clip_grad": 1.0, "smoothing": 0.1, "amp": True, "device": "cpu", "threads": 1,
-    "workers": 0, "keep": 1, "log_interval": 20,
-}  # fmt: skip
+    "batch_size": 50,
+    "val_batch_size": 100,
+    "opt": "adamw",
+    "weight_decay": 0.05,
+    "warmup_epochs": 5,
+    "warmup_lr": 1e-6,
+    "min_lr": 1e-5,
+    "clip_grad": 1.0,
+    "smoothing": 0.1,
+    "amp": True,
+    "device": "cpu",
+    "threads": 1,
+    "workers": 0,
+    "keep": 1,
+    "log_interval": 20,
+}
 CROPS: Settings = {"scale": (0.5, 1.0), "aa": "", "reprob": 0.0}
 AUGMENTATION: dict[str, Settings] = {
     "crops": CROPS,
@@ -170,9 +182,14 @@ def tuning(rows: Mapping[str, Mapping[str, Any]]) -> list[Run]:
 
 def settings_of(model: str, data: str, rate: float, augmentation: str, epochs: int) -> Settings:
     return {
-        **COMMON, **MODELS[model], **AUGMENTATION[augmentation],
-        "img_size": SIZES[data], "lr": rate, "epochs": epochs, "val_interval": epochs,
-    }  # fmt: skip
+        **COMMON,
+        **MODELS[model],
+        **AUGMENTATION[augmentation],
+        "img_size": SIZES[data],
+        "lr": rate,
+        "epochs": epochs,
+        "val_interval": epochs,
+    }
 
 
 def plan(rows: Mapping[str, Mapping[str, Any]]) -> list[Run]:

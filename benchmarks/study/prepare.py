@@ -158,8 +158,12 @@ def _linear(images: Path, out: Path, size: int) -> None:
     about = {"name": "linear head", "of": ANNOTATOR, "size": size, "l2": strength, "cross_validated": scores[strength]}
     about["held_out"] = round(float(accuracy), 4)
     data = open_dataset(images, "train")
-    _store(out, dict(zip(data.keys(), (((cells - centre) / scale) @ weights + bias).numpy(), strict=True)),
-           data.class_names, about)  # fmt: skip
+    _store(
+        out,
+        dict(zip(data.keys(), (((cells - centre) / scale) @ weights + bias).numpy(), strict=True)),
+        data.class_names,
+        about,
+    )
 
 
 def _changed(source: Path, out: Path, how: str) -> None:

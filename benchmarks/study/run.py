@@ -73,13 +73,23 @@ def train(run: study.Run, work: Path, flowers: str) -> dict:
     seconds, cpu = time.time() - started, time.process_time() - cpu
     last = result.summary["last"]
     row = {
-        "key": run.key, "part": run.part, "name": run.name, "seed": run.seed, "code": version(),
-        "top1": last["val_top1"], "loss": last["val_loss"], "ece": last["val_ece"],
-        "epochs": run.settings["epochs"], "lr": run.settings["lr"], "maps": run.maps,
-        "objectives": run.settings["objectives"], "mixing": run.settings["mixing"],
+        "key": run.key,
+        "part": run.part,
+        "name": run.name,
+        "seed": run.seed,
+        "code": version(),
+        "top1": last["val_top1"],
+        "loss": last["val_loss"],
+        "ece": last["val_ece"],
+        "epochs": run.settings["epochs"],
+        "lr": run.settings["lr"],
+        "maps": run.maps,
+        "objectives": run.settings["objectives"],
+        "mixing": run.settings["mixing"],
         "train_loss": result.last("loss"),
-        "cpu_seconds": round(cpu, 1) if whole else None, "seconds": round(seconds, 1) if whole else None,
-    }  # fmt: skip
+        "cpu_seconds": round(cpu, 1) if whole else None,
+        "seconds": round(seconds, 1) if whole else None,
+    }
     if run.part != "tune":
         row |= {name: round(value, 5) for name, value in measure(folder, images).items()}
     if result.last("drloc/l1") is not None:

@@ -1,8 +1,8 @@
 """Write docs/results.md and its figure from the rows: `python benchmarks/study/write.py [WORK]`.
 
-With WORK, its finished rows are first copied into results.jsonl beside this file. Numbers come from the rows alone; only
-what a row means is written here. Rows with one seed are in no table. `short-trainings.jsonl` is the log of an older study
-in another regime (3,000 images, 15 epochs), of which the rows of faults that were fixed since are left out.
+With WORK, its finished rows are first copied into results.jsonl beside this file. Numbers come from the rows alone;
+what they mean is in page.md. Rows with one seed are in no table. `short-trainings.jsonl` is the log of an older study in
+another regime (3,000 images, 15 epochs), of which the rows of faults that were fixed since are left out.
 """
 
 from __future__ import annotations
@@ -97,11 +97,15 @@ METHODS = {
 }
 REGIMES = {"A": "1,000 images for 150 epochs", "short": "3,000 images for 15 epochs"}
 MECHANISMS = {
-    "place": ("tokens know the place", "+.1f"), "pointing": ("pointing", ".1f"), "entropy": ("attention entropy", ".3f"),
-    "share_rmse": ("share - area", ".4f"), "area_error": ("answer - area", ".3f"),
-    "share_error": ("answer - share", ".3f"), "position": ("position R²", ".3f"),
+    "place": ("tokens know the place", "+.1f"),
+    "pointing": ("pointing", ".1f"),
+    "entropy": ("attention entropy", ".3f"),
+    "share_rmse": ("share - area", ".4f"),
+    "area_error": ("answer - area", ".3f"),
+    "share_error": ("answer - share", ".3f"),
+    "position": ("position R²", ".3f"),
     "drloc_loss": ("drloc's loss", ".4f"),
-}  # fmt: skip
+}
 
 
 class Rows:
@@ -219,8 +223,8 @@ def progress(rows: Rows, done: dict[str, dict]) -> str:
         study.choose(done)
     except KeyError:
         return (
-            f"**The study is under way**: {len(done)} runs are done, all of them to tune the plain network. Parts A to D "
-            "have no rows yet, so what this page says about methods comes from the short trainings alone."
+            f"**The study is under way**: {len(done)} runs are done, all of them to tune the plain network. Parts A "
+            "to D have no rows yet, so what this page says about methods comes from the short trainings alone."
         )
     return (
         f"**The study is under way**: {len(done)} of {len(runs)} runs are done; missing are rows of {'; '.join(parts)}."
