@@ -15,7 +15,7 @@ plain, +4 for token labels over CutMix, +2 for drloc over plain, -1 for TL-Align
 only if it is larger than the papers' own gains (0.5 to 1.0); its mechanism is measured instead.
 
 **Tuning.** The plain network alone, on a training set and 2,000 validation images that no other part uses, none of them
-from the test set: first learning rate and augmentation, then the number of epochs, then λ of drloc. `choose` picks
+from the test set: first learning rate and augmentation, then the number of epochs, then λ of drloc. `tuning` picks
 the best by a rule that was fixed in advance. All arms share rate, augmentation and 150 epochs; if the plain network is
 better with another number of epochs, it has a row with that number too.
 
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Settings = dict[str, Any]
+Rows = Mapping[str, Mapping[str, Any]]  # results of finished runs by key
 SEEDS = range(6)
 EPOCHS = 150
 TUNING_SEED = 100
@@ -134,50 +135,35 @@ ARMS_B = {
 }
 
 
-def choose(rows: Mapping[str, Mapping[str, Any]]) -> Settings:
-    """The tuned settings, from the rows of part `tune` by key; KeyError for the first that is missing.
+def tuning(rows: Rows) -> tuple[list[Run], Settings | None]:
+    """The runs that tune, as far as they are known by now, and what was chosen once all of them are among `rows`.
 
-    Of three rates and of three augmentations the best each, then of three numbers of epochs and three λ the best;
-    of equal ones the first.
+    Of three rates and of three augmentations the best each; with these, of three numbers of epochs and of three λ the
+    best each. Of equal ones the first.
     """
 
-    def best(options: Mapping[Any, str]) -> Any:
-        return max(options, key=lambda option: rows[f"tune/{options[option]}/seed{TUNING_SEED}"]["top1"])
-
-    base = tuning_name(RATES[0], "crops", EPOCHS)
-    rate = best({rate: tuning_name(rate, "crops", EPOCHS) for rate in RATES})
-    augmentation = best({a: tuning_name(RATES[0], a, EPOCHS) if a != "crops" else base for a in AUGMENTATION})
-    together = tuning_name(rate, augmentation, EPOCHS)
-    epochs = best({n: tuning_name(rate, augmentation, n) for n in (EPOCHS, EPOCHS // 2, EPOCHS * 2)})
-    drloc = best({weight: f"{together}, drloc {weight:g}" for weight in LAMBDAS})
-    return {"lr": rate, "augmentation": augmentation, "plain_epochs": epochs, "drloc": drloc}
-
-
-def tuning_name(rate: float, augmentation: str, epochs: int) -> str:
-    return f"lr {rate:g}, {augmentation}, {epochs} epochs"
-
-
-def tuning(rows: Mapping[str, Mapping[str, Any]]) -> list[Run]:
-    """Runs of part `tune` that `choose` asks for, as far as they are known by now."""
-
-    def run(name: str, rate: float, augmentation: str, epochs: int, drloc: float = 0.0) -> Run:
-        objectives = {**HARD, "drloc": {"weight": drloc}} if drloc else HARD
+    def run(rate: float, augmentation: str, epochs: int = EPOCHS, drloc: float = 0.0) -> Run:
+        name = f"lr {rate:g}, {augmentation}, {epochs} epochs" + (f", drloc {drloc:g}" if drloc else "")
         settings = settings_of("ViT", "cifar", rate, augmentation, epochs)
+        objectives = {**HARD, "drloc": {"weight": drloc}} if drloc else HARD
         return Run("tune", name, TUNING_SEED, "cifar", {**settings, "objectives": objectives, "mixing": {}})
 
-    def plain(rate: float, augmentation: str, epochs: int) -> Run:
-        return run(tuning_name(rate, augmentation, epochs), rate, augmentation, epochs)
+    def best(options: Mapping[Any, Run]) -> Any:
+        return max(options, key=lambda option: rows[options[option].key]["top1"])
 
-    first = [plain(rate, "crops", EPOCHS) for rate in RATES]
-    first += [plain(RATES[0], name, EPOCHS) for name in AUGMENTATION if name != "crops"]
-    if any(r.key not in rows for r in first):
-        return first
-    rate = max(RATES, key=lambda rate: rows[plain(rate, "crops", EPOCHS).key]["top1"])
-    augmentation = max(AUGMENTATION, key=lambda name: rows[plain(RATES[0], name, EPOCHS).key]["top1"])
-    together = tuning_name(rate, augmentation, EPOCHS)
-    second = [plain(rate, augmentation, epochs) for epochs in (EPOCHS, EPOCHS // 2, EPOCHS * 2)]
-    second += [run(f"{together}, drloc {weight:g}", rate, augmentation, EPOCHS, weight) for weight in LAMBDAS]
-    return list({r.key: r for r in first + second}.values())
+    rates = {rate: run(rate, "crops") for rate in RATES}
+    augmentations = {name: run(RATES[0], name) for name in AUGMENTATION}
+    runs = {r.key: r for r in (*rates.values(), *augmentations.values())}
+    if runs.keys() - rows.keys():
+        return list(runs.values()), None
+    rate, augmentation = best(rates), best(augmentations)
+    epochs = {n: run(rate, augmentation, n) for n in (EPOCHS, EPOCHS // 2, EPOCHS * 2)}
+    weights = {weight: run(rate, augmentation, drloc=weight) for weight in LAMBDAS}
+    runs |= {r.key: r for r in (*epochs.values(), *weights.values())}
+    if runs.keys() - rows.keys():
+        return list(runs.values()), None
+    chosen = {"lr": rate, "augmentation": augmentation, "plain_epochs": best(epochs), "drloc": best(weights)}
+    return list(runs.values()), chosen
 
 
 def settings_of(model: str, data: str, rate: float, augmentation: str, epochs: int) -> Settings:
@@ -192,12 +178,10 @@ def settings_of(model: str, data: str, rate: float, augmentation: str, epochs: i
     }
 
 
-def plan(rows: Mapping[str, Mapping[str, Any]]) -> list[Run]:
-    """Every run that is known by now, the most telling first; `rows`: finished ones by key."""
-    runs = tuning(rows)
-    try:
-        chosen = choose(rows)
-    except KeyError:
+def plan(rows: Rows) -> list[Run]:
+    """Every run that is known by now, the most telling first."""
+    runs, chosen = tuning(rows)
+    if chosen is None:
         return runs
     rate, augmentation, plain_epochs = chosen["lr"], chosen["augmentation"], chosen["plain_epochs"]
 
