@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/adapter.py [--images FOLDER] [--count 96] [--repeats 9]
 
 Both sides decode and transform the same images one after the other in this process, interleaved, with the same random
-numbers, and collate them in batches of 32; CPU seconds, the smallest of the repeats for each image and each batch.
+numbers, in collated batches of 32 as DataLoader fetches them; CPU seconds, the smallest of the repeats for each batch.
 Without `--images`, JPEGs of 500 x 375 pixels and about 110 KB are generated, as ImageNet's are on average. Maps have
 18 x 18 cells of five classes. "typical" is crop, flip, colour jitter and normalisation on PIL images; "short" is the
 least that anybody does, on which the overhead weighs most.
@@ -62,6 +62,11 @@ def store(folder: Path, data: ImageFolder) -> Maps:
     return Maps(folder)
 
 
+def fetch(data: Any, join: Callable[[Any], Any], indices: Sequence[int]) -> Any:
+    """A batch, as a worker of DataLoader makes it."""
+    return join(data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[i] for i in indices])
+
+
 def seconds(job: Callable[[], Any], seed: int) -> float:
     """CPU seconds of a job."""
     torch.manual_seed(seed)
@@ -93,12 +98,9 @@ def main() -> int:
         for name, pipeline in PIPELINES.items():
             sides = [(ImageFolder(folder, pipeline), default_collate), (with_maps(bare, maps, pipeline), collate)]
             count, total = min(args.count, len(bare)), np.zeros(2)
-            for i in range(count):
-                total += compare([partial(data.__getitem__, i) for data, _ in sides], i, args.repeats)
             for i in range(0, count, BATCH):
-                batches = [[data[j] for j in range(i, min(i + BATCH, count))] for data, _ in sides]
-                joins = [partial(join, batch) for batch, (_, join) in zip(batches, sides, strict=True)]
-                total += compare(joins, i, args.repeats)
+                indices = range(i, min(i + BATCH, count))
+                total += compare([partial(fetch, data, join, indices) for data, join in sides], i, args.repeats)
             alone, followed = total / count * 1e3
             overheads[name] = followed / alone - 1
             print(f"{name:<10} {alone:>9.3f} ms {followed:>9.3f} ms {overheads[name]:>8.1%}")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import ImageDataset, RandomResizedCropAndInterpolation
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import transforms as v1
@@ -103,12 +104,13 @@ def test_pixels_and_placement_agree_in_200_random_pipelines():
     assert max(errors) < 0.05  # cells of a 14 x 14 grid
 
 
-def write_maps(path, sizes):
+def write_maps(path, sizes, class_names=()):
     """A store of random maps for images of these (width, height)."""
-    rng = np.random.default_rng(1)
-    with MapWriter(path, sizes, StoreMeta(grid=(6, 5), top_k=3, num_classes=20)) as writer:
+    rng, classes = np.random.default_rng(1), len(class_names) or 20
+    meta = StoreMeta(grid=(6, 5), top_k=min(3, classes), num_classes=classes, class_names=class_names)
+    with MapWriter(path, sizes, meta) as writer:
         for key in sorted(sizes):
-            writer.write({key: ScoreMap.from_logits(rng.normal(2, 3, (6, 5, 20)), 3, sizes[key])})
+            writer.write({key: ScoreMap.from_logits(rng.normal(2, 3, (6, 5, classes)), meta.top_k, sizes[key])})
         writer.finalize()
 
 
@@ -251,7 +253,8 @@ def test_erasing_normalising_and_pure_tensors_leave_the_record_alone(photos, map
 
 REFUSED = [
     v2.RandAugment(), v2.AutoAugment(), v2.TrivialAugmentWide(), v2.AugMix(), v2.RandomPerspective(), v2.FiveCrop(8),
-    v2.ElasticTransform(), v1.RandomResizedCrop(32),
+    v2.ElasticTransform(), v2.CutMix(num_classes=2), v1.RandomResizedCrop(32), v1.ToTensor(),
+    RandomResizedCropAndInterpolation(32),
 ]  # fmt: skip
 
 
@@ -310,6 +313,27 @@ def test_a_store_of_other_images_is_named_before_the_first_item(folder, maps, tm
     same_names = with_maps(Subset(other, [0]), maps, v2.ToImage())
     with pytest.raises(PipelineError, match=r"20x90.*60x50"):
         same_names[0]
+
+
+def test_timms_dataset_tells_its_names_and_classes(folder, maps, tmp_path):
+    data = with_maps(ImageDataset(folder / "photos"), maps, PIPELINE)
+    assert sorted(data.keys) == sorted(maps)
+    write_maps(tmp_path / "maps", dict.fromkeys(maps, (0, 0)), class_names=("dog", "cat"))
+    for dataset in (ImageDataset(folder / "photos"), Subset(ImageFolder(folder / "photos"), [0])):
+        with pytest.raises(PipelineError, match=r"'dog' is class 0 .* and 1 of the dataset"):
+            with_maps(dataset, tmp_path / "maps", PIPELINE)
+
+
+def test_a_batch_is_what_its_samples_are(photos, maps):
+    data = with_maps(photos, maps, PIPELINE)
+    torch.manual_seed(3)
+    batch = data.__getitems__([4, 1])
+    torch.manual_seed(3)
+    for sample, index in zip(batch, [4, 1], strict=True):
+        single = data[index]
+        assert torch.equal(sample.image, single.image)
+        assert np.array_equal(sample.placement, single.placement)
+        assert np.array_equal(sample.score_map.scores, single.score_map.scores)
 
 
 def test_keys_may_start_above_the_datasets_root(folder):

@@ -183,6 +183,8 @@ def test_what_a_task_lacks_is_said_when_it_is_built_or_called():
         task({"token_labeling": {}})
     with pytest.raises(EverytokenError, match="teacher"):
         task({"distillation": {}})
+    with pytest.raises(EverytokenError, match=r"tl_align.*cutmix"):
+        task({"tl_align": {}})
     with pytest.raises(EverytokenError, match=r"\[2, 4\].*mixup"):
         task({"hard": {}})(data()[0], torch.eye(4)[:2])
 

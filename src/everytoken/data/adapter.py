@@ -215,6 +215,9 @@ for _functional, _name, _reason in (
 if hasattr(F, "clamp_keypoints"):
     F.register_kernel(F.clamp_keypoints, GeometryRecord)(lambda record, *_, **__: record)
 
+_BATCH = (
+    "it mixes a batch, and a pipeline sees one image. Mix after the loader: images, mix = everytoken.CutMix()(images)."
+)
 _HIDDEN = f"it does not say how it moves the image. {_EXAMPLE}, timm's RandAugment, can take its place."
 _REFUSED: dict[type, str] = {
     v2.RandAugment: _HIDDEN,
@@ -225,6 +228,8 @@ _REFUSED: dict[type, str] = {
     v2.ElasticTransform: _CURVED,
     v2.FiveCrop: _MANY,
     v2.TenCrop: _MANY,
+    v2.CutMix: _BATCH,
+    v2.MixUp: _BATCH,
 }
 
 # What does not move pixels gets the image alone: less work for torchvision.
@@ -271,11 +276,17 @@ def _check_pipeline(transform: Any) -> None:
         for refused, reason in _REFUSED.items():
             if isinstance(step, refused):
                 raise PipelineError(f"{type(step).__name__} cannot be followed: {reason}")
-        if type(step).__module__ in ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment"):
-            name = type(step).__name__
+        module, name = type(step).__module__, type(step).__name__
+        if module in ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment"):
+            instead = "v2.ToImage() and v2.ToDtype(torch.float32, scale=True)" if name == "ToTensor" else f"v2.{name}"
             raise PipelineError(
                 f"{name} of torchvision.transforms takes images alone, so its geometry cannot be followed. Use "
-                f"torchvision.transforms.v2.{name}."
+                f"{instead} of torchvision.transforms."
+            )
+        if module.startswith("timm."):
+            raise PipelineError(
+                f"{name} of timm takes images alone, so its geometry cannot be followed. everytoken.data.create_loader "
+                "has the same options as timm's and reads maps; or use transforms of torchvision.transforms.v2."
             )
 
 
@@ -302,7 +313,7 @@ def _follow(transform: Any, image: Any) -> tuple[Any, pl.Affine]:
             image = step(image)
             continue
         try:
-            out = step((image, record))
+            out = _both(step, image, record)
             problem = _problem(out)
         except PipelineError:
             raise
@@ -320,6 +331,14 @@ def _follow(transform: Any, image: Any) -> tuple[Any, pl.Affine]:
             )
         image, record = out
     return image, record.placement()
+
+
+def _both(step: Any, image: Any, record: GeometryRecord) -> Any:
+    """(image, record) after one transform."""
+    if type(step) is v2.RandomResizedCrop:  # what v2.Transform.forward does, without looking through nested inputs
+        params = step.make_params([image])
+        return step.transform(image, params), step.transform(record, params)
+    return step((image, record))
 
 
 def _problem(out: Any) -> str:
@@ -370,10 +389,18 @@ class WithMaps(Dataset[Sample]):
         return len(self.keys)
 
     def __getitem__(self, index: int) -> Sample:
+        return self._sample(index, self.maps[self.keys[index]])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """A batch, as DataLoader fetches it: reading its maps one after the other takes half of the time."""
+        score_maps = [self.maps[self.keys[index]] for index in indices]
+        return [self._sample(index, score_map) for index, score_map in zip(indices, score_maps, strict=True)]
+
+    def _sample(self, index: int, score_map: ScoreMap) -> Sample:
         item = self.dataset[index]
         image, label, *_ = (*item, -1) if isinstance(item, (tuple, list)) else (item, -1)
+        del item  # so that the memory of the decoded image is free for the next step
         key = self.keys[index]
-        score_map = self.maps[key]
         image = _upright(image)
         self._check_size(image, score_map, key)
         image, placement = _follow(self.transform, image)
@@ -431,6 +458,7 @@ def with_maps(
         names = _derived_keys(bare, maps)
     else:
         names = [keys(i) for i in range(len(bare))] if callable(keys) else list(keys)
+    _check_class_order(bare, maps)
     if len(names) != len(bare):
         raise PipelineError(f"there are {len(names)} keys for {len(bare)} samples.")
     missing = [name for name in names if name not in maps]
@@ -514,6 +542,9 @@ def _derived_keys(dataset: Any, maps: Maps) -> list[str]:
         names = _derived_keys(dataset.dataset, maps)
         return [names[int(i)] for i in dataset.indices]
     samples, root = getattr(dataset, "samples", None), getattr(dataset, "root", None)
+    if hasattr(dataset, "filenames") and hasattr(getattr(dataset, "reader", None), "root"):  # timm's ImageDataset
+        root = dataset.reader.root
+        samples = [(path,) for path in dataset.filenames(absolute=True)]
     if samples is None or root is None:
         raise PipelineError(
             f"{type(dataset).__name__} does not tell the names of its images (`samples` and `root`): name them as the "
@@ -529,6 +560,22 @@ def _derived_keys(dataset: Any, maps: Maps) -> list[str]:
         if names and prefix + names[0] in maps:
             return [prefix + name for name in names]
     return names
+
+
+def _check_class_order(dataset: Any, maps: Maps) -> None:
+    """Where dataset and maps have the same classes, they must number them alike."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    numbers = getattr(dataset, "class_to_idx", None) or getattr(getattr(dataset, "reader", None), "class_to_idx", None)
+    if not numbers or set(numbers) != set(maps.class_names):
+        return
+    for number, name in enumerate(maps.class_names):
+        if numbers[name] != number:
+            raise PipelineError(
+                f"{maps.path} and the dataset have the same classes in another order: {name!r} is class {number} of "
+                f"the maps and {numbers[name]} of the dataset. Number the dataset's classes as "
+                "Maps.class_names does (ImageFolder: override find_classes; timm: class_map)."
+            )
 
 
 class RandAugment(v2.Transform):

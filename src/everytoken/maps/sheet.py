@@ -57,6 +57,7 @@ def make_sheet(options: SheetOptions) -> Path:
         picture.save(options.out)
     except (OSError, ValueError) as error:
         raise EverytokenError(f"cannot write {options.out}: {error}. Give a name that ends in .png or .jpg.") from error
+    log.info(f"wrote {options.out}")
     return options.out
 
 
@@ -83,7 +84,6 @@ def sheet_picture(maps: Maps, options: SheetOptions) -> Image.Image:
     title = f"{maps.path.resolve().name} · {len(maps):,} maps of {maps.grid[0]}x{maps.grid[1]} cells"
     if isinstance(maps.manifest.annotator.get("name"), str):
         title += f" · {maps.manifest.annotator['name']}"
-    log.info(f"{options.out}: {len(tiles)} image{'s' if len(tiles) > 1 else ''}")
     if missing:
         log.info(f"note: {missing} of {len(tiles)} images were not found under {folder}; their cells are drawn on grey")
     return draw_sheet(tiles, name_of, title, options.columns)

@@ -25,7 +25,7 @@ from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
 from everytoken.mixing import Mixer, build_mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import build_objectives, required_by
+from everytoken.objectives import TLAlign, build_objectives, required_by
 from everytoken.tasks.step import FrozenTeacher, TokenStep
 
 
@@ -77,6 +77,12 @@ class TokenTask(TrainingTask):
                     f"objective {name!r} needs a teacher: TokenTask(..., teacher=FrozenTeacher(...))."
                 )
         mixer = build_mixer(mixing or {}) if mixing is None or isinstance(mixing, Mapping) else mixing
+        following = [name for name, objective in built.items() if isinstance(objective, TLAlign)]
+        if following and mixer is None:
+            raise EverytokenError(
+                f"objective {following[0]!r} follows the labels of mixed images, and nothing is mixed: "
+                "TokenTask(..., mixing={'cutmix': {}})."
+            )
         self.trainable_module: nn.Module = TokenStep(view, built, mixer, teacher).to(self.device)
         self.seed, self.step, self.steps = seed, 0, steps
 
