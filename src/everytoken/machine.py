@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 
 
 def cores() -> int:
@@ -13,3 +15,19 @@ def cores() -> int:
 def default_workers() -> int:
     """Processes that read images, where nothing else was said: 4, or as many as there are cores."""
     return min(4, cores())
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc reuse the memory of large tensors instead of mapping it anew for each of them; True if it does.
+
+    Convolutional networks on the CPU are up to twice as fast. Our commands call this when they start; the library does
+    not, since it changes the whole process. MALLOC_MMAP_THRESHOLD_ in the environment has precedence.
+    """
+    if not sys.platform.startswith("linux") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return False
+    return bool(mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))

@@ -6,7 +6,7 @@ the writing thread.
 
 Every shard's bytes follow from the plan and the annotator (see `reading`), so a job that was killed and started again,
 or shared by several processes, ends in the same store, byte for byte. (On the same kind of device, with the same number
-of threads and the same batch size: other sums round differently.)
+of threads, the same batch size, with or without ONNX Runtime: other sums round differently.)
 
 Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
 Differently: any k, all of a few classes, exact class numbers, the whole image (the released script sees its central
@@ -49,6 +49,7 @@ Progress = Callable[[int, int], None]
 _FEW = 20  # of so few classes all are kept: those that are not count as 0, and the fifth best of ten often has less
 _AHEAD = 3  # batches of maps that may wait for the writing thread
 _COPIED_AT_ONCE = 64  # maps in memory
+_MANY = 200  # images for which an annotator is made faster first
 _ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -214,6 +215,8 @@ def fill_store(
         tell(done, total)
         started = time.perf_counter()
         if done < total:
+            if writer.manifest.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
+                annotator.accelerate()
             reader = BatchReader(data, store_order(data), eval_view(annotator.preprocessing, options.resize))
             pin = world.device.type == "cuda"
             stream = batches(reader, writer, shards, options.batch_size, options.workers, pin, copied)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.machine import keep_freed_memory
 
 COMMANDS: dict[str, str] = {
     "demo": "see it work on real images in a few minutes",
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     show_log()
+    keep_freed_memory()
     try:
         return dispatch("everytoken", COMMANDS, argv, _run_module) or 0
     except EverytokenError as error:

@@ -3,9 +3,9 @@
     forward = faster(module, images)      # images: an example batch
     logits = forward(images)              # the same as module(images), within 1e-3
 
-Convolutional networks run about twice as fast as in PyTorch's eager mode (benchmarks/annotate.py). The graph is exported
-once, its answer is compared with the module's, and whatever goes wrong on the way ends in the module itself: this is an
-acceleration and nothing else. On a GPU the module is used as it is.
+Convolutional networks run two to three times as fast as in PyTorch's eager mode (benchmarks/annotate.py). The graph is
+exported once and its answer compared with the module's; where anything goes wrong, and on a GPU, the module itself is
+used.
 """
 
 from __future__ import annotations
