@@ -16,6 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ def export_onnx(module: nn.Module, example: Tensor) -> bytes:
     Torch's older exporter, where it still exists, takes a second for a network for which the new one takes ten.
     """
     content = io.BytesIO()
-    how = {"input_names": ["images"], "output_names": ["logits"]}
+    how: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         try:
