@@ -11,6 +11,8 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import MultiScaleRoIAlign
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
@@ -44,8 +46,8 @@ def shapes(tmp_path_factory, make_objects) -> Path:
 @pytest.fixture(scope="module")
 def run(shapes, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run") / "r"
-    length = ["--epochs", "4", "--decay-milestones", "3", "--val-interval", "4", "--warmup-iters", "8", "-b", "2"]
-    length += ["--max-detections", "3", "--score-thresh", "0.1"]
+    length = ["--epochs", "8", "--decay-milestones", "7", "--val-interval", "8", "--warmup-iters", "8", "-b", "2"]
+    length += ["--max-detections", "3", "--score-thresh", "0.1", "--crop", "0"]
     assert main(["detect", "train", str(shapes), *TINY, "--detector", "mask", *length, "--output", str(out)]) == 0
     return out
 
@@ -54,8 +56,8 @@ def test_a_detector_learns_and_leaves_everything_in_its_folder(run, shapes, tmp_
     names = {p.name for p in run.iterdir()}
     assert {"config.yaml", "metrics.csv", "best.safetensors", "classes.json", "pictures.jpg", "summary.json"} <= names
     last = json.loads((run / "summary.json").read_text())["last"]
-    assert last["val_box_AP50"] > 50  # of images it has not seen
-    assert last["val_mask_AP50"] > 50
+    assert last["val_box_AP50"] > 80  # of images it has not seen; 92 to 100 with other seeds
+    assert last["val_mask_AP50"] > 80
     assert len(only_with_objects(open_instances(str(shapes), "train"))) == 32  # the empty one is left out
     words = ["--json", "--results", str(tmp_path / "r.json"), "--pictures", str(tmp_path / "p.jpg")]
     assert main(["detect", "eval", str(run), str(shapes), *CPU, *words, "--out", str(tmp_path / "n.json")]) == 0
@@ -168,7 +170,16 @@ def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
     }  # fmt: skip
     state = load_file(run / "best.safetensors")
     save_file(state, tmp_path / "old.safetensors", metadata={"everytoken-detect": json.dumps(old)})
-    assert load_detector(tmp_path / "old.safetensors")[1].find.max_detections == 100
+    before, info = load_detector(tmp_path / "old.safetensors")
+    assert info.find.max_detections == 100
+    assert (detector.options.rule, before.options.rule) == ("mmdet", "torchvision")  # which it keeps
+    assert before.heads.aligned is before.heads.mean_of_logits is False
+    image = torch.randn(1, 3, 64, 96)
+    levels, padded = before.levels(image)
+    proposals, _ = before.rpn(ImageList(padded, [(64, 96)]), levels)
+    pooled = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, 2)(levels, proposals, [(64, 96)])
+    torch.testing.assert_close(before.heads.pool(levels, proposals, 7), pooled)
+    assert not torch.allclose(detector.heads.pool(levels, proposals, 7), pooled, atol=1e-2)
 
 
 def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, make_objects, run_with_kills):
@@ -182,6 +193,13 @@ def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, make_objects, ru
     assert a.name == b.name == "step-00000006"
     for name in ("model.safetensors", "ema.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes()
+
+
+def test_an_unfinished_run_of_an_older_version_is_not_continued_by_other_rules(shapes, tmp_path, capsys):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.yaml").write_text(f"data: {shapes}\nmodel: resnet10t\nepochs: 4\ndetector: mask\n")
+    assert main(["detect", "train", str(shapes), *TINY, "--output", str(tmp_path / "r")]) == 2
+    assert "older version" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(run, shapes, tmp_path, capsys):

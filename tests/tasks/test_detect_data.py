@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 
 from everytoken.data.datasets import DataError
+from everytoken.data.decode import Picture
 from everytoken.data.loader import Request
 from everytoken.errors import EverytokenError
 from everytoken.tasks.dense import resized
-from everytoken.tasks.detect.data import DetectTransform, ObjectViews, divided, open_instances, read_coco
+from everytoken.tasks.detect.data import DetectTransform, ObjectViews, divided, open_instances, random_crop, read_coco
 from everytoken.tasks.detect.masks import AnnotationError, check, decode, encode, run_lengths, through
-from everytoken.tasks.detect.options import CocoOptions
+from everytoken.tasks.detect.options import CocoOptions, DetectAugment
 
 coco = pytest.importorskip("pycocotools.mask")
 
@@ -259,16 +260,17 @@ def test_the_short_side_is_drawn_and_the_long_side_bounded():
     assert resized((100, 400), 50, 1000) == (50, 200)
 
 
-def views(data, epoch: int, order, **options):
+def views(data, epoch: int, order, crop: float = 0.0, **options):
     found = open_instances(str(data), "train")
-    samples = ObjectViews(found, DetectTransform((48, 64, 80), 110, 0.5), seed=3, **options)
+    samples = ObjectViews(found, DetectTransform(DetectAugment((48, 64, 80), 110, crop=crop)), seed=3, **options)
     return samples.__getitems__([Request(epoch, i, 0) for i in order])
 
 
-def test_boxes_and_masks_lie_on_the_objects_in_every_view(data):
-    flips = set()
+@pytest.mark.parametrize("crop", [0.0, 1.0])
+def test_boxes_and_masks_lie_on_the_objects_in_every_view(data, crop):
+    flips, shown_sizes = set(), set()
     for epoch in range(6):
-        batch = views(data, epoch, [0, 1, 2, 3])
+        batch = views(data, epoch, [0, 1, 2, 3], crop)
         at = 0
         for i, count in enumerate(batch.targets.counts):
             flips.add(bool(batch.targets.matrices[i, 0, 0] < 0))
@@ -276,17 +278,41 @@ def test_boxes_and_masks_lie_on_the_objects_in_every_view(data):
                 label, mask = int(batch.targets.labels[at]), batch.targets.masks[at].bool().numpy()
                 red, blue = batch.images[i, 0].numpy().astype(int), batch.images[i, 2].numpy().astype(int)
                 shown = red - blue > 60 if label == 1 else blue - red > 60  # discs are red and squares blue
-                assert (shown & mask).sum() / (shown | mask).sum() > 0.85
                 x0, y0, x1, y1 = batch.targets.boxes[at].tolist()
                 rows, columns = np.nonzero(mask)
-                assert (
-                    np.abs([x0 - columns.min(), y0 - rows.min(), x1 - columns.max() - 1, y1 - rows.max() - 1]).max()
-                    < 1.6
-                )
                 at += 1
-        assert batch.targets.counts == (2, 2, 2, 0)
-        assert {min(s) for s in batch.targets.sizes} <= {48, 64, 73}  # 80 would make the long side 120
+                if min(x1 - x0, y1 - y0) < 5:  # nearly cut off
+                    continue
+                assert (shown & mask).sum() / (shown | mask).sum() > (0.8 if crop else 0.85)
+                edges = np.array([columns.min() - x0, rows.min() - y0, x1 - columns.max() - 1, y1 - rows.max() - 1])
+                assert edges.min() > -1.6
+                assert crop or edges.max() < 1.6  # the box of a disc that is cut stays as high as it was
+        shown_sizes |= set(batch.targets.sizes)
+        if not crop:
+            assert batch.targets.counts == (2, 2, 2, 0)
+            assert {min(s) for s in batch.targets.sizes} <= {48, 64, 73}  # 80 would make the long side 120
     assert flips == {True, False}
+    assert len(shown_sizes) > (8 if crop else 2)
+
+
+def test_half_of_the_views_are_crops_as_in_swin():
+    """Of an image with a short side of 400, 500 or 600, crops have 384 to 600 pixels of each side, anywhere."""
+    transform, places = DetectTransform(DetectAugment()), []
+    for draws in np.random.default_rng(0).random((300, 5)).tolist():
+        x, y, width, height = random_crop((640, 480), *draws)
+        short = (400, 500, 600)[int(3 * draws[0])]
+        scale = (round(640 * short / 480) / 640, short / 480)
+        whole = [v * scale[k % 2] for k, v in enumerate((x, y, width, height))]
+        assert whole == pytest.approx([round(v) for v in whole], abs=1e-6)  # pixels of the resized image
+        assert all(
+            384 <= round(v) <= min(600, round(n * s)) for v, n, s in zip(whole[2:], (640, 480), scale, strict=True)
+        )
+        places += [x / max(640 - width, 1), y / max(480 - height, 1)]
+    assert min(places) < 0.01
+    assert 0.99 < max(places) < 1 + 1e-6
+    picture = Picture(Image.new("RGB", (320, 240)))
+    shapes = [transform(picture, np.random.default_rng(k))[0].shape for k in range(60)]
+    assert 15 < sum(abs(width / height - 4 / 3) < 0.005 for height, width, _ in shapes) < 45
 
 
 def test_a_view_depends_on_seed_epoch_and_image_alone(data):
@@ -312,7 +338,7 @@ def test_an_image_of_another_size_than_its_annotations_is_named_or_skipped(data,
     for i in range(2):
         Image.new("RGB", (96, 64) if i else (64, 96)).save(tmp_path / "images" / f"{i}.png")
     found = read_coco(data / "val" / "instances.json", tmp_path / "images")
-    view = DetectTransform((48,), 100)
+    view = DetectTransform(DetectAugment((48,), 100))
     with pytest.raises(AnnotationError, match=r"0.png is 64 x 96 pixels, and .*instances.json says 96 x 64"):
         ObjectViews(found, view, None).__getitems__([Request(0, 0, 0)])
     batch = ObjectViews(found, view, None, skip=True).__getitems__([Request(0, 0, 0), Request(0, 1, 0)])
@@ -322,7 +348,7 @@ def test_an_image_of_another_size_than_its_annotations_is_named_or_skipped(data,
 
 def test_an_annotation_without_mask_says_how_to_train_without(data, tmp_path):
     found = open_changed(data, tmp_path, lambda c: c["annotations"][0].pop("segmentation"))
-    view = DetectTransform((48,), 100)
+    view = DetectTransform(DetectAugment((48,), 100))
     with pytest.raises(AnnotationError, match=r"annotation 1 has no segmentation"):
         ObjectViews(found, view, None).__getitems__([Request(0, 0, 0)])
     assert ObjectViews(found, view, None, masks=False).__getitems__([Request(0, 0, 0)]).targets.counts == (2,)

@@ -4,16 +4,26 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torchvision.models.detection.image_list import ImageList
 
 from everytoken.errors import EverytokenError
 from everytoken.tasks.detect.data import Objects
-from everytoken.tasks.detect.model import Anchors, CascadeHeads, Detector, Stage, build_detector
+from everytoken.tasks.detect.infer import paste
+from everytoken.tasks.detect.model import (
+    Anchors,
+    CascadeHeads,
+    Detector,
+    ProposalHead,
+    Proposals,
+    Stage,
+    assign,
+    build_detector,
+    pool_regions,
+)
 from everytoken.tasks.detect.options import DetectorOptions, FindOptions
 from everytoken.tasks.options import BackboneOptions
 
-CODES = [(10, 10, 5, 5), (20, 20, 10, 10), (30, 30, 15, 15)]
+CODES = [(10, 10, 5, 5), (20, 20, 10, 10), (1 / 0.033, 1 / 0.033, 1 / 0.067, 1 / 0.067)]
 IOUS = [0.5, 0.6, 0.7]
 
 
@@ -51,6 +61,51 @@ def slow_giou(a, b) -> float:
     return iou - (hull - union) / hull
 
 
+def slow_bilinear(grid, x, y) -> float:
+    """Of a map whose cell (i, j) has its centre at (j + 0.5, i + 0.5); beyond the last centres, the border's value."""
+    height, width = len(grid), len(grid[0])
+    x, y = min(max(x - 0.5, 0), width - 1), min(max(y - 0.5, 0), height - 1)
+    j, i = min(int(x), width - 2), min(int(y), height - 2)
+    u, v = x - j, y - i
+    top = (1 - u) * grid[i][j] + u * grid[i][j + 1]
+    return (1 - v) * top + v * ((1 - u) * grid[i + 1][j] + u * grid[i + 1][j + 1])
+
+
+def slow_region(grid, box, size) -> list[list[float]]:
+    """Every cell of a region is the mean of points that lie no farther apart than the cells of the map."""
+    step_x, step_y = (box[2] - box[0]) / size, (box[3] - box[1]) / size
+    across, down = max(math.ceil(step_x), 1), max(math.ceil(step_y), 1)
+    out = []
+    for i in range(size):
+        out.append([])
+        for j in range(size):
+            points = [
+                slow_bilinear(
+                    grid, box[0] + (j + (b + 0.5) / across) * step_x, box[1] + (i + (a + 0.5) / down) * step_y
+                )
+                for a in range(down)
+                for b in range(across)
+            ]
+            out[-1].append(sum(points) / len(points))
+    return out
+
+
+def slow_assign(boxes, truth, low, high, best_from) -> list[int]:
+    """mmdet's order: background, largest overlap, and then the best boxes of each object."""
+    out = []
+    for box in boxes:
+        overlaps = [slow_iou(box, t) for t in truth]
+        best = max(range(len(truth)), key=lambda k: overlaps[k])
+        out.append(-1 if overlaps[best] < low else best if overlaps[best] >= high else -2)
+    for k, t in enumerate(truth):
+        overlaps = [slow_iou(box, t) for box in boxes]
+        if best_from is not None and max(overlaps) >= best_from:
+            for i, value in enumerate(overlaps):
+                if value == max(overlaps):
+                    out[i] = k
+    return out
+
+
 def clip(box, size) -> list[float]:
     return [min(max(v, 0.0), float(size[1 - k % 2])) for k, v in enumerate(box)]
 
@@ -84,18 +139,21 @@ def proposals(seed: int = 1) -> list[torch.Tensor]:
     return [torch.cat([near, far]).clamp(min=0, max=64), far]
 
 
-def heads(agnostic: bool, stages: int = 3, loss: str = "smooth_l1", masks: bool = True) -> CascadeHeads:
+def options(**changes) -> DetectorOptions:
+    values = {"channels": 8, "hidden": 16, "regions": 4000, "box_head": "mlp", "box_loss": "smooth_l1", **changes}
+    return DetectorOptions(**values)
+
+
+def heads(agnostic: bool, **changes) -> CascadeHeads:
     torch.manual_seed(0)
-    made = CascadeHeads(
-        stages, 4000, loss, classes=CLASSES, channels=8, hidden=16, conv=False, agnostic=agnostic, masks=masks
-    )
+    made = CascadeHeads(CLASSES, options(class_agnostic=agnostic, **changes))
     for stage in made.stages:  # strong enough to move boxes and to tell classes apart
         torch.nn.init.normal_(stage.regress.weight, std=0.6)
         torch.nn.init.normal_(stage.classify.weight, std=0.6)
     return made
 
 
-def slow_losses(made: CascadeHeads, agnostic: bool, giou: bool = False) -> dict[str, float]:
+def slow_losses(made: CascadeHeads, agnostic: bool, loss: str) -> dict[str, float]:
     sizes, out = [(64, 96), (60, 70)], {}
     boxes = [p.tolist() for p in proposals()]
     maps = levels()
@@ -111,7 +169,7 @@ def slow_losses(made: CascadeHeads, agnostic: bool, giou: bool = False) -> dict[
                 hit = best >= 0 and overlaps[best] >= IOUS[k]
                 labels.append(int(target["labels"][best]) if hit else 0)
                 goals.append(true[best] if hit else None)
-        pooled = made.box_pool(maps, [torch.tensor(r) for r in rois], [CANVAS])
+        pooled = made.pool(maps, [torch.tensor(r) for r in rois], 7)
         logits, codes = stage(pooled)
         weight = (1, 0.5, 0.25)[k]
         out[f"class{k + 1}"] = weight * float(
@@ -123,12 +181,12 @@ def slow_losses(made: CascadeHeads, agnostic: bool, giou: bool = False) -> dict[
             if goal is None:
                 continue
             code = codes[i, 0 if agnostic else label - 1].tolist()
-            if giou:
+            if loss == "giou":
                 total += 10 * (1 - slow_giou(slow_decode(code, box, CODES[k]), goal))
                 continue
             for got, wanted in zip(code, slow_encode(goal, box, CODES[k]), strict=True):
                 d = abs(got - wanted)
-                total += 0.5 * d * d * 9 if d < 1 / 9 else d - 1 / 18
+                total += d if loss == "l1" else 0.5 * d * d if d < 1 else d - 0.5
         out[f"box{k + 1}"] = weight * total / len(labels)
         moved, at = [], 0
         for mine, was_added, size in zip(rois, added, sizes, strict=True):
@@ -147,28 +205,119 @@ def slow_losses(made: CascadeHeads, agnostic: bool, giou: bool = False) -> dict[
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_each_stage_matches_at_its_own_overlap(number):
-    stage = Stage(number, CLASSES, 8, 16, conv=False, agnostic=True, masks=False)
-    boxes, target = proposals()[0], truth()[0]
-    matched, labels = stage.match(boxes, target["boxes"], target["labels"])
-    hits = 0
-    for box, j, label in zip(boxes.tolist(), matched.tolist(), labels.tolist(), strict=True):
-        overlaps = [slow_iou(box, t) for t in target["boxes"].tolist()]
-        best = max(range(2), key=lambda k: overlaps[k])
-        expected = int(target["labels"][best]) if overlaps[best] >= IOUS[number] else 0
-        assert label == expected
-        assert not expected or j == best
-        hits += expected > 0
-    assert 0 < hits < len(boxes)
-    none, background = stage.match(boxes, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
-    assert not background.any()
-    assert len(none) == len(boxes)
+@pytest.mark.parametrize(("detector", "number"), [("mask", 0), ("cascade", 0), ("cascade", 1), ("cascade", 2)])
+def test_each_stage_matches_at_its_own_overlap_and_mask_rcnn_gives_every_object_its_best_regions(detector, number):
+    stage = Stage(number, CLASSES, options(detector=detector))
+    boxes, true = proposals()[0], truth()[0]["boxes"]
+    expected = slow_assign(boxes.tolist(), true.tolist(), IOUS[number], IOUS[number], None)
+    assert {-1, 0} == set(expected)
+    near = torch.tensor(
+        [[0.0, 0, 40, 40], [4.0, 0, 44, 40]]
+    )  # the region overlaps the first more, and is the second's best
+    assert stage.match(torch.tensor([[1.0, 0, 41, 40]]), near).tolist() == [1 if detector == "mask" else 0]
+    best_from = IOUS[number] if detector == "mask" else None
+    slow = slow_assign(boxes.tolist(), true.tolist(), IOUS[number], IOUS[number], best_from)
+    assert stage.match(boxes, true).tolist() == slow
+    assert stage.match(boxes, true[:0]).tolist() == [-1] * len(boxes)
+    assert stage.match(boxes[:0], true).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anchors_are_matched_as_in_mmdet(seed):
+    """From 0.7 on, below 0.3, and the best ones of each object from 0.3 on, ties included."""
+    rng = torch.Generator().manual_seed(seed)
+    corner = torch.randint(0, 8, (60, 2), generator=rng) * 4.0
+    boxes = torch.cat([corner, corner + torch.randint(2, 6, (60, 2), generator=rng) * 4.0], 1)
+    objects = torch.tensor([[3.0, 5, 20, 21], [6.0, 6, 20, 22], [100.0, 100, 104, 104]])
+    assert assign(_iou(objects, boxes), 0.3, 0.7, 0.3).tolist() == slow_assign(
+        boxes.tolist(), objects.tolist(), 0.3, 0.7, 0.3
+    )
+
+
+def _iou(objects: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([[slow_iou(box, t) for box in boxes.tolist()] for t in objects.tolist()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_anchors_beyond_the_border_teach_nothing_in_a_cascade_and_those_in_the_padding_never(inside):
+    network = Proposals(Anchors([16], 3), ProposalHead(4, 3), {}, {}, inside, 0.0)
+    (anchors,) = network.anchor_generator(ImageList(torch.zeros(1, 3, 96, 160), [(64, 70)]), [torch.zeros(1, 4, 6, 10)])
+    target = {"boxes": torch.tensor([[10.0, 12, 60, 58]]), "size": torch.tensor([64, 70])}
+    (labels,), (boxes,) = network.assign_targets_to_anchors([anchors], [target])
+    kept = []
+    for k, (x0, y0, x1, y1) in enumerate(anchors.tolist()):
+        in_padded = (x0 + x1) / 2 < 96 and (y0 + y1) / 2 < 64  # 64 x 70 pixels are padded to 64 x 96
+        if in_padded and (not inside or (x0 >= 0 and y0 >= 0 and x1 < 70 and y1 < 64)):
+            kept.append(k)
+    slow = slow_assign(anchors[kept].tolist(), target["boxes"].tolist(), 0.3, 0.7, 0.3)
+    expected = torch.full((len(anchors),), -1.0)
+    expected[kept] = torch.tensor([1.0 if m >= 0 else m + 1.0 for m in slow])
+    assert torch.equal(labels, expected)
+    assert (labels == 1).any()
+    assert (boxes[labels == 1] == target["boxes"]).all()
+    nothing = {"boxes": torch.zeros(0, 4), "size": torch.tensor([8, 8])}  # no anchor fits inside
+    (labels,), _ = network.assign_targets_to_anchors([anchors], [nothing])
+    assert not (labels == 1).any()
+    losses = network.compute_loss(torch.zeros(len(anchors), 1), torch.zeros(len(anchors), 4), [labels], [anchors])
+    assert all(torch.isfinite(loss) for loss in losses)
+
+
+def test_the_loss_of_proposals_is_over_all_sampled_anchors():
+    network = Proposals(Anchors([16], 3), ProposalHead(4, 3), {}, {}, True, 1 / 9)
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.tensor([1.0, 0, -1, 1, 0])
+    scores, codes, targets = (torch.randn(5, n, generator=rng) for n in (1, 4, 4))
+    objectness, box = network.compute_loss(scores, codes, [labels], [targets])
+    slow = sum(
+        math.log(1 + math.exp(-s if c else s))
+        for s, c in zip(scores[:, 0].tolist(), labels.tolist(), strict=True)
+        if c >= 0
+    )
+    assert float(objectness) == pytest.approx(slow / 4, rel=1e-5)
+    slow = 0.0
+    for k in (0, 3):
+        for d in (codes[k] - targets[k]).abs().tolist():
+            slow += 4.5 * d * d if d < 1 / 9 else d - 1 / 18
+    assert float(box) == pytest.approx(slow / 4, rel=1e-5)
+    plain = Proposals(Anchors([16], 3), ProposalHead(4, 3), {}, {}, False, 0.0)
+    box = plain.compute_loss(scores, codes, [labels], [targets])[1]
+    assert float(box) == pytest.approx(float((codes - targets)[[0, 3]].abs().sum()) / 4, rel=1e-5)
+
+
+def test_regions_are_read_from_the_level_of_their_size_where_they_lie():
+    """On maps that show coordinates, a cell of a region reads its own place: aligned RoIAlign."""
+    maps = {}
+    for k, stride in enumerate((4, 8, 16, 32)):
+        y, x = torch.meshgrid(torch.arange(512 // stride), torch.arange(512 // stride), indexing="ij")
+        maps[str(k)] = torch.stack([(x + 0.5) * stride, (y + 0.5) * stride, torch.full(x.shape, k)])[None].float()
+    boxes = torch.tensor([[40.0, 60, 90, 130], [20.0, 30, 200, 190], [100.0, 40, 400, 300], [20.0, 20, 490, 490]])
+    pooled = pool_regions(maps, [boxes], 7)
+    assert pooled[:, 2].mean((1, 2)).tolist() == [0, 1, 2, 3]
+    for box, region in zip(boxes.tolist(), pooled, strict=True):
+        for axis in (0, 1):
+            step = (box[axis + 2] - box[axis]) / 7
+            expected = torch.tensor([box[axis] + (k + 0.5) * step for k in range(7)])
+            found = region[0].mean(0) if axis == 0 else region[1].mean(1)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
+    before = pool_regions(maps, [boxes], 7, aligned=False)[0, 0, 0]  # half a cell of 4 pixels beside it
+    torch.testing.assert_close(before, pooled[0, 0, 0] + 2, rtol=0, atol=1e-2)
+
+
+def test_large_regions_are_the_mean_of_densely_sampled_points():
+    grid = torch.randn(1, 1, 32, 48, generator=torch.Generator().manual_seed(0))
+    boxes = torch.tensor([[3.0, 5, 170, 120], [0.0, 100, 60, 128]])
+    maps = {str(k): grid for k in range(4)}
+    pooled = torch.cat([pool_regions(maps, [box[None]], 3) for box in boxes])
+    for box, region in zip(boxes, pooled, strict=True):
+        side = float((box[2:] - box[:2]).prod().sqrt())
+        stride = (4, 8)[max(0, math.floor(math.log2(side / 56)))]
+        slow = slow_region(grid[0, 0].tolist(), (box / stride).tolist(), 3)
+        torch.testing.assert_close(region[0], torch.tensor(slow), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_boxes_are_decoded_with_the_weights_of_the_stage(number):
-    stage = Stage(number, CLASSES, 8, 16, conv=False, agnostic=True, masks=False)
+    stage = Stage(number, CLASSES, options())
     boxes = proposals()[0][:12]
     codes = torch.randn(12, 4, generator=torch.Generator().manual_seed(2)) * torch.tensor([9.0, 9, 9, 60])
     made = stage.decode(codes, boxes)
@@ -182,25 +331,26 @@ def test_boxes_are_decoded_with_the_weights_of_the_stage(number):
         )
 
 
-@pytest.mark.parametrize(("agnostic", "loss"), [(True, "smooth_l1"), (False, "smooth_l1"), (True, "giou")])
+@pytest.mark.parametrize(("agnostic", "loss"), [(True, "smooth_l1"), (False, "l1"), (True, "giou")])
 def test_a_training_step_of_the_cascade_equals_the_slow_version(agnostic, loss):
-    made = heads(agnostic, loss=loss)
-    terms = made.losses(levels(), proposals(), [(64, 96), (60, 70)], CANVAS, truth())
-    slow = slow_losses(made, agnostic, loss == "giou")
+    made = heads(agnostic, box_loss=loss)
+    terms = made.losses(levels(), proposals(), [(64, 96), (60, 70)], truth())
+    slow = slow_losses(made, agnostic, loss)
     for name, value in slow.items():
         assert float(terms[name].detach()) == pytest.approx(value, rel=2e-3), name
     assert set(terms) == {f"{kind}{k}" for kind in ("class", "box", "mask") for k in (1, 2, 3)}
 
 
-def test_at_test_time_scores_are_averaged_and_boxes_are_those_of_the_last_stage():
+@torch.no_grad()
+def test_at_test_time_logits_are_averaged_and_boxes_are_those_of_the_last_stage():
     for agnostic in (True, False):
         made = heads(agnostic).eval()
         sizes = [(64, 96), (60, 70)]
-        found = made.detect(levels(), proposals(), sizes, CANVAS, FindOptions(None, None, 0.2, 0.5, 7))
+        found = made.detect(levels(), proposals(), sizes, FindOptions(None, None, 0.2, 0.5, 7))
         boxes, total = [p.tolist() for p in proposals()], 0
         for k, stage in enumerate(made.stages):
-            logits, codes = stage(made.box_pool(levels(), [torch.tensor(b) for b in boxes], [CANVAS]))
-            total = total + logits.softmax(-1) / 3
+            logits, codes = stage(made.pool(levels(), [torch.tensor(b) for b in boxes], 7))
+            total = total + logits / 3
             at, moved, finals = 0, [], []
             for mine, size in zip(boxes, sizes, strict=True):
                 moved.append([])
@@ -210,7 +360,7 @@ def test_at_test_time_scores_are_averaged_and_boxes_are_those_of_the_last_stage(
                     moved[-1].append(finals[-1][0 if agnostic else int(logits[at, 1:].argmax())])
                     at += 1
             boxes = moved
-        at = 0
+        at, total = 0, total.softmax(-1)
         for mine, one in zip(boxes, found, strict=True):
             rows = []
             for _ in mine:
@@ -230,7 +380,7 @@ def test_at_test_time_scores_are_averaged_and_boxes_are_those_of_the_last_stage(
             assert one["scores"].tolist() == pytest.approx([k[0] for k in kept], rel=1e-4)
             for box, row in zip(one["boxes"].tolist(), kept, strict=True):
                 assert box == pytest.approx(row[2], abs=2e-2)
-            pooled = made.mask_pool(levels(), [o["boxes"] for o in found], [CANVAS])
+            pooled = made.pool(levels(), [o["boxes"] for o in found], 14)
         masks = sum(stage.mask(pooled).sigmoid() for stage in made.stages) / 3
         labels = torch.cat([o["labels"] for o in found])
         expected = torch.stack([masks[i, label - 1] for i, label in enumerate(labels.tolist())])
@@ -238,20 +388,57 @@ def test_at_test_time_scores_are_averaged_and_boxes_are_those_of_the_last_stage(
 
 
 def test_masks_are_trained_on_what_is_inside_the_region():
-    made = heads(True, stages=1)
-    stage = made.stages[0]
-    target = truth()
-    terms = made.losses(levels(), [target[0]["boxes"][:0], torch.zeros(0, 4)], [CANVAS, CANVAS], CANVAS, target)
-    pooled = made.mask_pool(levels(), [target[0]["boxes"], torch.zeros(0, 4)], [CANVAS])  # only the true boxes
-    logits = stage.mask(pooled)
-    picked = torch.stack([logits[0, 1], logits[1, 2]])  # classes 2 and 3; both masks fill their boxes
-    assert float(terms["mask"]) == pytest.approx(float(F.softplus(-picked).mean()), rel=0.05)
+    made = heads(True, detector="mask")
+    objects = truth()
+    objects[0]["masks"][0, 10:14, 12:30] = 0  # not the whole box
+    boxes = torch.tensor([[9.0, 7.5, 49, 41], [42.0, 18, 91, 61]])
+    terms = made.losses(levels(), [boxes, torch.zeros(0, 4)], [CANVAS, CANVAS], objects)
+    regions = torch.cat([boxes, objects[0]["boxes"]])  # and the true boxes themselves
+    logits = made.stages[0].mask(made.pool(levels(), [regions, torch.zeros(0, 4)], 14))
+    slow, count = 0.0, 0
+    for k, box in enumerate(regions.tolist()):
+        wanted = slow_region(objects[0]["masks"][k % 2].tolist(), box, 28)
+        label = int(objects[0]["labels"][k % 2])
+        for row, answers in zip(wanted, logits[k, label - 1].tolist(), strict=True):
+            for value, logit in zip(row, answers, strict=True):
+                slow += math.log1p(math.exp(-logit if value >= 0.5 else logit))
+                count += 1
+    assert float(terms["mask"].detach()) == pytest.approx(slow / count, rel=1e-4)
+
+
+def test_masks_are_pasted_where_pixels_have_their_centres():
+    mask = torch.rand(28, 28, generator=torch.Generator().manual_seed(0))
+    for box in ([3.3, 2.1, 17.8, 19.6], [-4.0, 5.0, 9.5, 30.0], [25.0, 1.0, 25.2, 1.1], [40.0, 40.0, 50.0, 50.0]):
+        whole = paste(mask, box, (24, 30))
+        for y in range(24):
+            for x in range(30):
+                u = (x + 0.5 - box[0]) / (box[2] - box[0]) * 28
+                v = (y + 0.5 - box[1]) / (box[3] - box[1]) * 28
+                padded = torch.nn.functional.pad(mask, (2, 2, 2, 2)).tolist()
+                inside = -1 < u < 29 and -1 < v < 29
+                value = slow_bilinear(padded, u + 2, v + 2) if inside else 0.0
+                assert bool(whole[y, x]) == (value >= 0.5) or abs(value - 0.5) < 1e-4
+
+
+def test_initial_weights_are_those_of_mmdet():
+    """Xavier in the pyramid and in the hidden layers of the box heads, Kaiming (fan-out) in the convolutions."""
+    model = small("resnet10t", DetectorOptions(channels=64, hidden=96, box_head="conv"))
+    for layer in (model.pyramid.inner_blocks[1][0], model.pyramid.layer_blocks[0][0], model.heads.stages[0].head[5]):
+        fan_in, fan_out = torch.nn.init._calculate_fan_in_and_fan_out(layer.weight)
+        limit = math.sqrt(6 / (fan_in + fan_out))
+        assert 0.97 * limit < float(layer.weight.detach().abs().max()) <= limit
+        assert float(layer.bias.detach().abs().max()) == 0
+    conv = model.heads.stages[0].head[0][0].weight
+    assert float(conv.detach().std()) == pytest.approx(math.sqrt(2 / (64 * 9)), rel=0.05)
 
 
 def test_anchors_stand_at_the_strides_whatever_the_size():
     images = ImageList(torch.zeros(1, 3, 96, 160), [(90, 150)])
     maps = [torch.zeros(1, 8, -(-96 // s), -(-160 // s)) for s in (4, 8, 16, 32, 64)]
     (made,) = Anchors([4, 8, 16, 32, 64], 8)(images, maps)
+    assert made[0].tolist() == pytest.approx([-16 * 2**0.5, -8 * 2**0.5, 16 * 2**0.5, 8 * 2**0.5])
+    (rounded,) = Anchors([4, 8, 16, 32, 64], 8, rounded=True)(images, maps)
+    assert rounded[0].tolist() == [-23, -11, 23, 11]
     last = made[-2 * 3 * 3 :].reshape(2, 3, 3, 4)  # 2 x 3 cells of stride 64, three shapes
     centres = (last[..., :2] + last[..., 2:]) / 2
     assert centres[1, 2].tolist() == [[128.0, 64.0]] * 3
@@ -291,9 +478,8 @@ SIZES = ((64, 96), (60, 70))
 def objects(count: int = 2) -> Objects:
     """Of two images: the first has the first `count` of two objects, the second none."""
     one = {name: values[:count] for name, values in truth()[0].items()}
-    return Objects(
-        one["boxes"], one["labels"], one["masks"], (count, 0), SIZES, torch.zeros(2, 2, 3).numpy(), SIZES
-    )  # fmt: skip
+    matrices = torch.zeros(2, 2, 3).numpy()
+    return Objects(one["boxes"], one["labels"], one["masks"], (count, 0), SIZES, matrices, SIZES)
 
 
 def small(name: str, options: DetectorOptions = TINY, **kwargs) -> Detector:

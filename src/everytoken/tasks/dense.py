@@ -139,7 +139,7 @@ class Views(Generic[V]):
         )
 
 
-def resized(size: tuple[int, int], short: float, longest: float) -> tuple[int, int]:
+def resized(size: tuple[float, float], short: float, longest: float) -> tuple[int, int]:
     """(width, height) of an image whose short side becomes `short`, unless its long side would exceed `longest`."""
     factor = min(short / min(size), longest / max(size))
     return max(int(size[0] * factor + 0.5), 1), max(int(size[1] * factor + 0.5), 1)
@@ -174,6 +174,11 @@ class DenseInfo:
         """As safetensors keeps it, in one entry."""
         return {self.METADATA: json.dumps(asdict(self))}
 
+    @classmethod
+    def upgrade(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What older versions wrote, as it is written now."""
+        return values
+
 
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
 
@@ -184,6 +189,8 @@ def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features
     values = parse_metadata(read_metadata(path), info_type.METADATA, path)
     if values is None:
         raise EverytokenError(f"{path} {info_type.HINT}")
+    if isinstance(values, dict):
+        values = info_type.upgrade(values)
     info = schema.parse(info_type, values, f"{path}, description of the weights")
     Description.from_values(values["backbone"], str(path))  # which checks architecture and arguments
     model = build(rebuild_features(info.backbone, info.taps), info)

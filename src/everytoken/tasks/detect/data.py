@@ -11,8 +11,8 @@ outside of the image, polygons with fewer than three corners) are counted and le
 
 Objects are kept as arrays, and segmentations as text in one block of memory, so that a large dataset costs little and
 worker processes share it. Images of a batch have different sizes; they lie in the top left corner of a canvas that
-holds the largest. Training draws a short side (the papers: 480 to 800 in steps of 32) and a flip, keyed by (seed,
-epoch, key); the long side is at most 1333. Evaluation takes one size and no flip.
+holds the largest. Training draws a crop, a short side (the papers: 480 to 800 in steps of 32) and a flip, keyed by
+(seed, epoch, key); the long side is at most 1333. Evaluation takes one size of the whole image.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ from everytoken.data.loader import Request
 from everytoken.data.warp import render
 from everytoken.tasks.dense import FileSet, Views, check_relative, resized, split_by_name, whole_set
 from everytoken.tasks.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through
-from everytoken.tasks.detect.options import CocoOptions
+from everytoken.tasks.detect.options import CocoOptions, DetectAugment
 
 SPLITS = {
     "train": ("train2017", "train", "training"),
     "val": ("val2017", "val", "valid", "validation"),
     "test": ("test2017", "test"),
 }
+CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
+CROP_LONGEST = 1333  # its long side is at most this
+CROP_SIZE = (384, 600)  # pixels of each side that a crop keeps
 _LARGEST = 2**20  # pixels along a side of an image
 
 
@@ -398,26 +401,37 @@ def _has_area(box: Sequence[float], size: tuple[int, int]) -> bool:
 
 
 class DetectTransform:
-    """A view of an image.
+    """A view of an image; random if it gets a generator.
 
     Args:
-        sizes: short sides to draw from. longest: limit of the long side. hflip: chance of a flip.
-        fill: colour of what lies outside, which nothing does but rounding.
+        options: sizes, crop, flip. fill: colour of what lies outside, which nothing does but rounding.
     """
 
-    def __init__(
-        self, sizes: tuple[int, ...], longest: int, hflip: float = 0.0, fill: tuple[int, int, int] = (124, 116, 104)
-    ) -> None:
-        self.sizes, self.longest, self.hflip, self.fill = sizes, longest, hflip, fill
+    def __init__(self, options: DetectAugment, fill: tuple[int, int, int] = (124, 116, 104)) -> None:
+        self.options, self.fill = options, fill
 
     def __call__(self, picture: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, pl.Affine]:
         """(pixels uint8 [h, w, 3], matrix [2, 3]: pixel of the view -> pixel of the upright source)."""
-        which, flip = rng.random(2).tolist() if rng is not None else (0.0, 1.0)
-        width, height = resized(picture.size, self.sizes[int(which * len(self.sizes))], self.longest)
-        matrix = np.array([[picture.size[0] / width, 0.0, 0.0], [0.0, picture.size[1] / height, 0.0]])
-        if flip < self.hflip:
-            matrix = pl.compose(matrix, np.array([[-1.0, 0.0, width], [0.0, 1.0, 0.0]]))
-        return render(picture, matrix, (height, width), bicubic=False, fill=self.fill)
+        options = self.options
+        which, flip, crop, *draws = rng.random(8).tolist() if rng is not None else (0.0, 1.0, 1.0)
+        left, top, width, height = (0.0, 0.0, *map(float, picture.size))
+        if crop < options.crop:
+            left, top, width, height = random_crop(picture.size, *draws)
+        short = options.sizes[int(which * len(options.sizes))]
+        columns, rows = resized((width, height), short, options.longest)
+        matrix = np.array([[width / columns, 0.0, left], [0.0, height / rows, top]])
+        if flip < options.hflip:
+            matrix = pl.compose(matrix, np.array([[-1.0, 0.0, columns], [0.0, 1.0, 0.0]]))
+        return render(picture, matrix, (rows, columns), bicubic=False, fill=self.fill)
+
+
+def random_crop(size: tuple[int, int], first: float, *draws: float) -> tuple[float, ...]:
+    """(left, top, width, height) of a crop, in pixels of an image of (width, height); draws in 0..1."""
+    whole = resized(size, CROP_RESIZE[int(first * len(CROP_RESIZE))], CROP_LONGEST)
+    low, high = (tuple(min(side, limit) for side in whole) for limit in CROP_SIZE)
+    sides = tuple(int(a + u * (b - a + 1)) for a, b, u in zip(low, high, draws[:2], strict=True))
+    starts = tuple(int(u * (a - b + 1)) for a, b, u in zip(whole, sides, draws[2:], strict=True))
+    return tuple(value * n / m for value, n, m in zip((*starts, *sides), size * 2, whole * 2, strict=True))
 
 
 @dataclass(frozen=True)
@@ -452,9 +466,9 @@ class Objects:
         return self._with(lambda tensor: tensor.pin_memory())
 
     def per_image(self) -> list[dict[str, Tensor]]:
-        """As torchvision's detection parts want them: boxes, labels and masks of each image."""
-        boxes, labels = self.boxes.split(self.counts), self.labels.split(self.counts)
-        images = [{"boxes": b, "labels": c} for b, c in zip(boxes, labels, strict=True)]
+        """As torchvision's detection parts want them: boxes, labels, masks and size (height, width) of each image."""
+        parts = zip(self.boxes.split(self.counts), self.labels.split(self.counts), self.sizes, strict=True)
+        images = [{"boxes": b, "labels": c, "size": torch.tensor(size)} for b, c, size in parts]
         if self.masks is not None:
             for image, masks in zip(images, self.masks.split(self.counts), strict=True):
                 image["masks"] = masks

@@ -6,6 +6,7 @@ A detector is used as its run was validated, unless the options say otherwise.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
@@ -66,12 +68,19 @@ class Inference:
         resolved = resolve(fill(find, validated), DetectAugment())
         return Inference(model, resolved, info.backbone.mean, info.backbone.std)
 
+    def paste(self, mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> torch.Tensor:
+        """A mask put into its box on an image of (height, width), by the detector's rule: bool [height, width]."""
+        if self.model.options.rule == "mmdet":
+            return paste(mask, box, size)
+        whole: torch.Tensor = paste_masks_in_image(mask[None, None].float(), torch.tensor([box]), size)[0, 0]
+        return whole >= 0.5
+
     @property
     def transform(self) -> DetectTransform:
         """Makes the views that it needs."""
         assert self.find.size is not None
         assert self.find.max_size is not None
-        return DetectTransform((self.find.size,), self.find.max_size)
+        return DetectTransform(DetectAugment((self.find.size,), self.find.max_size))
 
     def on(self, device: torch.device | str) -> Callable[[Batch], Detections]:
         """Batch of one image, as bytes -> its objects."""
@@ -87,20 +96,33 @@ class Inference:
             boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)
             scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # the view is upright
             boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)
-            masks = _paste(answer["masks"].cpu(), boxes, size) if "masks" in answer else None
+            masks = None
+            if "masks" in answer:
+                pairs = zip(answer["masks"].cpu(), boxes.tolist(), strict=True)
+                masks = [run_lengths(self.paste(mask, box, size).numpy()[None])[0] for mask, box in pairs]
             scores, labels = answer["scores"].cpu().numpy().astype(np.float64), answer["labels"].cpu().numpy() - 1
             detections.append(Detections(boxes, scores, labels, masks))
         return detections
 
 
-def _paste(masks: torch.Tensor, boxes: np.ndarray, size: tuple[int, int]) -> list[dict[str, Any]]:
-    """Masks [n, 28, 28] put into their boxes on an image of (height, width), one after the other to save memory."""
-    pasted = []
-    for mask, box in zip(masks, boxes, strict=True):
-        where = torch.from_numpy(box[None]).float()
-        whole = paste_masks_in_image(mask[None, None].float(), where, size)[0, 0]
-        pasted += run_lengths((whole >= 0.5).numpy()[None])
-    return pasted
+def paste(mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> torch.Tensor:
+    """A mask [28, 28] of probabilities put into its box on an image of (height, width): bool [height, width].
+
+    A pixel is inside if the mask, interpolated at its centre, is at least one half.
+    """
+    whole = torch.zeros(size, dtype=torch.bool)
+    axes, spans = [], []
+    for low, high, length in zip(box[:2], box[2:], size[::-1], strict=True):
+        start = min(max(math.floor(low) - 1, 0), length)
+        span = slice(start, max(min(math.ceil(high) + 1, length), start))
+        spans.append(span)
+        axes.append((torch.arange(span.start, span.stop) + 0.5 - low) / max(high - low, 1e-6) * 2 - 1)
+    grid = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="ij")[::-1], -1).float()
+    if grid.numel():
+        whole[spans[1], spans[0]] = (
+            F.grid_sample(mask[None, None].float(), grid[None], align_corners=False)[0, 0] >= 0.5
+        )
+    return whole
 
 
 def truth_of(data: InstanceSet, i: int, masks: bool) -> Detections:

@@ -8,22 +8,26 @@ Mask R-CNN with Swin-T / S / B 86 / 107 / 145 (with boxes per class, as the reci
 
 Cai and Vasconcelos 2018 (Cascade R-CNN, section 4): stage t looks at the boxes that stage t - 1 refined, is trained on
 proposals that overlap an object by IoU 0.5, 0.6, 0.7, and regresses with finer steps: the differences (dx, dy, dw, dh)
-are multiplied by (10, 10, 5, 5), (20, 20, 10, 10), (30, 30, 15, 15). The losses of the stages weigh 1, 0.5, 0.25.
-Mask R-CNN (He et al. 2017) is the first stage alone. At test time class scores are averaged over the stages, each on
-its own boxes; the boxes are those of the last stage; masks are predicted in the final boxes by all stages and averaged.
+are divided by (.1, .1, .2, .2), (.05, .05, .1, .1), (.033, .033, .067, .067). The losses of the stages weigh 1, 0.5,
+0.25. Mask R-CNN (He et al. 2017) is the first stage alone. At test time class logits are averaged over the stages, each
+on its own boxes; the boxes are those of the last stage; masks are predicted in the final boxes by all stages and
+averaged.
 
 Between the stages of a training step, the sampled regions are refined and sampled anew; true boxes, which are added to
 every stage's proposals, are not passed on. With boxes per class, a region is refined with the box of its true class, or
 of its likeliest class if it has none. No gradient flows through the refined boxes.
 
-Matching, sampling, coding of boxes, RoIAlign and the mask loss are torchvision's; what is computed from box coordinates
-stays in float32 under mixed precision.
+Matching, RoIAlign, losses and initial weights are those of mmdet and of Swin's detectors, with which the papers'
+numbers were made; docs/detect.md lists what is not. Layers, sampling and coding of boxes are torchvision's. What is
+computed from box coordinates stays in float32 under mixed precision. Detectors of the first version had torchvision's
+rules, which their weights keep (`DetectorOptions.rule`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,19 +36,17 @@ import torch.nn.functional as F
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torchvision.models.detection import _utils as parts
-from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.models.detection.roi_heads import maskrcnn_loss
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import (
     FeaturePyramidNetwork,
-    MultiScaleRoIAlign,
     batched_nms,
     box_iou,
     clip_boxes_to_image,
     generalized_box_iou_loss,
+    roi_align,
 )
 
 from everytoken.errors import EverytokenError
@@ -55,15 +57,152 @@ from everytoken.tasks.detect.options import NEW_RUN, DetectorOptions, FindOption
 from everytoken.tasks.options import BackboneOptions, fill
 
 IOUS = (0.5, 0.6, 0.7)
-CODES = ((10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.0, 15.0, 15.0))
+DEVIATIONS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
 LOSS_WEIGHTS = (1.0, 0.5, 0.25)
 POSITIVE = 0.25  # part of the sampled regions that may be objects
-_GIOU_WEIGHT = 10.0
 RATIOS = (0.5, 1.0, 2.0)  # height / width of the anchors
 STRIDES = [4, 8, 16, 32]
 LEVELS = ["0", "1", "2", "3"]  # of the pyramid; the coarsest is for proposals only
+_FINEST = 56  # regions up to twice this side are read from the finest level, and so on
+_GIOU_WEIGHT = 10.0
+_BEFORE_NMS = {"training": 2000, "testing": 1000}  # proposals of a level
 
 Size = tuple[int, int]
+
+
+def assign(iou: Tensor, low: float, high: float, best_from: float | None) -> Tensor:
+    """The object that each box is matched with: its number, -1 for none, -2 for boxes that are left alone.
+
+    Args:
+        iou: [objects, boxes]. low, high: below `low`, a box has no object; from `high` on, that of its largest IoU.
+        best_from: every object also gets the boxes that overlap it most, if that is at least so much; None: it does
+            not. Later objects take such boxes from earlier ones.
+    """
+    if not iou.numel():
+        return torch.full((iou.shape[1],), -1, dtype=torch.int64, device=iou.device)
+    value, match = iou.max(0)
+    match = torch.where(value < low, -1, torch.where(value < high, -2, match))
+    if best_from is not None:
+        best = iou.max(1).values
+        for k in torch.where(best >= best_from)[0].tolist():
+            match[iou[k] == best[k]] = k
+    return match
+
+
+def pool_regions(levels: dict[str, Tensor], boxes: Sequence[Tensor], size: int, aligned: bool = True) -> Tensor:
+    """RoIAlign of the boxes [n, 4] of each image on the level that fits their size: [sum n, D, size, size].
+
+    Args:
+        aligned: cells lie between whole coordinates, and large regions are sampled densely; False: the first version's
+            half a cell beside it, and 2 x 2 samples.
+    """
+    rois = _rois(boxes)
+    side = (rois[:, 3:] - rois[:, 1:3]).clamp(min=0).prod(1).sqrt()
+    level = torch.log2(side / _FINEST + 1e-6).floor().clamp(0, len(LEVELS) - 1)
+    out = levels[LEVELS[0]].new_zeros(len(rois), levels[LEVELS[0]].shape[1], size, size)
+    for k, (name, stride) in enumerate(zip(LEVELS, STRIDES, strict=True)):
+        some = torch.where(level == k)[0]
+        out[some] = roi_align(levels[name], rois[some], size, 1 / stride, -1 if aligned else 2, aligned).to(out.dtype)
+    return out
+
+
+def _rois(boxes: Sequence[Tensor], numbers: Sequence[Tensor] | None = None) -> Tensor:
+    """[sum n, 5]: the number of the picture (by default, of the image), and the box."""
+    numbers = numbers or [torch.full((len(b),), k, device=b.device) for k, b in enumerate(boxes)]
+    return torch.cat([torch.cat(list(numbers))[:, None].to(boxes[0].dtype), torch.cat(list(boxes))], 1)
+
+
+# -- proposals --------------------------------------------------------------------------------------------------------
+
+
+class Anchors(nn.Module):
+    """Anchors at exact strides, in float32: squares of `scale` cells and shapes of the same area around each cell.
+
+    Args:
+        rounded: to whole pixels, as in the first version.
+    """
+
+    def __init__(self, strides: Sequence[int], scale: float, rounded: bool = False) -> None:
+        super().__init__()
+        self.strides = list(strides)
+        shapes = torch.tensor([[-1 / math.sqrt(r), -math.sqrt(r), 1 / math.sqrt(r), math.sqrt(r)] for r in RATIOS])
+        self.cells = [scale * stride * shapes / 2 for stride in strides]
+        if rounded:
+            self.cells = [cell.round() for cell in self.cells]
+
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        """[n, 4] for each image."""
+        boxes = []
+        for grid, cell, stride in zip(feature_maps, self.cells, self.strides, strict=True):
+            y, x = (torch.arange(length, device=grid.device) * float(stride) for length in grid.shape[-2:])
+            centres = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1).reshape(-1, 1, 2)
+            boxes.append((centres.repeat(1, 1, 2) + cell.to(grid.device)).reshape(-1, 4))
+        return [torch.cat(boxes)] * len(image_list.image_sizes)
+
+
+class ProposalHead(RPNHead):
+    """Answers in float32, whatever the precision of the maps, because boxes are decoded in the type of the answers."""
+
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Objectness and box codes of each level."""
+        logits, codes = super().forward(x)
+        return [t.float() for t in logits], [t.float() for t in codes]
+
+
+class Proposals(RegionProposalNetwork):
+    """torchvision's, trained as in mmdet: 256 anchors of an image, at most half of them objects.
+
+    An anchor is an object from IoU 0.7 on, and background below 0.3; the best anchors of an object are its own from 0.3
+    on. Anchors around the padding of an image are left out.
+
+    Args:
+        inside: leave out anchors that lie partly outside of their image, too.
+        beta: of the smooth L1 loss of the boxes; 0: L1.
+    """
+
+    def __init__(
+        self, anchors: Anchors, head: RPNHead, before: dict[str, int], after: dict[str, int], inside: bool, beta: float
+    ) -> None:
+        super().__init__(anchors, head, 0.7, 0.3, 256, 0.5, before, after, 0.7)
+        self.inside, self.beta = inside, beta
+
+    def assign_targets_to_anchors(
+        self, anchors: list[Tensor], targets: list[dict[str, Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each image: 1, 0 or -1 (left alone) for every anchor, and the box of its object."""
+        labels, boxes = [], []
+        for anchor, target in zip(anchors, targets, strict=True):
+            size = target["size"].to(anchor)[[1, 0]]  # (width, height)
+            padded = (size / STRIDES[-1]).ceil() * STRIDES[-1]
+            valid = ((anchor[:, :2] + anchor[:, 2:]) / 2 < padded).all(1)
+            if self.inside:
+                valid &= (anchor[:, :2] >= 0).all(1) & (anchor[:, 2:] < size).all(1)
+            match = torch.full((len(anchor),), -2, device=anchor.device)
+            match[valid] = assign(box_iou(target["boxes"], anchor[valid]), 0.3, 0.7, 0.3)
+            labels.append(torch.where(match >= 0, 1.0, match + 1.0))
+            boxes.append(_with_none(target["boxes"])[match.clamp(min=-1) + 1])
+        return labels, boxes
+
+    def compute_loss(
+        self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Of the sampled anchors: cross-entropy, and the loss of the boxes; both divided by their number."""
+        positive, negative = (torch.cat(part).bool() for part in self.fg_bg_sampler(labels))
+        sampled = positive | negative
+        count = max(int(sampled.sum()), 1)
+        wanted = torch.cat(labels)[sampled]
+        scores = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], wanted, reduction="sum")
+        targets = torch.cat(regression_targets)[positive]
+        boxes = F.smooth_l1_loss(pred_bbox_deltas[positive], targets, beta=self.beta, reduction="sum")
+        return scores / count, boxes / count
+
+
+def _with_none(values: Tensor) -> Tensor:
+    """With a row of zeros before the first one, for the number -1 + 1."""
+    return torch.cat([values.new_zeros(1, *values.shape[1:]), values])
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,7 +210,7 @@ class Sampled:
     """Regions of one image that a stage is trained on.
 
     Attributes:
-        boxes: [n, 4]. labels: int64 [n], 0 for none. matched: int64 [n], the true box of each.
+        boxes: [n, 4]. labels: int64 [n], 0 for none. matched: int64 [n], the true box of each, -1 for none.
         added: bool [n], true boxes that were added to the proposals.
     """
 
@@ -85,31 +224,32 @@ class Stage(nn.Module):
     """Class, box and mask of regions.
 
     Args:
-        number: of the stage, from 0: its IoU and its code.
-        classes: without background. channels: of the pyramid. hidden: of the box head.
-        conv: four convolutions and one hidden layer instead of two hidden layers.
-        agnostic: one box for all classes.
+        number: of the stage, from 0: its IoU and the deviations of its boxes.
+        classes: of objects. options: of the detector, nothing left open.
     """
 
-    def __init__(
-        self, number: int, classes: int, channels: int, hidden: int, *, conv: bool, agnostic: bool, masks: bool
-    ) -> None:
+    def __init__(self, number: int, classes: int, options: DetectorOptions) -> None:
         super().__init__()
-        self.iou, self.weight, self.agnostic = IOUS[number], LOSS_WEIGHTS[number], agnostic
-        self.coder = parts.BoxCoder(CODES[number])
-        self.matcher = parts.Matcher(self.iou, self.iou, allow_low_quality_matches=False)
-        if conv:
+        channels, hidden = options.channels, options.hidden
+        self.iou, self.weight = IOUS[number], LOSS_WEIGHTS[number]
+        self.agnostic, self.box_loss = bool(options.class_agnostic), options.box_loss
+        self.best_from = self.iou if options.detector == "mask" else None
+        first_version = options.rule == "torchvision" and number == 2
+        deviations = (1 / 30, 1 / 30, 1 / 15, 1 / 15) if first_version else DEVIATIONS[number]
+        self.coder = parts.BoxCoder(tuple(1 / v for v in deviations))
+        if options.box_head == "conv":
             self.head = FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [hidden], nn.BatchNorm2d)
         else:
             self.head = TwoMLPHead(channels * 49, hidden)
+        _start_xavier(self.head, nn.Linear)
         self.classify = nn.Linear(hidden, classes + 1)
-        self.regress = nn.Linear(hidden, 4 if agnostic else 4 * classes)
+        self.regress = nn.Linear(hidden, 4 if self.agnostic else 4 * classes)
         nn.init.normal_(self.classify.weight, std=0.01)
         nn.init.normal_(self.regress.weight, std=0.001)
         nn.init.zeros_(self.classify.bias)
         nn.init.zeros_(self.regress.bias)
         self.mask: nn.Module | None = None
-        if masks:
+        if options.masks:
             self.mask = nn.Sequential(
                 MaskRCNNHeads(channels, [channels] * 4, 1), MaskRCNNPredictor(channels, channels, classes)
             )
@@ -119,14 +259,9 @@ class Stage(nn.Module):
         x = self.head(pooled)
         return self.classify(x).float(), self.regress(x).float().unflatten(1, (-1, 4))
 
-    def match(self, boxes: Tensor, truth: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each box [n, 4]: the true box that it overlaps most, and its class, 0 if that is less than `iou`."""
-        if not len(truth) or not len(boxes):
-            none = torch.zeros(len(boxes), dtype=torch.int64, device=boxes.device)
-            return none, none
-        best = self.matcher(box_iou(truth, boxes))
-        matched = best.clamp(min=0)
-        return matched, torch.where(best < 0, 0, labels[matched])
+    def match(self, boxes: Tensor, truth: Tensor) -> Tensor:
+        """The true box of each box [n, 4], -1 for none."""
+        return assign(box_iou(truth, boxes), self.iou, self.iou, self.best_from)
 
     def chosen(self, codes: Tensor, labels: Tensor) -> Tensor:
         """The codes [n, 4] of each region for its class (from 1), of [n, 1 or K, 4]."""
@@ -146,43 +281,54 @@ class Stage(nn.Module):
             best = torch.where(labels > 0, labels, best)
         return self.decode(self.chosen(codes, best), boxes)
 
+    def losses_of_boxes(self, codes: Tensor, boxes: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+        """Loss of the regions with an object; divided by the number of all regions."""
+        some = torch.where(labels > 0)[0]
+        chosen = self.chosen(codes[some], labels[some])
+        if self.box_loss == "giou":
+            decoded = self.decode(chosen, boxes[some])
+            loss: Tensor = _GIOU_WEIGHT * generalized_box_iou_loss(decoded, targets[some], reduction="sum")
+        else:
+            wanted = self.coder.encode_single(targets[some], boxes[some])
+            loss = F.smooth_l1_loss(chosen, wanted, beta=float(self.box_loss == "smooth_l1"), reduction="sum")
+        return loss / max(len(labels), 1)
+
 
 class CascadeHeads(nn.Module):
     """All stages.
 
     Args:
-        stages: 1 or 3. regions: of an image that each stage is trained on. box_loss: see `DetectorOptions`.
-        others: of `Stage`.
+        classes: of objects. options: of the detector, nothing left open.
     """
 
-    def __init__(self, stages: int, regions: int, box_loss: str, **others: Any) -> None:
+    def __init__(self, classes: int, options: DetectorOptions) -> None:
         super().__init__()
-        self.stages = nn.ModuleList([Stage(k, **others) for k in range(stages)])
-        self.box_pool = MultiScaleRoIAlign(LEVELS, 7, 2)
-        self.mask_pool = MultiScaleRoIAlign(LEVELS, 14, 2)
-        self.sampler = parts.BalancedPositiveNegativeSampler(regions, POSITIVE)
-        self.box_loss = box_loss
+        count = 3 if options.detector == "cascade" else 1
+        self.stages = nn.ModuleList([Stage(k, classes, options) for k in range(count)])
+        self.sampler = parts.BalancedPositiveNegativeSampler(options.regions, POSITIVE)
+        self.aligned = self.mean_of_logits = options.rule == "mmdet"
+
+    def pool(self, levels: dict[str, Tensor], boxes: Sequence[Tensor], size: int) -> Tensor:
+        """See `pool_regions`."""
+        return pool_regions(levels, boxes, size, self.aligned)
 
     def sample(self, stage: Stage, proposals: Tensor, truth: dict[str, Tensor]) -> Sampled:
         """Some of the proposals of an image and of its true boxes, matched."""
         boxes = torch.cat([proposals, truth["boxes"]])
-        matched, labels = stage.match(boxes, truth["boxes"], truth["labels"])
+        own = torch.arange(len(truth["boxes"]), device=boxes.device)
+        matched = torch.cat([stage.match(proposals, truth["boxes"]), own])
+        labels = _with_none(truth["labels"])[matched + 1]
         (positive,), (negative,) = self.sampler([labels])
         keep = torch.where(positive.bool() | negative.bool())[0]
         return Sampled(boxes[keep], labels[keep], matched[keep], keep >= len(proposals))
 
     def losses(
-        self,
-        levels: dict[str, Tensor],
-        proposals: list[Tensor],
-        sizes: Sequence[Size],
-        canvas: Size,
-        truth: list[dict[str, Tensor]],
+        self, levels: dict[str, Tensor], proposals: list[Tensor], sizes: Sequence[Size], truth: list[dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Loss terms of all stages: class, box and mask, numbered from 1 if there are several; with stage weights.
 
         Args:
-            proposals: [n, 4] of each image. sizes: (height, width) of each. canvas: of all of them.
+            proposals: [n, 4] of each image. sizes: (height, width) of each.
             truth: boxes, labels (from 1) and masks of each.
         """
         terms: dict[str, Tensor] = {}
@@ -190,13 +336,13 @@ class CascadeHeads(nn.Module):
             stage: Any = module
             name = str(k + 1) if len(self.stages) > 1 else ""
             regions = [self.sample(stage, p, t) for p, t in zip(proposals, truth, strict=True)]
-            logits, codes = stage(self.box_pool(levels, [r.boxes for r in regions], [canvas]))
+            logits, codes = stage(self.pool(levels, [r.boxes for r in regions], 7))
             labels, boxes = torch.cat([r.labels for r in regions]), torch.cat([r.boxes for r in regions])
             terms[f"class{name}"] = stage.weight * F.cross_entropy(logits, labels)
-            targets = torch.cat([_pick(t["boxes"], r.matched) for r, t in zip(regions, truth, strict=True)])
-            terms[f"box{name}"] = stage.weight * self._box_loss(stage, codes, boxes, labels, targets)
+            targets = torch.cat([_with_none(t["boxes"])[r.matched + 1] for r, t in zip(regions, truth, strict=True)])
+            terms[f"box{name}"] = stage.weight * stage.losses_of_boxes(codes, boxes, labels, targets)
             if stage.mask is not None:
-                terms[f"mask{name}"] = stage.weight * self._mask_loss(stage, levels, regions, canvas, truth)
+                terms[f"mask{name}"] = stage.weight * self._mask_loss(stage, levels, regions, truth)
             if k + 1 < len(self.stages):
                 with torch.no_grad():
                     moved = stage.refine(logits, codes, boxes, labels).split([len(r.boxes) for r in regions])
@@ -205,77 +351,57 @@ class CascadeHeads(nn.Module):
                     ]
         return terms
 
-    def _box_loss(self, stage: Stage, codes: Tensor, boxes: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-        """Of the regions with an object; divided by the number of all regions."""
-        some = torch.where(labels > 0)[0]
-        chosen = stage.chosen(codes[some], labels[some])
-        if self.box_loss == "giou":
-            decoded = stage.decode(chosen, boxes[some])
-            loss: Tensor = _GIOU_WEIGHT * generalized_box_iou_loss(decoded, targets[some], reduction="sum")
-        else:
-            wanted = stage.coder.encode_single(targets[some], boxes[some])
-            loss = F.smooth_l1_loss(chosen, wanted, beta=1 / 9, reduction="sum")
-        return loss / max(len(labels), 1)
-
     def _mask_loss(
-        self,
-        stage: Stage,
-        levels: dict[str, Tensor],
-        regions: list[Sampled],
-        canvas: Size,
-        truth: list[dict[str, Tensor]],
+        self, stage: Any, levels: dict[str, Tensor], regions: list[Sampled], truth: list[dict[str, Tensor]]
     ) -> Tensor:
-        assert stage.mask is not None
+        """Cross-entropy inside the regions with an object, whose masks are sampled as the regions are."""
         boxes = [r.boxes[r.labels > 0] for r in regions]
-        matched = [r.matched[r.labels > 0] for r in regions]
-        logits = stage.mask(self.mask_pool(levels, boxes, [canvas])).float()
-        loss: Tensor = maskrcnn_loss(
-            logits, boxes, [t["masks"] for t in truth], [t["labels"] - 1 for t in truth], matched
-        )
-        return loss
+        logits = stage.mask(self.pool(levels, boxes, 14)).float()
+        labels = torch.cat([r.labels[r.labels > 0] for r in regions])
+        if not len(labels):
+            return logits.sum() * 0
+        targets = []
+        for region, box, objects in zip(regions, boxes, truth, strict=True):
+            rois = _rois([box], [region.matched[region.labels > 0]])
+            targets.append(roi_align(objects["masks"][:, None].to(box), rois, logits.shape[-1], 1.0, -1, aligned=True))
+        wanted = (torch.cat(targets)[:, 0] >= 0.5).float()
+        rows = torch.arange(len(labels), device=labels.device)
+        return F.binary_cross_entropy_with_logits(logits[rows, labels - 1], wanted)
 
     def detect(
-        self, levels: dict[str, Tensor], proposals: list[Tensor], sizes: Sequence[Size], canvas: Size, find: FindOptions
+        self, levels: dict[str, Tensor], proposals: list[Tensor], sizes: Sequence[Size], find: FindOptions
     ) -> list[dict[str, Tensor]]:
         """Of each image: boxes [n, 4], scores [n], labels [n] (from 1) and, if masks are found, masks [n, 28, 28]."""
         counts = [len(p) for p in proposals]
-        scores: Tensor | None = None
-        boxes = torch.cat(proposals)
+        boxes, total = torch.cat(proposals), torch.zeros(())
         final = boxes[:, None]
         for k, module in enumerate(self.stages):
             stage: Any = module
-            logits, codes = stage(self.box_pool(levels, list(boxes.split(counts)), [canvas]))
-            now = logits.softmax(-1)
-            scores = now if scores is None else scores + now
+            logits, codes = stage(self.pool(levels, list(boxes.split(counts)), 7))
+            total = total.to(logits) + (logits if self.mean_of_logits else logits.softmax(-1)) / len(self.stages)
             if k + 1 < len(self.stages):
                 moved = stage.refine(logits, codes, boxes).split(counts)
                 boxes = torch.cat([clip_boxes_to_image(b, s) for b, s in zip(moved, sizes, strict=True)])
             else:
                 flat = stage.decode(codes.flatten(0, 1), boxes.repeat_interleave(codes.shape[1], 0))
                 final = flat.unflatten(0, codes.shape[:2])
-        assert scores is not None
-        scores = scores / len(self.stages)
+        scores = total.softmax(-1) if self.mean_of_logits else total
         images = zip(scores.split(counts), final.split(counts), sizes, strict=True)
         detections = [_suppress(score[:, 1:], box, size, find) for score, box, size in images]
-        self._add_masks(levels, detections, canvas)
+        self._add_masks(levels, detections)
         return detections
 
-    def _add_masks(self, levels: dict[str, Tensor], detections: list[dict[str, Tensor]], canvas: Size) -> None:
+    def _add_masks(self, levels: dict[str, Tensor], detections: list[dict[str, Tensor]]) -> None:
         stages: list[Any] = [s for s in self.stages if s.mask is not None]
         if not stages:
             return
         labels = torch.cat([image["labels"] for image in detections])
-        pooled = self.mask_pool(levels, [image["boxes"] for image in detections], [canvas])
+        pooled = self.pool(levels, [image["boxes"] for image in detections], 14)
         rows = torch.arange(len(labels), device=labels.device)
         each_stage = [stage.mask(pooled).float().sigmoid()[rows, labels - 1] for stage in stages]
         masks = torch.stack(each_stage).mean(0).split([len(image["labels"]) for image in detections])
         for image, mask in zip(detections, masks, strict=True):
             image["masks"] = mask
-
-
-def _pick(boxes: Tensor, numbers: Tensor) -> Tensor:
-    """boxes[numbers], or zeros if there is no box."""
-    return boxes[numbers] if len(boxes) else boxes.new_zeros(len(numbers), 4)
 
 
 def _suppress(scores: Tensor, boxes: Tensor, size: Size, find: FindOptions) -> dict[str, Tensor]:
@@ -291,29 +417,14 @@ def _suppress(scores: Tensor, boxes: Tensor, size: Size, find: FindOptions) -> d
     return {"boxes": box[keep], "scores": value[keep], "labels": label[keep] + 1}
 
 
-class Anchors(AnchorGenerator):
-    """Anchors at exact strides, in float32; torchvision infers strides from the maps, which are rounded up."""
-
-    def __init__(self, strides: Sequence[int], scale: float) -> None:
-        super().__init__(tuple((int(scale * s),) for s in strides), (RATIOS,) * len(strides))
-        self.level_strides = list(strides)
-
-    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """[n, 4] for each image."""
-        device = feature_maps[0].device
-        self.set_cell_anchors(torch.float32, device)
-        steps = [[torch.tensor(s, device=device)] * 2 for s in self.level_strides]
-        grids = [list(m.shape[-2:]) for m in feature_maps]
-        return [torch.cat(self.grid_anchors(grids, steps))] * len(image_list.image_sizes)
+def _start_xavier(module: nn.Module, kind: type[nn.Module]) -> None:
+    for layer in module.modules():
+        if isinstance(layer, kind):
+            nn.init.xavier_uniform_(layer.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
 
-class ProposalHead(RPNHead):
-    """Answers in float32, whatever the precision of the maps, because boxes are decoded in the type of the answers."""
-
-    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Objectness and box codes of each level."""
-        logits, codes = super().forward(x)
-        return [t.float() for t in logits], [t.float() for t in codes]
+# -- the detector ------------------------------------------------------------------------------------------------------
 
 
 class SimplePyramid(nn.Module):
@@ -363,36 +474,28 @@ class Detector(nn.Module):
                 f"{name} takes images of one size only, and detection feeds images of many; take a backbone that takes "
                 "any size, such as Swin, ConvNeXt, ResNet, ViT or LV-ViT"
             )
+        options = _resolved(options)
         self.features, self.options = features, options
-        channels = options.channels
+        channels, cascade = options.channels, options.detector == "cascade"
         if features.plain:
             self.pyramid: nn.Module = SimplePyramid(features.dims, features.strides, channels)
             strides: list[int] = self.pyramid.strides
         else:
             self.pyramid = FeaturePyramidNetwork(features.dims, channels)
+            _start_xavier(self.pyramid, nn.Conv2d)
             strides = features.strides
         if strides != STRIDES:
             raise EverytokenError(
                 f"{name} gives feature maps at strides {strides}, and the detector wants {STRIDES}: take a transformer "
                 "with patches of 16 pixels, or a network with stages at these strides"
             )
-        count = {"training": options.proposals, "testing": max(options.proposals // 2, 1)}
-        anchors = Anchors([*strides, 64], options.anchor_scale)
+        before, after = _BEFORE_NMS, {"training": options.proposals, "testing": min(options.proposals, 1000)}
+        if options.rule == "torchvision":
+            before = after = {"training": options.proposals, "testing": max(options.proposals // 2, 1)}
+        anchors = Anchors([*strides, 64], options.anchor_scale, rounded=options.rule == "torchvision")
         head = ProposalHead(channels, len(RATIOS))
-        self.rpn = RegionProposalNetwork(anchors, head, 0.7, 0.3, 256, 0.5, count, count, 0.7)
-        cascade = options.detector == "cascade"
-        agnostic = options.class_agnostic if options.class_agnostic is not None else cascade
-        self.heads = CascadeHeads(
-            3 if cascade else 1,
-            options.regions,
-            options.box_loss,
-            classes=classes,
-            channels=channels,
-            hidden=options.hidden,
-            conv=options.box_head == "conv" or (options.box_head == "auto" and cascade),
-            agnostic=agnostic,
-            masks=options.masks,
-        )
+        self.rpn = Proposals(anchors, head, before, after, inside=cascade, beta=1 / 9 if cascade else 0)
+        self.heads = CascadeHeads(classes, options)
 
     def train(self, mode: bool = True) -> Detector:
         """Training mode; batch norms of the backbone stay as they are if the options say so."""
@@ -403,8 +506,8 @@ class Detector(nn.Module):
                     module.eval()
         return self
 
-    def levels(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor, Size]:
-        """Levels of the pyramid, the images padded to whole cells of the coarsest stage, and their size."""
+    def levels(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Levels of the pyramid, and the images, padded to whole cells of the coarsest stage."""
         images = F.pad(images, (0, -images.shape[-1] % STRIDES[-1], 0, -images.shape[-2] % STRIDES[-1]))
         maps = self.features(images)
         if self.features.plain:
@@ -412,15 +515,14 @@ class Detector(nn.Module):
         else:
             levels = dict(self.pyramid(dict(zip(LEVELS, maps, strict=True))))
         levels["pool"] = F.max_pool2d(levels[LEVELS[-1]], 1, 2)
-        return levels, images, (images.shape[-2], images.shape[-1])
+        return levels, images
 
     def losses(self, images: Tensor, objects: Objects) -> dict[str, Tensor]:
         """Loss terms by name: objectness and anchor (of the proposals), and those of the heads."""
-        levels, images, canvas = self.levels(images)
-        truth = objects.per_image()
-        sizes = list(objects.sizes)
+        levels, images = self.levels(images)
+        truth, sizes = objects.per_image(), list(objects.sizes)
         proposals, terms = self.rpn(ImageList(images, sizes), levels, truth)
-        heads = self.heads.losses(levels, proposals, sizes, canvas, truth)
+        heads = self.heads.losses(levels, proposals, sizes, truth)
         return {"objectness": terms["loss_objectness"], "anchor": terms["loss_rpn_box_reg"], **heads}
 
     @torch.no_grad()
@@ -430,9 +532,21 @@ class Detector(nn.Module):
         Args:
             images: normalised [B, 3, H, W]. sizes: (height, width) of each on this canvas.
         """
-        levels, images, canvas = self.levels(images)
+        levels, images = self.levels(images)
         proposals, _ = self.rpn(ImageList(images, list(sizes)), levels)
-        return self.heads.detect(levels, proposals, sizes, canvas, fill(find, NEW_RUN))
+        return self.heads.detect(levels, proposals, sizes, fill(find, NEW_RUN))
+
+
+def _resolved(options: DetectorOptions) -> DetectorOptions:
+    """With nothing left open."""
+    cascade = options.detector == "cascade"
+    return replace(
+        options,
+        box_head=("conv" if cascade else "mlp") if options.box_head == "auto" else options.box_head,
+        box_loss=("smooth_l1" if cascade else "l1") if options.box_loss == "auto" else options.box_loss,
+        class_agnostic=cascade if options.class_agnostic is None else options.class_agnostic,
+        proposals=options.proposals or (2000 if cascade else 1000),
+    )
 
 
 @dataclass(frozen=True)
@@ -448,6 +562,12 @@ class DetectorInfo(DenseInfo):
     detector: DetectorOptions
     find: FindOptions
 
+    @classmethod
+    def upgrade(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Detectors of the first version, which did not name its rule, keep it."""
+        detector = values.get("detector")
+        return {**values, "detector": {"rule": "torchvision", **detector}} if isinstance(detector, dict) else values
+
 
 def build_detector(
     backbone: BackboneOptions,
@@ -461,6 +581,8 @@ def build_detector(
     Args:
         size: of the position embeddings, if the backbone has any; they are resized for every image.
     """
+    if options.rule != "mmdet":
+        raise EverytokenError('rule "torchvision" is that of older detectors, which can be used but not trained')
     features, info = build_features(backbone, -(-size // STRIDES[-1]) * STRIDES[-1])
     model = Detector(features, options, len(class_names))
     taps = tuple(features.indices) if features.plain else ()

@@ -23,20 +23,24 @@ class DetectorOptions:
     """conv: four convolutions with batch norm and a hidden layer. mlp: two hidden layers. auto: conv for cascade."""
     class_agnostic: bool | None = None
     """One box for all classes of a region, instead of one for each class. Default: yes for cascade, no for mask."""
-    box_loss: Literal["smooth_l1", "giou"] = "smooth_l1"
-    """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades."""
+    box_loss: Literal["auto", "l1", "smooth_l1", "giou"] = "auto"
+    """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades. auto: smooth_l1 for
+    cascade, l1 for mask."""
     channels: int = 256
     """Channels of the pyramid and of the convolutions in the heads."""
     hidden: int = 1024
     """Width of the hidden layers of a box head."""
     anchor_scale: float = 8
     """Side of the anchors, in cells of their level."""
-    proposals: int = 2000
-    """Proposals per image in training; half as many in evaluation."""
+    proposals: int = 0
+    """Proposals per image, in evaluation at most 1000; 0: 2000 for cascade, 1000 for mask."""
     regions: int = 512
     """Proposals per image that each stage is trained on, at most a quarter of them objects."""
     norm_eval: bool = False
     """Keep the backbone's batch norms as they are (pretrained ResNets with few images per process)."""
+    rule: tyro.conf.Suppress[Literal["mmdet", "torchvision"]] = "mmdet"
+    """Whose matching, RoIAlign and averaging of scores it is; torchvision: of detectors of the first version, which can
+    be used but not trained."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class DetectData(BatchOptions, CocoOptions):
 
 @dataclass(frozen=True)
 class DetectAugment:
-    """Augmentation: a random size and a flip."""
+    """Augmentation: a random crop, a random size and a flip."""
 
     sizes: tuple[int, ...] = tuple(range(480, 801, 32))
     """Short sides, one of which is drawn for each image."""
@@ -73,6 +77,9 @@ class DetectAugment:
     """The long side is at most this; the short side is then smaller than drawn."""
     hflip: float = 0.5
     """Chance of a left-right flip."""
+    crop: float = 0.5
+    """Chance of a random crop before the resize, as in Swin's set-up: of an image with a short side of 400, 500 or 600
+    pixels, 384 to 600 of each side."""
 
 
 @dataclass(frozen=True)

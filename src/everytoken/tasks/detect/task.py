@@ -62,16 +62,20 @@ class DetectTask(DenseTask):
     options: DetectOptions
 
     def __init__(self, options: DetectOptions, world: World, folder: RunFolder) -> None:
+        if "epochs" in (config := folder.read().config) and "rule" not in config:
+            raise EverytokenError(
+                f"{folder.path} was started by an older version, whose detectors were trained by other rules: train it "
+                "with that version to its end, or choose another output. Its weights can be evaluated and used."
+            )
         sets = _open_data(options, folder)
         names, side = tuple(sets[0].class_names), options.augment.sizes[-1]
         detector, info = build_detector(options.model, options.detector, side, names, options.find)
         super().__init__(DetectStep(detector), info, sets, options, world, folder)
 
     def train_views(self, skip: bool) -> ObjectViews:
-        """Random sizes and flips."""
-        augment, masks = self.options.augment, self.options.detector.masks
-        fill = fill_colour(self.info.backbone.mean)
-        transform = DetectTransform(augment.sizes, augment.longest, augment.hflip, fill)
+        """Random crops, sizes and flips."""
+        transform = DetectTransform(self.options.augment, fill_colour(self.info.backbone.mean))
+        masks = self.options.detector.masks
         return ObjectViews(self.train_set, transform, self.options.run.seed, masks=masks, skip=skip)
 
     def val_views(self, skip: bool) -> ObjectViews:
