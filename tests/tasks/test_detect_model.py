@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.detection.image_list import ImageList
 
 from everytoken.errors import EverytokenError
@@ -466,6 +467,22 @@ def test_the_papers_models_have_the_papers_sizes(detector, agnostic, size, milli
     assert count == pytest.approx(millions, abs=0.01)
     if detector == "cascade" and agnostic is False:
         assert round(count) == {"tiny": 86, "small": 107, "base": 145}[size]  # the table of the paper
+
+
+@pytest.mark.parametrize(("size", "billions"), [("tiny", 745), ("base", 982)])
+def test_the_papers_cascades_have_the_papers_multiplications(size, billions):
+    """At 1280 x 800 with 1000 regions and masks of 100, as mmdet counts (TL-Align, table 4)."""
+    names = tuple(map(str, range(80)))
+    options = DetectorOptions(class_agnostic=False)
+    with torch.device("meta"):
+        model, _ = build_detector(BackboneOptions(model=f"swin_{size}_patch4_window7_224"), options, 224, names)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            levels, _ = model.eval().levels(torch.empty(1, 3, 800, 1280))
+            model.rpn.head(list(levels.values()))
+            for stage in model.heads.stages:
+                stage(torch.empty(1000, 256, 7, 7))
+                stage.mask(torch.empty(100, 256, 14, 14))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(billions, abs=1)
 
 
 TINY = DetectorOptions(channels=16, hidden=24, regions=16, proposals=40, anchor_scale=4)

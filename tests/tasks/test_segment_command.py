@@ -43,19 +43,8 @@ def shapes(tmp_path_factory, make_shapes) -> Path:
 @pytest.fixture(scope="module")
 def run(shapes, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run") / "r"
-    length = [
-        "--iters",
-        "100",
-        "--val-iters",
-        "100",
-        "--warmup-iters",
-        "10",
-        "--lr",
-        "0.003",
-        "--scale",
-        "0.75",
-        "1.25",
-    ]
+    length = ["--iters", "100", "--val-iters", "100", "--warmup-iters", "10", "--lr", "0.003"]
+    length += ["--scale", "0.75", "1.25", "--test-scales", "1.0", "1.5"]
     length += ["--mode", "slide", "--stride", "20", "--scales", "0.75", "1.0", "--flip"]
     assert main(["segment", "train", str(shapes), *TINY, *length, "--output", str(out)]) == 0
     return out
@@ -81,6 +70,14 @@ def test_a_segmenter_is_used_as_it_was_validated_unless_told_otherwise(run):
     assert inference(run).short == 48
     other = inference(run, mode="whole", scales=(1.0,), flip=False, resize=64)
     assert (other.options, other.short) == (InferOptions("whole", 20, (1.0,), False, 64), 64)
+
+
+def test_several_scales_of_the_recipe_are_tested_with_one_flag(run, shapes, capsys):
+    found = []
+    for words in (["--multi-scale"], ["--scales", "1.0", "1.5", "--flip"]):
+        assert main(["segment", "eval", str(run), str(shapes), *CPU, "--json", *words]) == 0
+        found.append(json.loads(capsys.readouterr().out)["mIoU"])
+    assert found[0] == found[1]
 
 
 def test_weights_of_older_versions_open(run, tmp_path):

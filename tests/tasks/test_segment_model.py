@@ -1,4 +1,7 @@
-"""Heads, parameter counts of the papers, metrics, inference."""
+"""Heads, parameter counts of the papers, metrics, inference, released files."""
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,15 +10,25 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401
+from everytoken.cli import main
 from everytoken.engine.recipe import apply, header, read_recipe, recipe_names
 from everytoken.errors import EverytokenError
 from everytoken.tasks.backbone import Features, build_features
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.infer import Inference, best_class, slide, starts
 from everytoken.tasks.segment.metrics import Confusion
-from everytoken.tasks.segment.model import FcnHead, Segmenter, UperHead, load_segmenter
+from everytoken.tasks.segment.model import (
+    LVVIT,
+    FcnHead,
+    InterpolatedLevels,
+    Segmenter,
+    UperHead,
+    load_segmenter,
+    mmseg_name,
+)
 from everytoken.tasks.segment.options import DecoderOptions, EvalOptions, SegmentOptions
 from everytoken.tasks.segment.task import pixel_loss
 
@@ -53,23 +66,42 @@ def test_every_recipe_builds_a_model_of_the_size_in_its_first_line(name):
     optim = options.optim
     assert optim.iters == 160_000
     assert (optim.sched, optim.lr, optim.weight_decay) == ("linear", 6e-5, 0.01)
+    first = 0.75 if "lvvit" in name else 0.5  # token labeling's list, and drloc's, which is Swin's
+    assert options.evaluation.test_scales == tuple(s for s in (0.5, 0.75, 1.0, 1.25, 1.5, 1.75) if s >= first)
 
 
-def test_deit_s_has_58_million_with_the_neck_of_tl_align_and_fewer_with_side_layers():
-    """Table 3 of TL-Align has 58 M: its levels come from a neck of one 1x1 and one 3x3 convolution (with bias) per tap,
-    which interpolates; ours are the side layers of LV-ViT. The head is the same."""
+def test_deit_s_has_the_parameters_and_multiplications_of_tl_aligns_table_3():
+    """58 M, and 1032 G at 512 x 2048 as mmcv counts them: without attention, whose module it does not look into."""
     with torch.device("meta"):
-        backbone = timm.create_model("deit_small_patch16_224", img_size=512, num_classes=0)
-        model = Segmenter(Features(backbone), DecoderOptions(pyramid_channels=384), 150)
-        neck = [torch.nn.Conv2d(384, 384, k) for k in (1, 3) for _ in range(4)]
+        backbone = timm.create_model("deit_small_patch16_224", img_size=(512, 2048), num_classes=0)
+        model = Segmenter(Features(backbone), DecoderOptions(neck="interpolated"), 150).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, 3, 512, 2048))
+    parameters = sum(p.numel() for p in model.parameters()) - (32 * 128 - 32 * 32) * 384  # positions of 512 x 512
+    assert parameters == 57_995_180
+    counts = {str(name): value / 2e9 for name, value in counter.get_flop_counts()["Global"].items()}
+    projections = 12 * (32 * 128 + 1) * 4 * 384**2 / 1e9  # queries, keys, values and their output
+    assert round(sum(counts.values())) == 1216
+    assert round(sum(counts.values()) - counts["aten.bmm"] - projections) == 1032
 
-    def count(m):
-        return sum(p.numel() for p in m.parameters()) / 1e6
 
-    ours = count(model)
-    theirs = ours - count(model.pyramid) + sum(map(count, neck))
-    assert round(theirs) == 58
-    assert round(ours) == 56
+def test_the_interpolated_neck_equals_a_slow_version():
+    torch.manual_seed(0)
+    neck = InterpolatedLevels([4] * 4)
+    maps = [torch.randn(2, 4, 6, 8) for _ in range(4)]
+    for k, (level, scale) in enumerate(zip(neck(maps), (4, 2, 1, 0.5), strict=True)):
+        grid = torch.einsum("oc,bchw->bohw", neck.lateral[k].weight[:, :, 0, 0], maps[k])
+        grid = F.interpolate(grid, scale_factor=scale, mode="bilinear", align_corners=False)
+        torch.testing.assert_close(level, F.conv2d(grid, neck.convs[k].weight, padding=1), atol=1e-5, rtol=1e-4)
+    limit = (6 / (4 * 9 * 2)) ** 0.5
+    assert float(neck.convs[0].weight.detach().abs().max()) == pytest.approx(limit, rel=0.1)
+
+
+def test_convolutions_start_as_mmcvs():
+    head = UperHead([16, 24], 5, 64)
+    for conv, fan_out in ((head.fuse[0], 64 * 9), (head.lateral[0][0], 64), (FcnHead([16], 3, 64).convs[0][0], 64 * 9)):
+        assert float(conv.weight.detach().std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.1)
+    assert float(head.classifier[1].weight.detach().std()) == pytest.approx(0.01, rel=0.2)
 
 
 def test_upernet_equals_a_slow_version_written_out():
@@ -257,3 +289,183 @@ def test_a_file_that_is_no_segmenter_is_named(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(EverytokenError, match=r"x\.safetensors is not a segmenter.*token"):
         load_segmenter(tmp_path / "x.safetensors")
+
+
+# -- released segmenters ----------------------------------------------------------------------------------------------
+
+
+class ReleasedBlock(torch.nn.Module):
+    """A block as the released code has it, with its names."""
+
+    def __init__(self, dim, heads, divisor):
+        super().__init__()
+        self.heads, self.divisor = heads, divisor
+        self.norm1, self.norm2 = (torch.nn.LayerNorm(dim, eps=1e-6) for _ in range(2))
+        self.attn = torch.nn.ModuleDict(
+            {"qkv": torch.nn.Linear(dim, 3 * dim, bias=False), "proj": torch.nn.Linear(dim, dim)}
+        )
+        self.mlp = torch.nn.ModuleDict({"fc1": torch.nn.Linear(dim, 3 * dim), "fc2": torch.nn.Linear(3 * dim, dim)})
+
+    def forward(self, x):
+        b, n, d = x.shape
+        q, k, v = self.attn["qkv"](self.norm1(x)).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = (q @ k.transpose(-1, -2) / (d // self.heads) ** 0.5).softmax(-1) @ v
+        x = x + self.attn["proj"](mixed.transpose(1, 2).reshape(b, n, d)) / self.divisor
+        return x + self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x)))) / self.divisor
+
+
+def conv_bn(dim, out, kernel=1):
+    return torch.nn.ModuleDict(
+        {"conv": torch.nn.Conv2d(dim, out, kernel, padding=kernel // 2, bias=False), "bn": torch.nn.BatchNorm2d(out)}
+    )
+
+
+def run_conv_bn(module, x):
+    return module["bn"](module["conv"](x)).relu()
+
+
+class Released(torch.nn.Module):
+    """upernet_lvvit_*.pth of the release, written out: names and computation of mmseg 0.x and the released backbone."""
+
+    def __init__(self, dim, depth, heads, stem, divisor, positions, channels, aux, classes=150, last=2048):
+        super().__init__()
+        nn = torch.nn
+        self.taps = [depth - 10, depth - 7, depth - 4, depth - 1]
+        backbone = self.backbone = nn.Module()
+        backbone.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.1)
+        backbone.pos_embed = nn.Parameter(torch.randn(1, positions**2 + 1, dim) * 0.1)
+        embed = backbone.patch_embed = nn.Module()
+        for k, kernel in ((1, 7), (2, 3), (3, 3)):
+            conv = nn.Conv2d(3 if k == 1 else stem, stem, kernel, 2 if k == 1 else 1, kernel // 2, bias=False)
+            embed.add_module(f"conv{k}", conv)
+            embed.add_module(f"bn{k}", nn.BatchNorm2d(stem))
+        embed.proj = nn.Conv2d(stem, dim, 8, 8)
+        backbone.blocks = nn.ModuleList([ReleasedBlock(dim, heads, divisor) for _ in range(depth)])
+        for k, (out, finer) in enumerate(((dim, 4), (dim, 2), (dim, 1), (last, 1)), 1):
+            up = [nn.ConvTranspose2d(dim, dim, finer, finer, bias=False), nn.BatchNorm2d(dim), nn.ReLU()]
+            side = [nn.Conv2d(dim, out, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+            backbone.add_module(f"side_layer{k}", nn.Sequential(*(up if finer > 1 else ()), *side))
+        head = self.decode_head = nn.Module()
+        head.conv_seg = nn.Conv2d(channels, classes, 1)
+        head.psp_modules = nn.ModuleList([nn.ModuleList([nn.Identity(), conv_bn(last, channels)]) for _ in range(4)])
+        head.bottleneck = conv_bn(last + 4 * channels, channels, 3)
+        head.lateral_convs = nn.ModuleList([conv_bn(dim, channels) for _ in range(3)])
+        head.fpn_convs = nn.ModuleList([conv_bn(channels, channels, 3) for _ in range(3)])
+        head.fpn_bottleneck = conv_bn(4 * channels, channels, 3)
+        self.auxiliary_head = nn.Module()
+        self.auxiliary_head.conv_seg = nn.Conv2d(aux, classes, 1)
+        self.auxiliary_head.convs = nn.ModuleList([conv_bn(dim, aux, 3)])
+
+    def forward(self, images):
+        embed, backbone, head = self.backbone.patch_embed, self.backbone, self.decode_head
+        x = images
+        for k in (1, 2, 3):
+            x = getattr(embed, f"bn{k}")(getattr(embed, f"conv{k}")(x)).relu()
+        x = embed.proj(x)
+        h, w = x.shape[2:]
+        side = int((backbone.pos_embed.shape[1] - 1) ** 0.5)
+        table = backbone.pos_embed[:, 1:].transpose(1, 2).reshape(1, -1, side, side)
+        table = F.interpolate(table, (h, w), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
+        tokens = x.flatten(2).transpose(1, 2) + table
+        tokens = torch.cat([(backbone.cls_token + backbone.pos_embed[:, :1]).expand(len(x), -1, -1), tokens], 1)
+        maps = []
+        for k, block in enumerate(backbone.blocks):
+            tokens = block(tokens)
+            if k in self.taps:
+                grid = tokens[:, 1:].transpose(1, 2).reshape(len(x), -1, h, w)
+                maps.append(getattr(backbone, f"side_layer{len(maps) + 1}")(grid))
+
+        def up(grid, size):
+            return F.interpolate(grid, size=size, mode="bilinear", align_corners=False)
+
+        top = maps[3]
+        pooled = [
+            up(run_conv_bn(psp[1], F.adaptive_avg_pool2d(top, cells)), top.shape[2:])
+            for psp, cells in zip(head.psp_modules, (1, 2, 3, 6), strict=True)
+        ]
+        levels = [run_conv_bn(conv, grid) for conv, grid in zip(head.lateral_convs, maps[:3], strict=True)]
+        levels.append(run_conv_bn(head.bottleneck, torch.cat([top, *pooled], 1)))
+        for k in (3, 2, 1):
+            levels[k - 1] = levels[k - 1] + up(levels[k], levels[k - 1].shape[2:])
+        out = [run_conv_bn(conv, grid) for conv, grid in zip(head.fpn_convs, levels[:3], strict=True)] + levels[3:]
+        out = run_conv_bn(head.fpn_bottleneck, torch.cat([up(grid, out[0].shape[2:]) for grid in out], 1))
+        return up(head.conv_seg(out), images.shape[2:])
+
+
+RELEASED = {
+    "s": (384, 16, 6, 64, 2, 32, 256, 256),
+    "m": (512, 20, 8, 64, 2, 32, 256, 256),
+    "l": (768, 24, 12, 128, 1, 28, 512, 512),
+}
+
+
+@pytest.mark.parametrize(("name", "millions"), [("s", 44), ("m", 77), ("l", 209)])
+def test_every_weight_of_a_released_segmenter_has_a_place_here(name, millions):
+    options = apply(SegmentOptions(), read_recipe(f"segment_lvvit_{name}_upernet"), name)
+    with torch.device("meta"):
+        released = Released(*RELEASED[name])
+        backbone = timm.create_model(f"lvvit_{name}", img_size=16 * RELEASED[name][5], num_classes=0)
+        ours = Segmenter(Features(backbone), options.decoder, 150)
+    renamed = {mmseg_name(key): value.shape for key, value in released.state_dict().items()}
+    assert renamed == {key: value.shape for key, value in ours.state_dict().items()}
+    assert round(sum(p.numel() for p in released.parameters()) / 1e6) == millions
+
+
+@pytest.fixture
+def write_released(tmp_path, monkeypatch):
+    """Write a small network in the form of the released files; LV-ViT is as narrow while the test runs."""
+
+    def write(name: str, **changes) -> tuple[Released, Path]:
+        torch.manual_seed(0)
+        depth, divisor, positions = {"s": (16, 2, 32), "l": (24, 1, 28)}[name]
+        architecture, arguments = LVVIT[depth]
+        narrow = {"embed_dim": 12, "num_heads": 2, "stem_width": 4}
+        monkeypatch.setitem(LVVIT, depth, (architecture, {**arguments, **narrow}))
+        model = Released(12, depth, 2, 4, divisor, positions, 8, 6, classes=3, last=16).eval()
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.running_mean.normal_(0, 0.1)
+                module.running_var.uniform_(0.5, 1.5)
+        content = {"meta": {"CLASSES": ["ground", "disc ", "square"], "iter": 160000}, "state_dict": model.state_dict()}
+        content["state_dict"] |= changes
+        torch.save(content, tmp_path / f"upernet_lvvit_{name}.pth")
+        return model, tmp_path / f"upernet_lvvit_{name}.pth"
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["s", "l"])
+def test_released_segmenters_answer_as_the_released_code(name, write_released, caplog):
+    released, path = write_released(name, **{"decode_head.extra.weight": torch.zeros(1)})
+    model, info = load_segmenter(path)
+    assert "decode_head.extra.weight" in caplog.text or "head.extra.weight" in caplog.text  # left out, and named
+    images = torch.randn(1, 3, 512, 512)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), released(images), rtol=1e-4, atol=1e-4)
+    assert info.class_names == ("ground", "disc", "square")
+    assert (info.evaluation.mode, info.evaluation.stride, info.evaluation.resize) == ("slide", 341, 512)
+    assert info.test_scales == (0.75, 1.0, 1.25, 1.5, 1.75)
+
+
+def test_a_released_segmenter_is_evaluated_and_gives_its_backbone_from_the_command_line(
+    write_released, make_shapes, tmp_path, capsys
+):
+    released, path = write_released("s")
+    shapes = make_shapes(tmp_path / "shapes", train=2, val=1)
+    (shapes / "classes.txt").write_text("soil\nball\nbox\n")  # other words for the same classes
+    assert main(["segment", "eval", str(path), str(shapes), "--device", "cpu", "-j", "0", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["images"] == 1
+    assert "in their order" in said.err
+    kwargs = {"embed_dim": 12, "num_heads": 2, "stem_width": 4}
+    options = BackboneOptions(model="lvvit_s", weights=str(path), model_kwargs=kwargs)
+    features, _ = build_features(options, 64)
+    assert torch.equal(features.backbone.blocks[3].mlp.fc1.weight, released.backbone.blocks[3].mlp["fc1"].weight)
+    state = torch.load(path)["state_dict"]
+    del state["decode_head.bottleneck.bn.weight"]
+    torch.save(state, path)
+    with pytest.raises(EverytokenError, match=r"head\.bottleneck\.1\.weight"):
+        load_segmenter(path)
+    torch.save({"a": torch.zeros(2)}, path)
+    with pytest.raises(EverytokenError, match=r"upernet_lvvit_s\.pth is not"):
+        load_segmenter(path)

@@ -478,6 +478,7 @@ def _file_weights(path: Path, architecture: str, num_classes: int = 0) -> Weight
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)
     state = read_weights(path)
+    state = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")} or state  # mmseg's
     with torch.device("meta"):
         backbone = timm.create_model(architecture)
     count = num_classes or _classifier_size(backbone, state) or 0

@@ -29,6 +29,7 @@ from everytoken.draw import Card, Panel, Row, fit_photo, mask_legend, mask_overl
 from everytoken.engine.distributed import pick_device
 from everytoken.engine.held_out import held_out
 from everytoken.errors import EverytokenError
+from everytoken.models.open import find_weights
 from everytoken.tasks.dense import EvalPass, Evaluation, FileSet, resized, save_sheet, unseen_part
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import LONGEST
@@ -189,10 +190,18 @@ def open_inference(
     """
     if options.head == "segment":
         segmenter, segmenter_info = load_segmenter(options.source)
-        inference = segmenter_inference(segmenter.to(device), segmenter_info, options.evaluation)
+        evaluation = options.evaluation
+        if options.multi_scale:
+            if not segmenter_info.test_scales and not evaluation.scales:
+                raise EverytokenError(f"{options.source} names no test_scales for multi_scale; give scales")
+            evaluation = fill(evaluation, {"scales": segmenter_info.test_scales, "flip": True})
+        inference = segmenter_inference(segmenter.to(device), segmenter_info, evaluation)
         model_names = list(segmenter_info.class_names)
         if data_names is None or list(data_names) == model_names:
             return inference, model_names, []
+        if len(data_names) == len(model_names) and find_weights(options.source).suffix != ".safetensors":
+            note = f"the {len(model_names)} classes of these weights are taken to be those of the data, in their order"
+            return inference, list(data_names), [note]
         columns = torch.from_numpy(exact_lookup(data_names, model_names, "the data"))
         note = f"{len(data_names)} of the {len(model_names)} classes are asked"
         return replace(inference, columns=columns), list(data_names), [note]

@@ -11,6 +11,8 @@ LV-ViT-S + FCN 30, LV-ViT-S / M / L + UperNet 44 / 77 / 209, Swin-T / S / B + Up
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,23 +24,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
+from everytoken.models import lvvit
+from everytoken.models.open import find_weights
+from everytoken.models.weights import load_weights, read_weights
 from everytoken.tasks.backbone import Features, build_features
 from everytoken.tasks.dense import DenseInfo, load_dense
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.options import DecoderOptions, InferOptions
 
+logger = logging.getLogger(__name__)
+
 POOLS = (1, 2, 3, 6)  # cells along each axis, of pyramid pooling
 
 
 class ConvNormRelu(nn.Sequential):
-    """Convolution without bias, batch norm, ReLU; the size stays."""
+    """Convolution without bias, batch norm, ReLU; the size stays. Initial weights as mmcv's (Kaiming, fan-out)."""
 
     def __init__(self, dim: int, out: int, kernel: int) -> None:
-        super().__init__(
-            nn.Conv2d(dim, out, kernel, padding=kernel // 2, bias=False),
-            nn.BatchNorm2d(out),
-            nn.ReLU(inplace=True),
-        )
+        conv = nn.Conv2d(dim, out, kernel, padding=kernel // 2, bias=False)
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+        super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True))
 
 
 class Classifier(nn.Sequential):
@@ -159,6 +164,31 @@ class SideLayers(nn.Module):
         return [layer(grid) for layer, grid in zip(self.layers, maps[self.first :], strict=True)]
 
 
+class InterpolatedLevels(nn.Module):
+    """One level per tap: a 1x1 convolution, interpolation, a 3x3 convolution; at 4, 2, 1 and 1/2 times the resolution.
+
+    Args:
+        dims: channels of the taps, and of the levels.
+    """
+
+    def __init__(self, dims: Sequence[int]) -> None:
+        super().__init__()
+        self.dims, self.scales = list(dims), (4, 2, 1, 0.5)
+        self.lateral = nn.ModuleList([nn.Conv2d(d, d, 1) for d in dims])
+        self.convs = nn.ModuleList([nn.Conv2d(d, d, 3, padding=1) for d in dims])
+        for conv in (*self.lateral, *self.convs):
+            nn.init.xavier_uniform_(conv.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Maps of the taps -> levels, finest first."""
+        levels = []
+        for grid, lateral, conv, scale in zip(maps, self.lateral, self.convs, self.scales, strict=True):
+            size = (max(int(grid.shape[-2] * scale), 1), max(int(grid.shape[-1] * scale), 1))
+            levels.append(conv(resize(lateral(grid), size)))
+        return levels
+
+
 class Segmenter(nn.Module):
     """Images -> class logits for every pixel.
 
@@ -179,7 +209,10 @@ class Segmenter(nn.Module):
             finer = (1, 2) if fcn else (4, 2, 1, 1)
             if len(dims) < len(finer):
                 raise EverytokenError(f"taps has {len(dims)} blocks, and the {options.head} head needs {len(finer)}")
-            self.pyramid = SideLayers(dims, last, finer)
+            if options.neck == "interpolated" and len(dims) != 4:
+                raise EverytokenError(f"taps has {len(dims)} blocks, and the interpolated neck makes levels of four")
+            interpolated = options.neck == "interpolated"
+            self.pyramid = InterpolatedLevels(dims) if interpolated else SideLayers(dims, last, finer)
             dims = self.pyramid.dims
         channels = options.channels or (256 if options.head == "fcn" else 512)
         self.head: nn.Module
@@ -224,6 +257,7 @@ class SegmenterInfo(DenseInfo):
 
     decoder: DecoderOptions
     evaluation: InferOptions
+    test_scales: tuple[float, ...] = ()
 
 
 def build_segmenter(
@@ -232,16 +266,81 @@ def build_segmenter(
     size: int | tuple[int, int],
     class_names: tuple[str, ...],
     evaluation: InferOptions | None = None,
+    test_scales: tuple[float, ...] = (),
 ) -> tuple[Segmenter, SegmenterInfo]:
     """A segmenter to be trained, its backbone with the weights that the options name."""
     features, info = build_features(backbone, size)
     model = Segmenter(features, decoder, len(class_names))
     taps = tuple(features.indices)
-    return model, SegmenterInfo(info, class_names, taps, decoder, evaluation or InferOptions())
+    return model, SegmenterInfo(info, class_names, taps, decoder, evaluation or InferOptions(), test_scales)
 
 
 def load_segmenter(source: str | Path) -> tuple[Segmenter, SegmenterInfo]:
-    """A trained segmenter and its description from its run folder or a weights file of it."""
+    """A trained segmenter and its description, of a run folder, its weights file, or a released file of mmseg."""
+    path = find_weights(source)
+    if path.suffix != ".safetensors":
+        return load_mmseg(path)
     return load_dense(
         source, SegmenterInfo, lambda features, info: Segmenter(features, info.decoder, len(info.class_names))
     )
+
+
+# -- released segmenters ----------------------------------------------------------------------------------------------
+
+_MMSEG_NAMES = (  # in the files of mmseg -> here
+    (r"backbone\.side_layer(\d)\.", lambda match: f"pyramid.layers.{int(match[1]) - 1}."),
+    (r"backbone\.", "features.backbone."),
+    (r"decode_head\.psp_modules\.(\d)\.1\.", r"head.pooled.\1."),
+    (r"decode_head\.lateral_convs\.", "head.lateral."),
+    (r"decode_head\.fpn_convs\.", "head.smooth."),
+    (r"decode_head\.fpn_bottleneck\.", "head.fuse."),
+    (r"(decode_head|auxiliary_head)\.conv_seg\.", r"\1.classifier.1."),
+    (r"decode_head\.", "head."),
+    (r"auxiliary_head\.", "aux."),
+)
+LVVIT = {16: ("lvvit_s", {}), 20: ("lvvit_m", {}), 24: ("lvvit_l", {"residual_divisor": 1.0})}  # by depth
+
+
+def load_mmseg(path: Path) -> tuple[Segmenter, SegmenterInfo]:
+    """A released UperNet on LV-ViT (`upernet_lvvit_s|m|l.pth`), whose names are those of mmseg 0.x.
+
+    Its blocks have norms with epsilon 1e-6, and those of L do not divide their residuals, as in the released set-up.
+    """
+    state = read_weights(path)
+    depth = len({name.split(".")[2] for name in state if name.startswith("backbone.blocks.")})
+    if depth not in LVVIT or "decode_head.fpn_bottleneck.conv.weight" not in state:
+        raise EverytokenError(f"{path} is not a released UperNet on LV-ViT, and {SegmenterInfo.HINT}")
+    architecture, arguments = LVVIT[depth]
+    decoder = DecoderOptions(
+        channels=len(state["decode_head.fpn_bottleneck.conv.weight"]),
+        aux_channels=len(state["auxiliary_head.convs.0.conv.weight"]),
+        pyramid_channels=len(state["backbone.side_layer4.0.weight"]),
+    )
+    meta = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("meta") or {}
+    count = len(state["decode_head.conv_seg.weight"])
+    names = tuple(str(name).strip() for name in meta.get("CLASSES") or ())
+    names = names if len(names) == count else tuple(f"class {number}" for number in range(count))
+    evaluation = InferOptions("slide", 341, (1.0,), False, 512)
+    backbone = BackboneOptions(model=architecture, model_kwargs=arguments)
+    model, info = build_segmenter(backbone, decoder, 512, names, evaluation, (0.75, 1.0, 1.25, 1.5, 1.75))
+    for module in model.features.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-6
+    renamed = {mmseg_name(name): value for name, value in state.items()}
+    positions = lvvit.checkpoint_filter_fn(
+        {"pos_embed": renamed["features.backbone.pos_embed"]}, model.features.backbone
+    )
+    renamed["features.backbone.pos_embed"] = positions["pos_embed"]
+    report = load_weights(model, renamed)
+    if report.missing or report.left_out:
+        raise EverytokenError(f"{path} does not fit the network that it looks like:\n{report}")
+    if report.unknown:
+        logger.warning("%s: %s", path, report)
+    return model.eval(), info
+
+
+def mmseg_name(name: str) -> str:
+    """Our name of a weight that mmseg calls `name`."""
+    for pattern, ours in _MMSEG_NAMES:
+        name = re.sub(f"^{pattern}", ours, name)
+    return name.replace(".conv.", ".0.").replace(".bn.", ".1.") if name.startswith(("head.", "aux.")) else name

@@ -27,6 +27,9 @@ class DecoderOptions:
     """Weight of the auxiliary FCN head's loss; 0: no such head."""
     aux_channels: int = 0
     """Channels inside the auxiliary head; 0: 256."""
+    neck: Literal["transposed", "interpolated"] = "transposed"
+    """How levels are made of a plain transformer: transposed convolutions (LV-ViT's), or convolutions around an
+    interpolation, the coarsest level at half the tokens' resolution (DeiT's)."""
     pyramid_channels: int = 0
     """Channels of the coarsest pyramid level built from a plain transformer; 0: 2048 for UperNet, 768 for FCN."""
 
@@ -93,6 +96,14 @@ NEW_RUN = {"mode": "whole", "stride": 0, "scales": (1.0,), "flip": False}
 
 
 @dataclass(frozen=True)
+class ValidateOptions(EvalOptions):
+    """Evaluation. What the run's validation leaves open is in brackets."""
+
+    test_scales: tuple[float, ...] = ()
+    """Scales of `segment eval --multi-scale`, which also averages mirrored images; validation does not use them."""
+
+
+@dataclass(frozen=True)
 class InferOptions(EvalOptions):
     """Evaluation of trained weights. Options that are not given are as in the run's validation."""
 
@@ -114,7 +125,7 @@ class SegmentOptions(DenseOptions):
     decoder: tyro.conf.OmitArgPrefixes[DecoderOptions] = field(default_factory=DecoderOptions)
     dataset: tyro.conf.OmitArgPrefixes[SegmentData] = field(default_factory=SegmentData)
     augment: tyro.conf.OmitArgPrefixes[SegmentAugment] = field(default_factory=SegmentAugment)
-    evaluation: tyro.conf.OmitArgPrefixes[EvalOptions] = field(default_factory=EvalOptions)
+    evaluation: tyro.conf.OmitArgPrefixes[ValidateOptions] = field(default_factory=ValidateOptions)
     optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=_optim)
     run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=lambda: RunOptions(val_iters=8000))
 
@@ -131,6 +142,8 @@ class SegmenterOptions(SourceOptions):
     """timm model name, for a classifier's weights without metadata."""
     img_size: int = 0
     """Side of a classifier's windows; 0: the model's own."""
+    multi_scale: bool = False
+    """Average over the scales that the run's recipe names for testing (test_scales) and their mirror images."""
     evaluation: tyro.conf.OmitArgPrefixes[InferOptions] = field(default_factory=InferOptions)
 
 

@@ -8,7 +8,7 @@ few labels weighs less, and one without any gives zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from everytoken.tasks.segment.data import TrainViews, WholeViews, divided, open_
 from everytoken.tasks.segment.infer import segmenter_inference, truth_and_answer
 from everytoken.tasks.segment.metrics import Confusion
 from everytoken.tasks.segment.model import Segmenter, SegmenterInfo, build_segmenter
-from everytoken.tasks.segment.options import NEW_RUN, InferOptions, SegmentOptions
+from everytoken.tasks.segment.options import NEW_RUN, EvalOptions, InferOptions, SegmentOptions
 
 
 def pixel_loss(logits: Tensor, masks: Tensor) -> Tensor:
@@ -74,9 +74,10 @@ class SegmentTask(DenseTask):
         sets = open_masks(data, "train", dataset), open_masks(data, "val", dataset)
         if not divided(data, dataset):
             folder.log(held_out_note(data, dataset.val_split))
-        evaluation = InferOptions(**asdict(options.evaluation), resize=options.augment.resize)
-        names = tuple(sets[0].class_names)
-        segmenter, info = build_segmenter(options.model, options.decoder, options.augment.crop_size, names, evaluation)
+        used = {f.name: getattr(options.evaluation, f.name) for f in fields(EvalOptions)}
+        evaluation, side = InferOptions(**used, resize=options.augment.resize), options.augment.crop_size
+        names, scales = tuple(sets[0].class_names), options.evaluation.test_scales
+        segmenter, info = build_segmenter(options.model, options.decoder, side, names, evaluation, scales)
         super().__init__(SegmentStep(segmenter, options.decoder.aux_weight), info, sets, options, world, folder)
 
     def train_views(self, skip: bool) -> TrainViews:
