@@ -177,8 +177,8 @@ class InterpolatedLevels(nn.Module):
         self.lateral = nn.ModuleList([nn.Conv2d(d, d, 1) for d in dims])
         self.convs = nn.ModuleList([nn.Conv2d(d, d, 3, padding=1) for d in dims])
         for conv in (*self.lateral, *self.convs):
-            nn.init.xavier_uniform_(conv.weight)  # type: ignore[arg-type]
-            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+            nn.init.xavier_uniform_(conv.weight)
+            nn.init.zeros_(conv.bias)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Maps of the taps -> levels, finest first."""
