@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -19,6 +21,7 @@ from everytoken.data.datasets import open_dataset
 from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, map_area, verify
+from everytoken.models import open as opening
 
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 
@@ -331,3 +334,18 @@ def test_the_summary_counts_agreement_by_image_and_by_cell(photos, tmp_path):
     assert made.vocabulary == 3
     foreign = summarise(tmp_path / "maps", data, (-1, -1, -1))
     assert foreign.images_agree is None
+
+
+def test_a_store_tells_the_tag_of_its_weights_and_one_without_it_is_continued(data, weights, tmp_path, monkeypatch):
+    network = timm.create_model("test_resnet", num_classes=3)
+    monkeypatch.setattr(opening, "create_pretrained", lambda name, arguments: (network, {}))
+    tagged = build_annotator("timm:test_resnet", (64, 64))
+    assert tagged.name == "timm:test_resnet.r160_in1k"
+    assert tagged.settings["model"] == "test_resnet.r160_in1k"
+    plain = replace(tagged, name="timm:test_resnet", settings={**tagged.settings, "model": "test_resnet"})
+    tagged.classes = plain.classes = ClassList(3)
+    _interrupt(data, plain, tmp_path / "old", after=6)  # as the first version began it
+    fill_store(data, tmp_path / "old", tagged, QUICK)
+    assert Maps(tmp_path / "old").manifest.annotator["name"] == "timm:test_resnet"
+    fill_store(data, tmp_path / "new", tagged, replace(QUICK, reuse=str(tmp_path / "old")))
+    assert Maps(tmp_path / "new").manifest.annotator["model"] == "test_resnet.r160_in1k"

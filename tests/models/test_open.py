@@ -1,6 +1,7 @@
 """Opening models by a text: sizes, foreign weights, heads that were never trained, files that lie."""
 
 import json
+import socket
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from everytoken.cli import main
 from everytoken.errors import EverytokenError
 from everytoken.mixing import MixToken
 from everytoken.models import TokenModel
@@ -113,19 +115,87 @@ def test_a_changed_file_of_the_package_index_is_refused(monkeypatch):
         open_model("registry:efficientnet_lite0")
 
 
-def test_weights_that_cannot_be_downloaded_are_told_in_one_sentence_with_the_ways_out(monkeypatch):
-    def create(name, **kwargs):
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    """No host has an address, and nothing is in a cache."""
+
+    def refuse(*_, **__):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(opening.timm, "create_model", create)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "DATA", "--weights", "timm:test_vit"],
+        ["train", "DATA", "--weights", "timm", "--model", "test_vit", "--recipe", "small_96"],
+        ["eval", "timm:test_vit", "DATA"],
+        ["predict", "timm:test_vit", "DATA"],
+        ["explain", "timm:test_vit", "DATA", "--out", "OUT"],
+        ["robust", "timm:test_vit", "--suite", "val=DATA"],
+        ["annotate", "DATA", "--out", "OUT", "--annotator", "timm:test_vit"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_a_network_every_command_gives_one_sentence_with_the_ways_out(words, photos, no_network, capsys):
+    places = {"DATA": str(photos), "val=DATA": f"val={photos}", "OUT": str(no_network / "maps")}
+    quick = [] if words[0] == "explain" else ["--workers", "0"]
+    assert main([*(places.get(word, word) for word in words), "--device", "cpu", *quick]) == 2
+    text = capsys.readouterr().err
+    sentence = text.splitlines()[-1]
+    assert "Traceback" not in text
+    for part in ("test_vit.r160_in1k", "cannot be reached", "huggingface.co/timm/test_vit", "HF_ENDPOINT"):
+        assert part in sentence
+    assert "registry:efficientnet_lite0" in sentence or not opening.weights_at_hand()
+
+
+def test_weights_of_a_release_page_are_told_with_their_place_in_the_cache(no_network):
     with pytest.raises(EverytokenError) as caught:
-        open_model("timm:test_vit")
-    text = str(caught.value)
-    assert "\n" not in text
-    for part in ("test_vit", "Name or service not known", "checkpoint", "registry:efficientnet_lite0", "HF_ENDPOINT"):
-        assert part in text
+        open_model("timm:lvvit_t")
+    assert str(no_network / "hub/checkpoints/lvvit_t.pth") in str(caught.value)
+    assert "https://github.com/zihangJiang/TokenLabeling/releases/download/v0.2.0/lvvit_t.pth" in str(caught.value)
     with pytest.raises(EverytokenError, match="hf-hub:somebody/model"):
         open_model("hf-hub:somebody/model")
+
+
+def test_weights_in_the_hubs_cache_are_used_and_named_without_a_network(no_network, monkeypatch):
+    from huggingface_hub import constants
+
+    source = timm.create_model("test_vit")
+    folder = no_network / "models--timm--test_vit.r160_in1k"
+    (folder / "snapshots/abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("abc")
+    save_file(source.state_dict(), folder / "snapshots/abc/model.safetensors")
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(no_network), raising=False)
+    opened = open_model("timm:test_vit")
+    assert opened.source == "timm:test_vit.r160_in1k"
+    torch.testing.assert_close(dict(opened.model.backbone.state_dict()), dict(source.state_dict()))
+    assert "timm:test_vit.r160_in1k" in opening.weights_at_hand()
+    assert not constants.HF_HUB_OFFLINE  # as it was
+
+
+def test_of_several_weights_it_is_said_which_are_taken(caplog):
+    with caplog.at_level("INFO", "everytoken"):
+        weights = open_weights("timm:swin_small_patch4_window7_224")
+    assert weights.source == "timm:swin_small_patch4_window7_224.ms_in22k_ft_in1k"
+    for part in ("ms_in1k", "ms_in22k_ft_in1k is taken"):
+        assert part in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", "everytoken"):
+        assert open_weights("timm", "swin_small_patch4_window7_224.ms_in1k").source.endswith(".ms_in1k")
+        open_weights("timm:deit_tiny_patch16_224")  # of which there is one
+    assert not caplog.text
+    with pytest.raises(EverytokenError, match=r"'ms_in1k'.*There are ms_in1k, ms_in22k, ms_in22k_ft_in1k"):
+        open_weights("timm:swin_small_patch4_window7_224.ms_in2k")
+    with pytest.raises(EverytokenError, match="no pretrained weights of lvvit_nano_patch4_32"):
+        open_weights("timm:lvvit_nano_patch4_32")
 
 
 @pytest.mark.parametrize("name", ["timm:test_vot", "registry:efficientnet_lite9", "missing.safetensors"])

@@ -200,6 +200,8 @@ def from_timm(name: str, size: Size | None = None, checkpoint: str = "") -> Anno
         checkpoint: weights file or run folder.
     """
     opened = open_model(f"timm:{name}", checkpoint=checkpoint, img_size=size)
+    if not checkpoint:
+        name = opened.source.removeprefix("timm:")  # with the tag of the weights that were really loaded
     settings: dict[str, Any] = {"model": name}
     report = opened.report
     if checkpoint:

@@ -8,23 +8,29 @@ from typing import Any, TypeVar
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import Format
 from timm.layers.trace_utils import _assert
-from timm.models import build_model_with_cfg
+from timm.models import build_model_with_cfg, load_pretrained
 from torch import Tensor, nn
 
-__all__ = ["StridedEmbed", "create_variant", "default_cfg"]
+from everytoken.models.weights import fit_state, read_weights
+
+__all__ = ["ReleasedWeights", "StridedEmbed", "create_variant", "default_cfg"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def default_cfg(**fields: Any) -> dict[str, Any]:
-    """timm's default configuration of a model without published weights, for ImageNet at 224 unless `fields` say else.
+def default_cfg(url: str = "", size: int = 224, **fields: Any) -> dict[str, Any]:
+    """timm's configuration of a model, for ImageNet unless `fields` say else.
 
-    `first_conv`, `classifier` and `license` have no default.
+    Args:
+        url: of released weights, which `ReleasedWeights` reads; none if it is empty.
+        size: of the images, in pixels.
+        fields: `first_conv`, `classifier` and `license` have no default.
     """
     return {
-        "url": "",
+        "url": url,
+        "custom_load": bool(url),
         "num_classes": 1000,
-        "input_size": (3, 224, 224),
+        "input_size": (3, size, size),
         "pool_size": None,
         "crop_pct": 0.9,
         "interpolation": "bicubic",
@@ -62,6 +68,25 @@ def create_variant(
         **{**defaults, **kwargs},
     )
     return model
+
+
+class ReleasedWeights:
+    """Reads the files that the authors of a model released, when timm has found or downloaded one.
+
+    timm would refuse those that hold an `argparse.Namespace` beside the weights.
+    """
+
+    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
+        """Called by timm (`custom_load`), which then does the rest: classes, channels, a strict check of names.
+
+        A file without a token head leaves the model without one, because nothing has trained it.
+        """
+        model: Any = self
+        state = read_weights(checkpoint_path)
+        if getattr(model, "aux_head", None) is not None and "aux_head.weight" not in state:
+            model.aux_head = None
+        config = {**model.pretrained_cfg, "custom_load": False, "state_dict": fit_state(model, state)}
+        load_pretrained(model, config, model.num_classes, model.in_chans)
 
 
 class StridedEmbed(nn.Module):

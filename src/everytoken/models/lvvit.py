@@ -27,7 +27,7 @@ from timm.models.vision_transformer import Block, VisionTransformer, init_weight
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 
-from everytoken.models.common import StridedEmbed, create_variant, default_cfg
+from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg
 from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["ConvStem", "LVViT", "LVViTDistilled"]
@@ -127,7 +127,7 @@ class ScaledBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))) / self.divisor
 
 
-class LVViT(VisionTransformer):
+class LVViT(ReleasedWeights, VisionTransformer):
     """LV-ViT with a head for the class token (`head`) and one for every patch token (`aux_head`).
 
     Arguments beyond timm's VisionTransformer:
@@ -257,15 +257,37 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
     return vit_filter(unwrap_state_dict(state_dict), model, antialias=False)
 
 
-_NAMES = {"first_conv": "patch_embed.conv1", "classifier": ("head", "aux_head"), "license": "apache-2.0"}
+_RELEASES = "https://github.com/zihangJiang/TokenLabeling/releases/download"
 
+
+def _cfg(file: str = "", size: int = 224, **fields: Any) -> dict[str, Any]:
+    return default_cfg(
+        f"{_RELEASES}/{file}" if file else "",
+        size,
+        **{
+            "first_conv": "patch_embed.conv1",
+            "classifier": ("head", "aux_head"),
+            "license": "apache-2.0",
+            "origin_url": "https://github.com/zihangJiang/TokenLabeling",
+            "paper_name": "All Tokens Matter: Token Labeling for Training Better Vision Transformers",
+            "paper_ids": "arXiv:2104.10858",
+            **fields,
+        },
+    )
+
+
+# The addresses were not tried: the files cannot be fetched where this was written.
 default_cfgs = generate_default_cfgs(
     {
-        "lvvit_t": default_cfg(**_NAMES),
-        "lvvit_s": default_cfg(**_NAMES),
-        "lvvit_s_distilled": default_cfg(**{**_NAMES, "classifier": ("head", "head_dist", "aux_head")}),
-        "lvvit_m": default_cfg(**_NAMES, crop_pct=1.0),
-        "lvvit_l": default_cfg(**_NAMES, crop_pct=1.0),
+        "lvvit_t.tl_in1k": _cfg("v0.2.0/lvvit_t.pth"),
+        "lvvit_s.tl_in1k": _cfg("1.0/lvvit_s-26M-224-83.3.pth.tar"),
+        "lvvit_s.tl_in1k_384": _cfg("1.0/lvvit_s-26M-384-84.4.pth.tar", 384),
+        "lvvit_s_distilled": _cfg(classifier=("head", "head_dist", "aux_head")),
+        "lvvit_m.tl_in1k": _cfg("1.0/lvvit_m-56M-224-84.0.pth.tar", crop_pct=1.0),
+        "lvvit_m.tl_in1k_384": _cfg("1.0/lvvit_m-56M-384-85.4.pth.tar", 384, crop_pct=1.0),
+        "lvvit_m.tl_in1k_448": _cfg("1.0/lvvit_m-56M-448-85.5.pth.tar", 448, crop_pct=1.0),
+        "lvvit_l.tl_in1k_448": _cfg("1.0/lvvit_l-150M-448-86.2.pth.tar", 448, crop_pct=1.0),
+        "lvvit_l.tl_in1k_512": _cfg("1.0/lvvit_l-150M-512-86.4.pth.tar", 512, crop_pct=1.0),
     }
 )
 

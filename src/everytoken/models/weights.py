@@ -1,13 +1,15 @@
 """Load weights from a file into a model, and say what was left out.
 
 Safetensors are read as they are. Foreign `.pt`, `.pth` and `.tar` files are read with `weights_only=True`, so that a
-pickle that wants to run code is refused. Released checkpoints come bare, under `state_dict` or `state_dict_ema`, with
+pickle that wants to run code is refused; the one class that is allowed besides torch's own is `argparse.Namespace`, in
+which training scripts keep their options. Released checkpoints come bare, under `state_dict` or `state_dict_ema`, with
 or without a `module.` prefix; position embeddings and relative-position tables are resized by the model family's own
 rule (timm's `checkpoint_filter_fn`).
 """
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import sys
 from collections.abc import Mapping
@@ -80,7 +82,8 @@ def read_weights(path: str | Path, ema: bool = True) -> dict[str, Tensor]:
             raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
     else:
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # which holds attributes and runs nothing
+                content = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise WeightsError(
                 f"{path} holds more than plain tensors and was not opened, because a pickle can run code. If you trust "
@@ -127,7 +130,7 @@ def load_weights(
     where = where or ("the given state dict" if isinstance(source, Mapping) else str(source))
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     expected = model.state_dict()
-    state = _fit(model, state)
+    state = fit_state(model, state)
     fitting = {name: value for name, value in state.items() if name in expected and expected[name].shape == value.shape}
     left_out = {
         name: f"{name} (file {tuple(value.shape)}, model {tuple(expected[name].shape)})"
@@ -154,7 +157,7 @@ def load_weights(
     )
 
 
-def _fit(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def fit_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Let the model's family resize position tables, if it has a rule for that."""
     for cls in type(model).__mro__:
         rule = getattr(sys.modules.get(cls.__module__), "checkpoint_filter_fn", None)
