@@ -5,6 +5,8 @@ Accepted by `open_dataset` (`docs/data.md` shows each):
     a folder with one folder per class, with `val_split`;
     a zip or tar file of such folders, or a folder with train.zip and val.zip;
     WebDataset shards: `shards/train-{000..099}.tar`, `shards/*.tar`, or the folder that holds them;
+    a list of image files, `infograph_train.txt`, with `infograph_test.txt` or the like beside it for validation;
+    `subset:LIST:DATA`, some of the classes of one of these: `subset:imagenet100:/data/imagenet`;
     `torchvision:CIFAR10`, `torchvision:CIFAR10:folder`, `hf:owner/name` (see `named`).
 
 A key is the image's path relative to the folder of its split, with "/" between the parts, so that `data` and
@@ -26,7 +28,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -55,6 +57,9 @@ SPLITS = {
 DEFAULT_VAL_SPLIT = 0.1
 """Part of the images that is held out where a dataset has no validation images and no other part was asked for."""
 NAMED = ("torchvision:", "hf:")  # how names of datasets start that are not paths
+SUBSET = "subset:"
+CLASS_LISTS = {"imagenet100": "imagenet100.txt"}
+"""Lists of classes in the package; ImageNet-100 is that of Contrastive Multiview Coding (Tian et al.) and of drloc."""
 _ARCHIVES = (".zip", ".tar")
 _log = logging.getLogger(__name__)
 
@@ -326,7 +331,7 @@ def _read_class_list(class_list: str | os.PathLike[str] | Sequence[str] | None) 
     if class_list is None:
         return None
     if isinstance(class_list, (str, os.PathLike)):
-        path = Path(class_list)
+        path = Path(__file__).with_name(CLASS_LISTS[name]) if (name := str(class_list)) in CLASS_LISTS else Path(name)
         if not path.is_file():
             raise DataError(f"class_list: there is no file {path}.")
         class_list = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -436,16 +441,24 @@ class FileTree:
         folder: its path; for archives, None.
         reader: of the archives.
         prefix: the part of the archives that is meant: "" or a path that ends with "/".
+        listed: the files of the folder that a list names; None: all that are there.
+        classes: the folders directly inside that count; None: all of them.
     """
 
     name: str
     folder: Path | None
     reader: ArchiveReader | None = None
     prefix: str = ""
+    listed: tuple[str, ...] | None = None
+    classes: frozenset[str] | None = None
 
     def folders(self) -> list[str]:
         """Names of the folders directly inside, sorted, without hidden ones."""
-        if self.folder is not None:
+        if self.classes is not None:
+            return sorted(self.classes)
+        if self.listed is not None:
+            names = {path.split("/", 1)[0] for path in self.listed if "/" in path}
+        elif self.folder is not None:
             names = {entry.name for entry in os.scandir(self.folder) if entry.is_dir()}
         else:
             names = {path.split("/", 1)[0] for path, _ in self.members() if "/" in path}
@@ -465,15 +478,53 @@ class FileTree:
     def images(self) -> tuple[Reader, list[tuple[str, int]]]:
         """A reader, and (path relative to this tree, number in the reader) of each image, sorted by path."""
         if self.reader is not None:
-            return self.reader, sorted((path, i) for path, i in self.members() if is_image(path))
+            members = sorted((path, i) for path, i in self.members() if is_image(path))
+            return self.reader, [(path, i) for path, i in members if self._counts(path)]
         assert self.folder is not None
-        paths = sorted(list_files(self.folder))
+        paths = sorted(filter(self._counts, self.listed if self.listed is not None else list_files(self.folder)))
         return FolderReader(self.folder, paths), [(path, i) for i, path in enumerate(paths)]
+
+    def _counts(self, path: str) -> bool:
+        return self.classes is None or path.split("/", 1)[0] in self.classes
+
+    def choose(self, classes: frozenset[str]) -> FileTree:
+        """Some of the classes, all of which must be there."""
+        missing = sorted(classes - set(self.folders()))
+        if missing:
+            raise DataError(
+                f"{self.name} has no folder for {len(missing)} of {len(classes)} classes of the list: "
+                f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}."
+            )
+        return replace(self, classes=classes)
+
+
+def dataset_path(spec: str) -> str | None:
+    """The path or pattern in what the user typed; None for a dataset that goes by a name."""
+    return None if spec.startswith(NAMED) else _subset(spec)[1]
+
+
+def _subset(spec: str) -> tuple[frozenset[str] | None, str]:
+    """`subset:LIST:DATA` -> (the list's classes, DATA); anything else -> (None, the same)."""
+    if not spec.startswith(SUBSET):
+        return None, spec
+    class_list, _, data = spec.removeprefix(SUBSET).partition(":")
+    if not data or data.startswith(NAMED):
+        raise DataError(
+            f"{spec}: a subset is subset:LIST:DATA with a file of class names (or {', '.join(CLASS_LISTS)}) and a "
+            "folder, an archive or a file list."
+        )
+    return frozenset(_read_class_list(class_list) or ()), data
 
 
 def find_split(spec: str, split: str) -> FileTree | None:
-    """The files of a split that has a folder or archive of its own; None if the dataset has none for it."""
+    """The files of a split that has a folder, archive or list of its own; None if the dataset has none for it."""
+    classes, spec = _subset(spec)
+    if classes is not None:
+        tree = find_split(spec, split)
+        return tree.choose(classes) if tree else None
     path = Path(spec).expanduser()
+    if is_list(path):
+        return _split_of_list(path, split)
     if not path.is_dir():
         return _split_of_archives(_find_archives(spec), split)
     tree = _folder_of_split(FileTree(str(path), path), split)
@@ -482,6 +533,40 @@ def find_split(spec: str, split: str) -> FileTree | None:
         return _archive_tree(archives) if archives else tree
     archives = _archives_in(path)
     return _split_of_archives(archives, split) if archives else None
+
+
+def is_list(path: Path) -> bool:
+    """Whether a path names a list of image files."""
+    return path.suffix.lower() in (".txt", ".lst") and path.is_file()
+
+
+def _split_of_list(path: Path, split: str) -> FileTree | None:
+    """The list of a split: this one, or one beside it whose name differs in the split's only."""
+    for spelling in SPLITS.get(split, (split,)):
+        name = re.sub(r"(?<![a-z])(train(ing)?|val(id(ation)?)?|test(ing)?)(?![a-z])", spelling, path.name)
+        if name != path.name or split_folder(re.split(r"[^a-z]", path.stem.lower()), split):
+            other = path.with_name(name)
+            if other.is_file():
+                return _listed_tree(other)
+    return None
+
+
+def _listed_tree(path: Path) -> FileTree:
+    """The files of a list: one path per line, relative to the list's folder; what follows a space is a label number.
+
+    The class is the folder above the image. What all paths begin with, above the classes, is no part of the keys.
+    """
+    text = path.read_text(encoding="utf-8")
+    files = [re.sub(r"\s+-?\d+$", "", line.strip()).replace("\\", "/") for line in text.splitlines()]
+    files = [file.removeprefix("./") for file in files if file]
+    if not files:
+        raise DataError(f"{path} lists no files.")
+    outside = next((file for file in files if file.startswith("/") or ".." in file.split("/")), None)
+    if outside:
+        raise DataError(f"{path} lists {outside}; paths in a list are relative to its folder.")
+    top = os.path.commonpath([os.path.dirname(os.path.dirname(file)) for file in files])
+    inner = tuple(file[len(top) + 1 :] if top else file for file in files)
+    return FileTree(str(path), path.parent / top, listed=tuple(file for file in inner if is_image(file)))
 
 
 def split_folder(folders: Sequence[str], split: str) -> str | None:
@@ -521,7 +606,12 @@ def list_files(folder: Path, wanted: Callable[[str], bool] = is_image) -> list[s
 
 def _find_all(spec: str) -> FileTree:
     """The tree that a path, pattern or archive name means, whatever splits it has."""
+    classes, spec = _subset(spec)
+    if classes is not None:
+        return _find_all(spec).choose(classes)
     path = Path(spec).expanduser()
+    if is_list(path):
+        return _listed_tree(path)
     if path.is_dir():
         archives = _archives_in(path)
         return _archive_tree(archives) if archives else FileTree(str(path), path)

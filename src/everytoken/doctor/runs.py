@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from everytoken.data.datasets import dataset_path
 from everytoken.doctor.findings import Finding, some
 from everytoken.engine.run_folder import Run, read_run
 from everytoken.errors import EverytokenError
@@ -83,10 +84,11 @@ def _sources(run: Run) -> list[Finding]:
     findings = []
     for option in ("data", "maps"):
         given = str(run.config.get(option) or "")
-        if not given or given.startswith(("torchvision:", "hf:")) or any(c in given for c in "*{?"):
-            continue
         try:
-            there = Path(given).expanduser().exists()
+            path = dataset_path(given)
+            if not path or any(c in path for c in "*{?"):
+                continue
+            there = Path(path).expanduser().exists()
         except (OSError, EverytokenError):
             there = False
         if not there:

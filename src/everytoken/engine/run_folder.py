@@ -34,7 +34,7 @@ import yaml
 
 from everytoken import schema
 from everytoken._version import version
-from everytoken.data.datasets import DEFAULT_VAL_SPLIT
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT, SUBSET
 from everytoken.engine.recipe import current_names
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, plain_json, write_atomically
@@ -216,7 +216,7 @@ class Run:
             part: of a path, the folder or file that is compared.
         """
         recorded = str(self.config.get(option) or "")
-        if recorded.startswith(DATASET_NAMES) or given.startswith(DATASET_NAMES):
+        if any(name.startswith((*DATASET_NAMES, SUBSET)) for name in (recorded, given)):
             return recorded == given
         path, place = Path(given).expanduser().resolve(), self.place(option)
         if place is not None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everytoken.data.datasets import dataset_path
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.robust.corruptions import CORRUPTIONS, EXTRA, SEVERITIES, STANDARD, check
 
@@ -96,7 +97,8 @@ def parse_suites(
 
 def check_folder(name: str, path: str) -> None:
     """Refuse a folder that is not there."""
-    if not path.startswith(("torchvision:", "hf:")) and not Path(path).expanduser().exists():
+    place = dataset_path(path)
+    if place is not None and not Path(place).expanduser().exists():
         raise EverytokenError(f"suite {name}={path}: there is no such folder")
 
 
