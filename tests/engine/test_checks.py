@@ -1,12 +1,20 @@
 """Options of the loop are checked for every task, before anything is built."""
 
+import dataclasses
+
 import pytest
+import torch
 
 from everytoken.cli import main
-from everytoken.engine.checks import check_device, check_loop
-from everytoken.engine.options import TrainOptions
-from everytoken.engine.recipe import apply
+from everytoken.cli._parse import current_flags
+from everytoken.cli.train import Train
+from everytoken.engine.checks import check_device, check_loop, check_objectives
+from everytoken.engine.optim import build_schedule, learning_rate
+from everytoken.engine.options import OptimOptions, TrainOptions
+from everytoken.engine.recipe import apply, read_recipe
 from everytoken.errors import EverytokenError
+from everytoken.objectives import HardLabels
+from everytoken.tasks.start import complete
 
 
 @pytest.mark.parametrize("task", [["train"], ["segment", "train"], ["detect", "train"]])
@@ -20,6 +28,7 @@ from everytoken.errors import EverytokenError
         (["--opt", "adamww"], "Did you mean 'adamw'"),
         (["--sched", "cosin"], "Did you mean 'cosine'"),
         (["--device", "gpu"], "device is 'gpu'; it can be cpu, cuda"),
+        (["--decay-rate", "0.5", "--sched", "cosine"], "decay_rate is 0.5, which sched cosine does not use"),
     ],
 )
 def test_every_task_names_the_option_and_its_value(tmp_path, capsys, task, words, what):
@@ -56,3 +65,51 @@ def test_a_device_that_is_not_there_is_told(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(EverytokenError, match="torch finds no such devices"):
         check_device("cuda")
+
+
+def test_colour_jitter_beside_randaugment_is_refused_since_it_would_do_nothing(photos, capsys):
+    assert main(["train", str(photos), "--model", "vit_nano_patch4_32", "--color-jitter", "0.4"]) == 2
+    assert "color_jitter is 0.4 and aa is 'rand-m9" in capsys.readouterr().err
+
+
+def test_the_rate_that_is_asked_for_is_taken_whatever_the_recipe_has():
+    recipe = apply(TrainOptions(recipe="deit_base_align"), read_recipe("deit_base_align"), "recipe")
+    assert recipe.optim.lr == 1e-5
+    changed = apply(recipe, {"lr_base": 1e-4}, "flags")
+    assert learning_rate(complete(changed, {"lr_base"}).optim, 512) > 1e-5
+    with pytest.raises(EverytokenError, match="set one of them"):
+        complete(changed, {"lr_base", "lr"})
+
+
+@pytest.mark.parametrize("sched", ["step", "poly"])
+def test_timms_decay_rate_reaches_the_schedules_that_have_one(sched):
+    def rate(decay_rate):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        options = OptimOptions(epochs=200, sched=sched, decay_rate=decay_rate, warmup_epochs=0, min_lr=0)
+        schedule, _ = build_schedule(optimizer, options, updates_per_epoch=1)
+        schedule.step_update(100)
+        return optimizer.param_groups[0]["lr"]
+
+    assert rate(0.1) != pytest.approx(rate(0.5))
+
+
+@pytest.mark.parametrize(
+    ("flag", "way"), [("--mixup", "mixing.mixup={alpha"), ("--cutmix", "mixing.cutmix"), ("--mixup-prob", "prob=")]
+)
+def test_timms_flags_of_mixing_name_our_way(photos, capsys, flag, way):
+    with pytest.raises(SystemExit):
+        main(["train", str(photos), flag, "0.8"])
+    assert way in capsys.readouterr().err
+
+
+def test_timms_names_of_two_flags_work_too():
+    words = current_flags(Train, ["photos", "--aug-repeats", "3", "--validation-batch-size=7"])
+    assert words == ["photos", "--repeat-augment", "3", "--val-batch-size=7"]
+
+
+def test_a_teacher_that_guides_the_mixing_is_not_called_useless(photos, capsys):
+    options = apply(TrainOptions(), {"data": str(photos), "model": "vit_nano_patch4_32", "teacher": "resnet18"}, "test")
+    objectives = {"hard": HardLabels()}
+    assert any("resnet18" in note for note in check_objectives(options, objectives))
+    guided = dataclasses.replace(options, mixing={"attentivecutmix": {}})
+    assert not any("resnet18" in note for note in check_objectives(guided, objectives))

@@ -33,8 +33,17 @@ ELSEWHERE = {  # what other programs call our flags
 }
 RENAMED = {"initial-checkpoint": "weights", "from": "weights"}
 """Old names of flags, which work and say what they are called now; `--pretrained` is `--weights timm`."""
-REMOVED: dict[str, str] = {}
-"""Flags that are gone, as "command --flag" or "--flag" -> the way now."""
+TIMM = {"aug-repeats": "repeat-augment", "validation-batch-size": "val-batch-size"}
+"""timm's names of flags, which work too."""
+_MIXING = {
+    "mixup": "Mixing is a setting with inner names: --set 'mixing.mixup={alpha: 0.8}'",
+    "cutmix": "Mixing is a setting with inner names: --set 'mixing.cutmix={alpha: 1.0}'",
+    "mixup-prob": "Every way of mixing has its own: --set mixing.cutmix.prob=0.5",
+    "mixup-switch-prob": "Ways of mixing take turns by their odds: --set mixing.cutmix.odds=2",
+    "mixup-mode": "Every way of mixing has its own: --set mixing.cutmix.mode=pair",
+}
+REMOVED = {f"{command} --{flag}": way for command in ("train", "finetune") for flag, way in _MIXING.items()}
+"""Flags that are not there, as "command --flag" or "--flag" -> the way to do it."""
 
 
 def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = None) -> T:
@@ -68,6 +77,8 @@ def current_flags(config: type, argv: Sequence[str]) -> list[str]:
             off = name.startswith("no-") or value == "False" or argv[i + 1 : i + 2] == ["False"]
             words.append(f"--weights={'' if off else 'timm'}")
             _tell_renamed(word, "--weights ''" if off else "--weights timm")
+        elif TIMM.get(name) in known:
+            words.append(f"--{TIMM[name]}{equals}{value}")
         elif RENAMED.get(name) in known:
             words.append(f"--{RENAMED[name]}{equals}{value}")
             _tell_renamed(f"--{name}", f"--{RENAMED[name]}")

@@ -12,7 +12,8 @@ from timm.optim import get_optimizer_class, list_optimizers
 from torch import nn
 
 from everytoken.engine.distributed import check_device
-from everytoken.engine.options import LoopOptions, TrainOptions
+from everytoken.engine.optim import DECAYING
+from everytoken.engine.options import LoopOptions, OptimOptions, TrainOptions
 from everytoken.engine.recipe import check_settings, flat
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import COMPOSE, MIXERS, build_mixer, mixer_settings
@@ -51,6 +52,11 @@ def check_loop(options: LoopOptions) -> None:
         raise EverytokenError(
             f"sched is {optim.sched!r}; it can be {', '.join(SCHEDULES)}.{did_you_mean(optim.sched, SCHEDULES)}"
         )
+    if optim.decay_rate != OptimOptions().decay_rate and optim.sched not in DECAYING:
+        raise ContradictionError(
+            f"decay_rate is {optim.decay_rate:g}, which sched {optim.sched} does not use; it belongs to "
+            f"{', '.join(DECAYING)}"
+        )
     check_device(run.device)
 
 
@@ -73,6 +79,12 @@ def check_options(options: TrainOptions) -> list[str]:
         raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
     check_loop(options)
     _check_model(options)
+    augment = options.augment
+    if augment.color_jitter and augment.aa and "3a" not in augment.aa:
+        raise ContradictionError(
+            f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}: colours are jittered only without "
+            "RandAugment, as in timm, so it would do nothing. Set color_jitter to 0, or aa to ''"
+        )
     optim, notes = options.optim, []
     if not optim.iters and not optim.warmup_iters and optim.warmup_epochs >= optim.epochs:
         notes.append(

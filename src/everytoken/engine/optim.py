@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from everytoken.engine.options import OptimOptions
 
+DECAYING = ("multistep", "step", "poly")
+"""Schedules that timm's decay_rate belongs to: a factor, or the power of a polynomial."""
+
 
 def learning_rate(options: OptimOptions, global_batch: int) -> float:
     """The peak learning rate: `lr` if it is given, else `lr_base` scaled to the global batch.
@@ -69,7 +72,7 @@ def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoc
     highest = max(group["lr"] for group in optimizer.param_groups)
     linear = options.sched == "linear"
     more: dict[str, Any] = {"decay_rate": 1.0} if linear else {}
-    if options.sched == "multistep":
+    if options.sched in DECAYING:
         more = {"decay_rate": options.decay_rate, "decay_milestones": list(options.decay_milestones)}
     unit = 1 if options.iters else updates_per_epoch
     schedule, epochs = create_scheduler_v2(

@@ -1,4 +1,4 @@
-"""Options of a training run. Names are timm's where timm has one; recipes are flat YAML files of these names.
+"""Options of a training run. Names are timm's where they mean the same; recipes are flat YAML files of these names.
 
 The groups exist for the reader of `--help`; a recipe does not need to know them.
 """
@@ -95,7 +95,7 @@ class OptimOptions:
     decay_milestones: tuple[int, ...] = ()
     """Epochs (updates when --iters is set) after which sched=multistep multiplies the learning rate by decay_rate."""
     decay_rate: float = 0.1
-    """See decay_milestones."""
+    """See decay_milestones; also timm's of the schedules step (the factor) and poly (the power)."""
     warmup_epochs: float = 5
     """Epochs of linear warm-up."""
     warmup_iters: int = 0

@@ -1,4 +1,4 @@
-"""Options that segmentation and detection share. Names are those of `everytoken train`, timm's where timm has one.
+"""Options that segmentation and detection share. Names are those of `everytoken train`.
 
 Nothing here imports torch, so that `--help` is quick.
 """

@@ -19,6 +19,7 @@ from everytoken.engine.optim import default_scaling
 from everytoken.engine.options import AugmentOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken.engine.run_folder import read_run
+from everytoken.errors import EverytokenError
 from everytoken.models.open import Weights, full_name, open_weights
 from everytoken.objectives.registry import resolved
 
@@ -38,6 +39,13 @@ def complete(options: TrainOptions, asked: Set[str] | None = None, assignments: 
         asked: names of the options that the user gave, which are not changed. Default: those that are not the default.
         assignments: of the kind `objectives.drloc.weight=0.1`, which come last.
     """
+    if asked is not None and "lr_base" in asked and options.optim.lr:
+        if "lr" in asked:
+            raise EverytokenError(
+                f"lr is {options.optim.lr:g} for any batch, and lr_base {options.optim.lr_base:g} is scaled to the "
+                "batch: set one of them"
+            )
+        options = apply(options, {"lr": 0.0}, "lr_base")  # a recipe's
     if asked is None:
         plain = flat(TrainOptions())
         asked = {name for name, value in flat(options).items() if value != plain[name]}
