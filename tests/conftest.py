@@ -1,10 +1,97 @@
-"""Small real files for tests that drive the command line."""
+"""Small real files for tests that drive the command line, and the command line in processes of its own."""
 
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+CONTEXT = multiprocessing.get_context("forkserver")  # torch and timm are imported once, and forked: seconds less each
+CONTEXT.set_forkserver_preload(["timm", "everytoken.tasks.classify", "everytoken.tasks.segment.task", __name__])
+
+
+def run_program(words: Sequence[str], environment: dict[str, str], folder: str, files: Sequence[Path]) -> None:
+    """What a process of `Program` does."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ |= environment
+    for number, path in enumerate(files, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    from everytoken.cli import main
+
+    code = main(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Program:
+    """`everytoken WORDS` in a process and session of its own, started without importing everything again."""
+
+    def __init__(self, words: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+        self.files = [folder / "stdout", folder / "stderr"]
+        self.process = CONTEXT.Process(target=run_program, args=(list(words), environment, os.getcwd(), self.files))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float = 240) -> int:
+        """Its exit code."""
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, "still running"
+        return self.process.exitcode
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """Send a signal to it and its workers, and wait for its end; the exit code."""
+        if self.poll() is None:
+            os.killpg(self.pid, number)
+        return self.wait()
+
+    @property
+    def out(self) -> str:
+        return self.files[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self.files[1].read_text()
+
+
+@pytest.fixture
+def start(tmp_path_factory):
+    """Starts a `Program`: start("train", ..., RANK="1"). Those that still run at the end are killed."""
+    programs = []
+
+    def start(*words: object, **environment: str) -> Program:
+        programs.append(Program(list(map(str, words)), tmp_path_factory.mktemp("program"), environment))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.kill()
+
+
+@pytest.fixture
+def start_ranks(start):
+    """Starts processes of one job, as torchrun would: start_ranks(2, "train", ...)."""
+
+    def start_ranks(size: int, *words: object) -> list[Program]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port} for rank in range(size)]
+        return [start(*words, **common, **rank) for rank in ranks]
+
+    return start_ranks
 
 
 def make_photos(root: Path, classes: int = 3, train: int = 12, val: int = 4, size: tuple[int, int] = (40, 36)) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -144,17 +142,13 @@ def test_nothing_but_unreadable_images_is_a_failure(here, capsys):
     assert "none of the images could be read" in said.err
 
 
-def test_torchrun_makes_the_same_store(here):
-    words = ["-m", "everytoken", "annotate", "photos", "--annotator", "python:my_labels:score", "-j", "0"]
+def test_processes_of_one_job_make_the_same_store(here, start_ranks):
+    words = ["annotate", "photos", "--annotator", "python:my_labels:score", "-j", "0"]
     words += ["--device", "cpu", "--batch-size", "2"]
-    assert run(*words[3:], "--out", "one") == 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, *words, "--out", "two"], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("next:") == 1
+    assert run(*words[1:], "--out", "one") == 0
+    ranks = start_ranks(2, *words, "--out", "two")
+    assert [program.wait() for program in ranks] == [0, 0], ranks[0].err
+    assert "".join(program.out for program in ranks).count("next:") == 1
     files = [{p.name: p.read_bytes() for p in (here / n).iterdir() if p.name != "runs.jsonl"} for n in ("one", "two")]
     assert files[0] == files[1]
 

@@ -5,6 +5,7 @@ import random
 import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -54,34 +55,33 @@ def test_without_any_whole_checkpoint_there_is_none(tmp_path):
     assert ck.newest_good(tmp_path) is None
 
 
-@pytest.fixture
-def full_disk():
+@contextmanager
+def full_disk(size):
     """No file may grow beyond some bytes: to the program, a disk that is full."""
-    limits = []
-
-    def limit(size):
-        limits.append(resource.getrlimit(resource.RLIMIT_FSIZE))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[0][1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [50, 500, 3000])  # fails in the weights, in the state, at the end of the state
-def test_a_full_disk_keeps_the_last_good_one(tmp_path, full_disk, size):
+def test_a_full_disk_keeps_the_last_good_one(tmp_path, size):
     save(tmp_path, 1)
     weights, state = {"model": {"w": torch.ones(20)}}, {"x": torch.arange(400)}
-    full_disk(size)
-    with pytest.raises(ck.CheckpointError, match=r"no space left(.|\n)*last good checkpoint is kept"):
+    with (
+        pytest.raises(ck.CheckpointError, match=r"no space left(.|\n)*last good checkpoint is kept"),
+        full_disk(size),
+    ):
         ck.save_checkpoint(tmp_path, 2, weights, state, {})
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_best_weights_on_a_full_disk_leave_the_older_ones(tmp_path, full_disk):
+def test_best_weights_on_a_full_disk_leave_the_older_ones(tmp_path):
     path = tmp_path / "best.safetensors"
     ck.write_weights(path, {"w": torch.ones(2)}, {})
-    full_disk(100)
-    with pytest.raises(ck.CheckpointError, match="no space left"):
+    with pytest.raises(ck.CheckpointError, match="no space left"), full_disk(100):
         ck.write_weights(path, {"w": torch.ones(2000)}, {})
     assert [p.name for p in tmp_path.iterdir()] == ["best.safetensors"]
     assert load_file(path)["w"].shape == (2,)

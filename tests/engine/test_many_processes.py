@@ -1,9 +1,7 @@
 """Two gloo processes on this machine: DDP equals one process, FSDP equals DDP, a lost rank ends the job clearly."""
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from everytoken.cli import main
 from everytoken.files import Lock
 
 pytestmark = pytest.mark.timeout(900)  # every test starts the whole program several times
@@ -23,22 +22,11 @@ TINY = [
 TINY[-1] += "num_heads: 2}"
 
 
-def command(photos, out, *words: str) -> list[str]:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "everytoken",
-    ]
-    return [*launch, "train", str(photos), *TINY, "--output", str(out), *words]
-
-
-def run(words) -> subprocess.CompletedProcess:
-    return subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+def finish(programs):
+    """Wait for all of them; what rank 0 printed."""
+    for program in programs:
+        assert program.wait() == 0, program.err[-2000:]
+    return programs[0].out
 
 
 def weights(folder):
@@ -50,11 +38,9 @@ def epochs(folder):
     return [row for row in rows if row["kind"] == "epoch"]
 
 
-def test_two_processes_train_and_validate_as_one_with_the_same_global_batch(photos, tmp_path):
-    one = [sys.executable, "-m", "everytoken", "train", str(photos), *TINY, "--output", str(tmp_path / "one")]
-    assert run([*one, "--batch-size", "12"]).returncode == 0
-    done = run(command(photos, tmp_path / "two", "--batch-size", "6"))
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_two_processes_train_and_validate_as_one_with_the_same_global_batch(photos, tmp_path, start_ranks):
+    assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "one"), "--batch-size", "12"]) == 0
+    finish(start_ranks(2, "train", photos, *TINY, "--output", tmp_path / "two", "--batch-size", "6"))
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name, value in first.items():
         assert torch.allclose(value, second[name], atol=1e-5), name
@@ -68,63 +54,52 @@ def test_two_processes_train_and_validate_as_one_with_the_same_global_batch(phot
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_sharded_weights_train_as_copied_ones_and_resume(photos, tmp_path):
-    words = ("--batch-size", "6", "--epochs", "2", "--val-batch-size", "5", "--set", "objectives.drloc={}")
-    done = run(command(photos, tmp_path / "ddp", *words))
-    assert done.returncode == 0, done.stderr[-2000:]
-    done = run(command(photos, tmp_path / "fsdp", *words, "--fsdp"))
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_sharded_weights_train_as_copied_ones_and_resume(photos, tmp_path, start_ranks):
+    words = ["train", photos, *TINY, "--batch-size", "6", "--epochs", "2", "--val-batch-size", "5"]
+    words += ["--set", "objectives.drloc={}", "--output"]
+    finish(start_ranks(2, *words, tmp_path / "ddp"))
+    finish(start_ranks(2, *words, tmp_path / "fsdp", "--fsdp"))
     copied, sharded = weights(tmp_path / "ddp"), weights(tmp_path / "fsdp")
     for name, value in copied.items():
         assert torch.allclose(value, sharded[name], atol=2e-5), name
     shutil.rmtree(sorted((tmp_path / "fsdp/checkpoints").glob("step-*"))[-1])  # back to the end of the first epoch
-    done = run(command(photos, tmp_path / "fsdp", *words, "--fsdp"))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "continuing from" in done.stdout
+    assert "continuing from" in finish(start_ranks(2, *words, tmp_path / "fsdp", "--fsdp"))
     again = weights(tmp_path / "fsdp")
     assert all(torch.equal(value, again[name]) for name, value in sharded.items())
 
 
-def start_two(photos, out, *words: str) -> list[subprocess.Popen]:
-    """Two processes without torchrun, which would tell of a killed one in its own words, and stop the other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    line = [sys.executable, "-m", "everytoken", "train", str(photos), *TINY, "--output", str(out), *words]
-    return [
-        subprocess.Popen(
-            line, env={**common, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
-
-
-def test_a_killed_rank_ends_the_job_with_a_clear_message_and_it_resumes(photos, tmp_path):
-    out, words = tmp_path / "r", ("--batch-size", "6", "--checkpoint-steps", "2")
-    first, second = start_two(photos, out, *words, "--epochs", "400")
-    try:
-        while not list(out.glob("checkpoints/step-*")):
-            assert first.poll() is None
-            time.sleep(0.05)
-        second.kill()
-        _, told = first.communicate(timeout=120)
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate()
-    assert first.returncode == 2
-    assert "rank 0 lost contact with another process of the job" in told
-    assert "run the same again" in told
-    assert "Traceback" not in told
+def test_a_killed_rank_ends_the_job_with_a_clear_message_and_it_resumes_under_torchrun(photos, tmp_path, start_ranks):
+    out = tmp_path / "r"
+    words = ["train", str(photos), *TINY, "--batch-size", "6", "--checkpoint-steps", "2", "--output", str(out)]
+    first, second = start_ranks(2, *words, "--epochs", "400")
+    while not list(out.glob("checkpoints/step-*")):
+        assert first.poll() is None
+        time.sleep(0.05)
+    second.kill()
+    assert first.wait(120) == 2
+    assert "rank 0 lost contact with another process of the job" in first.err
+    assert "run the same again" in first.err
+    assert "Traceback" not in first.err
     step = max(int(p.name[5:]) for p in out.glob("checkpoints/step-*"))
-    done = run(command(photos, out, *words, "--epochs", str(step // 3 + 1)))
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "everytoken",
+    ]
+    words += ["--epochs", str(step // 3 + 1)]
+    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "continuing from" in done.stdout
 
 
-def test_a_folder_that_is_in_use_stops_every_process_alike(photos, tmp_path):
+def test_a_folder_that_is_in_use_stops_every_process_alike(photos, tmp_path, start_ranks):
     with Lock(tmp_path, "run"):
-        done = [process.communicate(timeout=120)[1] for process in start_two(photos, tmp_path, "--batch-size", "6")]
-    assert all(f"another process is training in {tmp_path}" in told for told in done), done
+        programs = start_ranks(2, "train", photos, *TINY, "--output", tmp_path, "--batch-size", "6")
+        for program in programs:
+            program.wait(120)
+    assert all(f"another process is training in {tmp_path}" in program.err for program in programs)

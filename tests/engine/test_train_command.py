@@ -26,11 +26,6 @@ TINY = [
 ]
 
 
-def run(*words: str, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "everytoken", "train", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **kwargs)
-
-
 def rows(folder, kind="epoch"):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
@@ -56,30 +51,23 @@ def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(phot
 
 
 @pytest.mark.timeout(900)  # six starts of the whole program
-def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path):
+def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path, start):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    words = [str(photos), *TINY, "--epochs", "3", "--checkpoint-steps", "1", "--set", "mixing.mixtoken={}"]
-    assert run(*words, "--output", str(whole)).returncode == 0
+    words = ["train", str(photos), *TINY, "--epochs", "3", "--checkpoint-steps", "1", "--set", "mixing.mixtoken={}"]
+    assert main([*words, "--output", str(whole)]) == 0
     rng = random.Random(1)
     kills = 0
     for attempt in range(3):
-        extra = ["--workers", str(attempt % 2)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "everytoken", "train", *words, "--output", str(cut), *extra],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        program = start(*words, "--output", cut, "--workers", attempt % 2)
         wanted = sum(1 for _ in rows_or_none(cut)) + rng.randint(1, 3)
         deadline = time.monotonic() + 120
-        while process.poll() is None and sum(1 for _ in rows_or_none(cut)) < wanted and time.monotonic() < deadline:
+        while program.poll() is None and sum(1 for _ in rows_or_none(cut)) < wanted and time.monotonic() < deadline:
             time.sleep(0.01)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            kills += 1
+        kills += program.kill() == -signal.SIGKILL
     assert kills >= 2
-    done = run(*words, "--output", str(cut), "--workers", "2")
-    assert done.returncode == 0, done.stderr
-    assert "continuing from" in done.stdout
+    program = start(*words, "--output", cut, "--workers", "2")
+    assert program.wait() == 0, program.err
+    assert "continuing from" in program.out
     newest = [sorted((f / "checkpoints").iterdir())[-1] for f in (whole, cut)]
     assert newest[0].name == newest[1].name
     assert (newest[0] / "model.safetensors").read_bytes() == (newest[1] / "model.safetensors").read_bytes()
@@ -92,6 +80,7 @@ def rows_or_none(folder):
 
 
 def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
+    """As it is typed: a process that nothing else was done in."""
     words = [str(photos), *TINY, "--epochs", "200", "--workers", "1", "--output", str(tmp_path / "r")]
     process = subprocess.Popen(
         [sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -196,23 +185,20 @@ def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, 
     assert not list(tmp_path.glob("r/checkpoints/*"))
 
 
-def test_two_processes_do_not_train_in_one_folder(photos, tmp_path, capsys):
+def test_two_processes_do_not_train_in_one_folder(photos, tmp_path, capsys, start):
     """Nor does a killed one leave anything that keeps the next from going on."""
     out = tmp_path / "r"
     words = [str(photos), *TINY, "--epochs", "400", "--output", str(out)]
-    process = subprocess.Popen([sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.DEVNULL)
-    try:
-        while not list(out.glob("checkpoints/step-*")):
-            time.sleep(0.05)
-            assert process.poll() is None
-        assert main(["train", *words]) == 2
-        text = capsys.readouterr().err
-        assert f"another process is training in {out}" in text
-        assert f"process {process.pid} on" in text
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
+    program = start("train", *words)
+    while not list(out.glob("checkpoints/step-*")):
+        time.sleep(0.05)
+        assert program.poll() is None
+    assert main(["train", *words]) == 2
+    text = capsys.readouterr().err
+    assert f"another process is training in {out}" in text
+    assert f"process {program.pid} on" in text
+    assert program.poll() is None
+    program.kill()
     epochs = str(len(rows(out)) + 1)
     assert main(["train", *words, "--epochs", epochs]) == 0
     assert "continuing from" in capsys.readouterr().out
