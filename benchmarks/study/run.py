@@ -59,10 +59,11 @@ def version() -> str:
 def train(run: study.Run, work: Path, flowers: str) -> dict:
     """One run; its row."""
     from measure import drloc_constant, measure
-    from prepare import images_of, maps_of
+    from prepare import describe, images_of, maps_of
 
     import everytoken as et
 
+    code = version()
     with (work / "prepare.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         images = images_of(work, run.data, run.seed, flowers)
@@ -77,7 +78,7 @@ def train(run: study.Run, work: Path, flowers: str) -> dict:
         "part": run.part,
         "name": run.name,
         "seed": run.seed,
-        "code": version(),
+        "code": code,
         "top1": last["val_top1"],
         "loss": last["val_loss"],
         "ece": last["val_ece"],
@@ -94,8 +95,8 @@ def train(run: study.Run, work: Path, flowers: str) -> dict:
         row |= {name: round(value, 5) for name, value in measure(folder, images).items()}
     if result.last("drloc/l1") is not None:
         row |= {"drloc_loss": result.last("drloc/l1"), "drloc_constant": round(drloc_constant(), 5)}
-    if maps and (maps / "about.json").exists():
-        row["annotator"] = json.loads((maps / "about.json").read_text())
+    if maps:
+        row["annotator"] = describe(maps)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return row
 
