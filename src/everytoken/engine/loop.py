@@ -164,6 +164,14 @@ class Loop:
             return self.step
         return self.epoch * self.updates_per_epoch + self.position // self.accumulate
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the last update is done, or so many epochs brought nothing better that there will be no more."""
+        patience, epoch = self.options.run.patience, self.place / max(1, self.updates_per_epoch)
+        waited = epoch - self.best["step"] / max(1, self.updates_per_epoch) if self.best else 0.0
+        between = self.position == 0 and not self.options.optim.iters
+        return self.place >= self.total or (patience > 0 and between and waited >= patience)
+
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -178,7 +186,7 @@ class Loop:
             raise EverytokenError(
                 f"{self.folder.path} holds another run{_listed(changes)} ({why}). Choose another output."
             ) from error
-        if resumed and self.place >= self.total and self.folder.read().summary.get("updates") == self.step:
+        if resumed and self.is_done and self.folder.read().summary.get("updates") == self.step:
             return  # its record stays as it is
         if resumed:
             for key, (before, now) in changes.items():
@@ -192,7 +200,9 @@ class Loop:
         )
         try:
             with self._signals():
-                while self.place < self.total:
+                if self.step == 0 and not resumed and self.options.run.val_first:
+                    self._validate_and_save()
+                while not self.is_done:
                     self._train()
                     self._validate_and_save()
         finally:
@@ -319,7 +329,7 @@ class Loop:
         self.save()
         if self.best.get("step") == self.step:  # after it: best weights without a checkpoint are an earlier run's
             self._write_best()
-        if self.place < self.total and self.world.any(bool(self.signal)):
+        if not self.is_done and self.world.any(bool(self.signal)):
             self._stop()
 
     def _validate(self, module: nn.Module) -> dict[str, float]:
@@ -337,7 +347,7 @@ class Loop:
         summary = {
             "best": self.best,
             "last": run.history[-1] if run.history else {},
-            "epochs": self.epochs,
+            "epochs": self.epochs if self.place >= self.total else self.epoch,
             "updates": self.step,
             "seconds": round(self.seconds, 1),
             "updates left out": self.bad_total,
@@ -469,7 +479,7 @@ class Loop:
         self.folder.forget_after(self.step)
         if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
-        if self.place >= self.total:
+        if self.is_done:
             self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
         elif self.options.optim.iters:
             self.folder.log(f"continuing from {newest.name}: {self.step:,} of {self.total:,} updates done")

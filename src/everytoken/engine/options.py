@@ -39,6 +39,8 @@ class ModelOptions:
     for the network that `everytoken annotate --annotator fit` trained and saved with its maps."""
     teacher_checkpoint: str = ""
     """Weights of the teacher; empty: timm's pretrained weights."""
+    norm_eval: bool = False
+    """Keep the statistics of batch norms as they are: for pretrained networks and small batches."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False
@@ -63,6 +65,8 @@ class DataOptions:
     """Loader processes per training process; 0 loads in the main process."""
     repeat_augment: int = 1
     """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""
+    exclude: str = ""
+    """Text file with names of images to leave out, a line each: paths relative to the folder of class folders."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with unreadable images. skip: they are logged and counted; training stops if more than 1 % are bad."""
 
@@ -145,6 +149,10 @@ class RunOptions:
     """Updates between lines in the metrics files."""
     val_interval: int = 1
     """Epochs between validations; the last epoch is always validated."""
+    val_first: bool = False
+    """Validate the initial weights too: they are the best until training beats them. For a start that is good."""
+    patience: int = 0
+    """Stop early after so many epochs without a better score; 0: never."""
     val_iters: int = 0
     """Updates between validations when --iters is set; each also writes a checkpoint. 0: validate at the end only."""
     bad_loss_limit: int = 5

@@ -101,7 +101,8 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
             f"token_vote is {vote:g}, which needs tokens that learn the classes of the data: an objective such as "
             "token_labeling with maps of these classes. Train with it, or set token_vote to 0"
         )
-    step = TokenStep(model, objectives, mixer, teacher, compiled, vote).to(world.device)
+    norm_eval = options.model.norm_eval
+    step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval).to(world.device)
     size = options.model.img_size
     step.grid = grid = probe(model, (size, size))
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
@@ -137,7 +138,26 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
         notes.append(f"{options.data} has no validation images: 10 % of each class are held out (val_split)")
     # held out by the images' names alone: the same ones for every seed, and for `everytoken annotate`
     train_set, val_set = datasets.open_splits(options.data, share)
+    if options.dataset.exclude:
+        excluded = read_names(options.dataset.exclude)
+        train_set, val_set = (_without(data, excluded) for data in (train_set, val_set))
     return train_set, val_set, notes
+
+
+def read_names(path: str | Path) -> set[str]:
+    """The lines of a text file; what follows a tab is a remark."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError as error:
+        raise EverytokenError(f"exclude: {path} cannot be read ({error.strerror})") from error
+    return {line.partition("\t")[0] for line in lines if line.strip()}
+
+
+def _without(data: DataSet, names: set[str]) -> DataSet:
+    keep = [i for i, key in enumerate(data.keys()) if key not in names]
+    if not keep:
+        raise EverytokenError(f"exclude leaves no images of {data.name}")
+    return data if len(keep) == len(data) else data.subset(keep)
 
 
 def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[str]:

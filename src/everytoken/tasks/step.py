@@ -72,6 +72,7 @@ class TokenStep(nn.Module):
         teacher: for objectives and mixers that need one.
         compile: compile the model, in place: state dict and copies stay plain.
         token_vote: in evaluation, add this much of the strongest token logit of each class.
+        norm_eval: batch norms of the backbone keep their statistics in training.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class TokenStep(nn.Module):
         teacher: FrozenTeacher | None = None,
         compile: bool = False,
         token_vote: float = 0.0,
+        norm_eval: bool = False,
     ) -> None:
         super().__init__()
+        self.norm_eval = norm_eval
         self.model = model
         self.token_vote = token_vote
         self.objectives = nn.ModuleDict(objectives)
@@ -127,6 +130,15 @@ class TokenStep(nn.Module):
         if not losses:
             raise EverytokenError("there is nothing to train on: no objectives.")
         return {"loss": sum(losses[1:], start=losses[0]), **terms, "output": view.logits.detach()}
+
+    def train(self, mode: bool = True) -> TokenStep:
+        """Training mode; batch norms whose statistics are kept stay in evaluation mode."""
+        super().train(mode)
+        if self.norm_eval:
+            for module in self.model.backbone.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+        return self
 
     def mixed(self, batch: Batch) -> Batch:
         """The batch with its mix drawn and, for pixels, carried out."""

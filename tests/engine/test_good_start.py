@@ -1,0 +1,91 @@
+"""Training that begins from good weights: they count, it stops early, batch norms stay, images can be left out."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+from everytoken import EverytokenError, train
+from everytoken.engine.checkpoint import write_weights
+from everytoken.models.open import Description
+from everytoken.tasks.classify import Classification
+
+QUIET = {"workers": 0, "device": "cpu", "threads": 1}
+NAMES = ("class-0", "class-1", "class-2")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A tiny ResNet with random weights, which are as good a start as any."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=3)
+    path = tmp_path_factory.mktemp("start") / "best.safetensors"
+    write_weights(path, model.state_dict(), Description("test_resnet", {"num_classes": 3}, NAMES).to_metadata())
+    return path
+
+
+@pytest.fixture
+def settings(start, tmp_path):
+    """settings(**changes): arguments of a run from these weights that hardly moves."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: test_resnet\nimg_size: 32\nepochs: 4\nbatch_size: 12\nlr: 1.0e-12\nwarmup_epochs: 0\n")
+    plain = {"recipe": str(recipe), "initial_checkpoint": str(start), "output": str(tmp_path / "run"), **QUIET}
+    return lambda **changes: {**plain, **changes}
+
+
+@pytest.mark.parametrize(("scores", "best"), [([50, 40, 50, 49, 30], 0), ([50, 40, 51, 45, 44], 2)])
+def test_initial_weights_are_the_best_until_training_beats_them(
+    photos, settings, start, tmp_path, monkeypatch, scores, best
+):
+    answers = iter(scores)
+    monkeypatch.setattr(Classification, "validate", lambda self, module: {"score": float(next(answers))})
+    run = train(photos, **settings(val_first=True, lr=0.1))
+    assert [row["score"] for row in run.history] == scores
+    assert run.summary["best"]["epoch"] == best
+    weights, kept = load_file(start), load_file(tmp_path / "run/best.safetensors")
+    assert all(torch.equal(weights[name], kept[name]) for name in weights) == (best == 0)
+
+
+def test_a_run_without_progress_stops_early_and_stays_stopped(photos, settings):
+    run = train(photos, **settings(val_first=True, patience=2))
+    assert run.summary["epochs"] == run.done_epochs == 2
+    assert run.state == "finished"
+    again = train(photos, **settings(val_first=True, patience=2))
+    assert again.history == run.history
+
+
+def test_a_run_that_was_killed_before_its_end_stops_at_the_same_epoch(photos, settings, tmp_path, monkeypatch):
+    whole = train(photos, **settings(val_first=True, patience=2, output=str(tmp_path / "whole")))
+    real = Classification.train_batches
+
+    def cut(self, epoch, start):
+        if epoch == 1:
+            raise InterruptedError
+        yield from real(self, epoch, start)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Classification, "train_batches", cut)
+        with pytest.raises(InterruptedError):
+            train(photos, **settings(val_first=True, patience=2))
+    run = train(photos, **settings(val_first=True, patience=2))
+    assert [row["score"] for row in run.history] == [row["score"] for row in whole.history]
+    assert run.summary["epochs"] == 2
+
+
+@pytest.mark.parametrize("norm_eval", [True, False])
+def test_batch_norms_keep_their_statistics_if_they_shall(photos, settings, start, tmp_path, norm_eval):
+    train(photos, **settings(epochs=1, norm_eval=norm_eval, lr=0.1))
+    weights, last = load_file(start), load_file(tmp_path / "run/best.safetensors")
+    assert torch.equal(weights["bn1.running_mean"], last["bn1.running_mean"]) == norm_eval
+    assert not torch.equal(weights["conv1.0.weight"], last["conv1.0.weight"])
+
+
+def test_images_of_a_list_are_left_out(photos, settings, tmp_path):
+    names = tmp_path / "exclude.txt"
+    names.write_text("class-0/photo.0.png\tnearly the same as another\nclass-1/photo.3.png\n")
+    train(photos, **settings(epochs=1, exclude=str(names)))
+    assert "34 training and 10 validation images" in (tmp_path / "run/log.txt").read_text()
+    with pytest.raises(EverytokenError, match="cannot be read"):
+        train(photos, **settings(exclude=str(tmp_path / "no.txt"), output=str(tmp_path / "other")))
