@@ -11,9 +11,9 @@ from PIL import Image
 
 from everytoken.cli import main
 from everytoken.data import open_dataset
+from everytoken.data.duplicates import ImageFacts, fingerprint, near_pairs
 from everytoken.doctor import machine
 from everytoken.doctor.diagnose import kind_of
-from everytoken.doctor.images import ImageFacts, fingerprint, near_pairs
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
 

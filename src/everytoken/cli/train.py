@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import tyro
 
 from everytoken.cli._parse import current_flags, given_options, parse, values_of
-from everytoken.engine.options import TrainOptions
+from everytoken.engine.options import AutoOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 
 
@@ -29,7 +29,11 @@ T = TypeVar("T", bound=Overridable)
 class Train(TrainOptions):
     """Train a model. Run the same command again to resume an interrupted run.
 
+    Without a recipe and a model, everything is decided by looking at the photos and at the machine: a linear classifier
+    on pretrained features first, then fine-tuning, which has to beat it. The decisions are written as a recipe.
+
     Examples:
+        everytoken train photos --minutes 10
         everytoken train photos --weights registry:efficientnet_lite0
         everytoken train photos --recipe small_96
         everytoken train photos --recipe small_96_token --maps maps --set objectives.token_labeling.beta=0.5
@@ -39,6 +43,7 @@ class Train(TrainOptions):
     Objectives and mixing come from the recipe; --set changes them, and null removes one.
     """
 
+    auto: tyro.conf.OmitArgPrefixes[AutoOptions] = field(default_factory=AutoOptions)
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default_factory=tuple)
     """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1; may be repeated."""
     dry_run: bool = False
@@ -57,11 +62,11 @@ def train(config: type[Train], argv: list[str], prog: str) -> int:
     from everytoken.tasks import classify
     from everytoken.tasks.start import complete
 
-    plain = complete(TrainOptions(**values_of(options, TrainOptions)), given_options(argv), options.set)
+    plain, asked = TrainOptions(**values_of(options, TrainOptions)), given_options(argv)
     if options.dry_run:
-        print_plan(classify.dry_run(plain))
+        print_plan(classify.dry_run(complete(plain, asked, options.set)))
     else:
-        classify.train_with(plain)
+        classify.start(plain, asked, options.auto, options.set)
     return 0
 
 

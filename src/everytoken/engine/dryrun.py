@@ -48,8 +48,8 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     global_batch = data.batch_size * world.size * optim.grad_accum_steps
     weights = sum(p.numel() for p in task.backbone.parameters())
     extra = sum(p.numel() for p in task.module.parameters()) - weights
-    step_seconds, load_seconds = _time_steps(task, options, steps)
-    per_update = max(step_seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
+    seconds, load_seconds = step_seconds(task, options, steps)
+    per_update = max(seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
     total = optim.iters or updates * (optim.epochs + optim.cooldown_epochs)
     warmup = f"{warmup_epochs(optim, updates):g} warm-up {'updates' if optim.iters else 'epochs'}"
     rate = learning_rate(optim, global_batch)
@@ -60,15 +60,15 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
         "updates": f"{updates} per epoch, {total:,} in all, {total / updates:g} epochs",
         "learning rate": f"{rate:.3g} ({optim.sched}, {warmup}, down to {min(optim.min_lr, rate):.3g})",
         "memory": _memory(world),
-        "one step": f"{step_seconds:.2f} s, {data.batch_size / step_seconds:.1f} images/s per process",
+        "one step": f"{seconds:.2f} s, {data.batch_size / seconds:.1f} images/s per process",
         "loading": f"{data.batch_size / load_seconds:.1f} images/s per worker, {data.workers} workers",
         "time": f"about {clock(per_update * total)} without validation",
         "run folder": str(task.folder.path),
     }
 
 
-def _time_steps(task: Task, options: LoopOptions, steps: int) -> tuple[float, float]:
-    """Median seconds of a training step, and of loading a batch in one process."""
+def step_seconds(task: Task, options: LoopOptions, steps: int = 3) -> tuple[float, float]:
+    """Median seconds of a training step, and of loading a batch in one process; the task is closed."""
     loading, working = [], []
     batches = task.loaders[0].epoch(0)
     for _ in range(min(steps + 1, task.batches_per_epoch)):

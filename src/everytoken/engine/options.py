@@ -66,7 +66,7 @@ class DataOptions:
     repeat_augment: int = 1
     """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""
     exclude: str = ""
-    """Text file with names of images to leave out, a line each: paths relative to the folder of class folders."""
+    """Text file with names of training images to leave out, a line each, relative to the folder of class folders."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with unreadable images. skip: they are logged and counted; training stops if more than 1 % are bad."""
 
@@ -166,13 +166,24 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class AutoOptions:
+    """Without a recipe and without --model: backbone, size and settings are decided by looking at the photos."""
+
+    minutes: float = 0.0
+    """Time for everything: looking, annotating, training; turned into epochs once. 0: 20 minutes."""
+    compare: bool = False
+    """Also train the plain twin, without token labels, and say what they brought."""
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Everything that determines a run; `config.yaml` of a run folder is this, resolved."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
     maps: Annotated[str, tyro.conf.arg(aliases=["--labels"])] = ""
-    """Store of score maps (`everytoken annotate`), for objectives that need maps."""
+    """Store of score maps (`everytoken annotate`), for objectives that need maps. Without a recipe: auto (the default)
+    makes and keeps them, none trains without."""
     recipe: str = ""
     """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)

@@ -139,8 +139,7 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     # held out by the images' names alone: the same ones for every seed, and for `everytoken annotate`
     train_set, val_set = datasets.open_splits(options.data, share)
     if options.dataset.exclude:
-        excluded = read_names(options.dataset.exclude)
-        train_set, val_set = (_without(data, excluded) for data in (train_set, val_set))
+        train_set = _without(train_set, read_names(options.dataset.exclude))
     return train_set, val_set, notes
 
 
@@ -242,9 +241,23 @@ def _start_heads(
         if weights.own and weights.info.token_class_names == token_names and saved.is_file():
             load_weights(model.token_head, saved)
             notes.append(f"token head from {saved}")
+        elif (classifier := _linear_classifier(model, weights, class_names)) is not None and token_names == class_names:
+            model.token_head.load_state_dict(classifier.state_dict())
+            notes.append("the token head starts as the classifier")
         else:
             notes.append("the token head starts anew")
     return notes
+
+
+def _linear_classifier(model: TokenModel, weights: Weights, class_names: tuple[str, ...]) -> nn.Linear | None:
+    """The classifier, if it has learnt these classes and could read a token as well as the pooled features."""
+    if not weights.own or not weights.matches(class_names) or model.family.layout != "nchw":
+        return None
+    classifier = model.backbone.get_classifier()  # type: ignore[operator]
+    head = model.token_head
+    if not isinstance(classifier, nn.Linear) or not isinstance(head, nn.Linear):
+        return None
+    return classifier if classifier.weight.shape == head.weight.shape and classifier.bias is not None else None
 
 
 def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from everytoken.data.batch import Batch, Prefetcher
 from everytoken.engine.accuracy import Predictions
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import run
-from everytoken.engine.options import TrainOptions
+from everytoken.engine.options import AutoOptions, TrainOptions
 from everytoken.engine.progress import watched
 from everytoken.engine.recipe import apply, read_recipe
 from everytoken.engine.run_folder import Run, RunFolder, read_run
@@ -174,6 +174,7 @@ def train(
 ) -> Run:
     """Train a classifier on every token; the same as `everytoken train`, with the same defaults.
 
+        run = et.train("photos", minutes=10)      # decides everything itself, see `everytoken.tasks.auto`
         run = et.train("photos", maps="maps", recipe="small_96_token", epochs=30)
         run.summary["best"], run.history
         run.report("report.html")
@@ -186,19 +187,38 @@ def train(
         recipe: name of a shipped recipe, or a YAML file.
         objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
         mixing: likewise.
-        options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, output, device.
+        options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, output, device;
+            without recipe and model also minutes (a budget) and compare (train a plain twin).
     """
     settings = TrainOptions()
     if recipe:
         settings = dataclasses.replace(apply(settings, read_recipe(recipe), recipe), recipe=recipe)
     store = maps.path if isinstance(maps, Maps) else maps
-    given = {"data": str(data), "maps": str(store), **options}
+    given = {"data": str(data), **({"maps": str(store)} if store else {}), **options}
     for name, changes in (("objectives", objectives), ("mixing", mixing)):
         if changes is not None:
             aliases = ALIASES if name == "objectives" else {}
             merged = {aliases.get(k, k): v for k, v in [*getattr(settings, name).items(), *changes.items()]}
             given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
-    return train_with(complete(apply(settings, given, "train()"), set(given)))
+    automatic = AutoOptions(given.pop("minutes", 0.0), given.pop("compare", False))
+    settings = apply(settings, given, "train()")
+    return start(settings, set(given), automatic)
+
+
+def start(options: TrainOptions, asked: Set[str], auto: AutoOptions, assignments: Sequence[str] = ()) -> Run:
+    """Train what was asked for; if that is left open, decide it first.
+
+    Args:
+        options: with the values of a recipe, if one is named.
+        asked: names of the options that the user gave.
+        auto: for training that decides itself.
+        assignments: of the kind `objectives.drloc.weight=0.1`.
+    """
+    from everytoken.tasks import auto as deciding  # which trains by this module
+
+    if not assignments and deciding.decides_itself(options, auto):
+        return deciding.train_photos(options, asked, auto)
+    return train_with(complete(options, asked, assignments))
 
 
 def dry_run(options: TrainOptions) -> dict[str, Any]:

@@ -1,0 +1,589 @@
+"""`train` without a recipe: look at the photos and the machine, decide, write the decisions as a recipe, train.
+
+What a run folder of this kind has besides the usual files:
+
+features/        of the frozen backbones, by the content of the images; later runs on more photos use them too
+linear/          the first model, a run folder of its own: the best linear classifier on these features
+maps/            score maps of the training images by that classifier, if tokens are trained
+exclude.txt      training images that are left out, and why
+recipe.yaml      the decisions with their reasons; edit it and run it again with `recipe`
+decisions.json   which images they were made for
+plain/           with `compare`, the twin without token labels
+result.json      what was measured on the held-out images
+
+Fine-tuning starts from the linear head, which counts as its first result, so the run keeps the better one. The budget
+is turned into epochs once, before training, and the recipe has them: a run that is continued does not decide anew.
+If photos or classes were added since, the next run gets a folder of its own (`photos-2`) and goes on with the backbone,
+the features and the head of the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from everytoken import schema, stats
+from everytoken.annotators.features import (
+    Candidate,
+    Choice,
+    Features,
+    available_weights,
+    candidates,
+    choose_backbone,
+    compute_features,
+    fit_features,
+)
+from everytoken.annotators.fit import save_heads
+from everytoken.annotators.fit_network import FOLDER, keys_hash
+from everytoken.annotators.job import run_job
+from everytoken.annotators.linear import LinearHead
+from everytoken.annotators.options import AnnotateOptions
+from everytoken.annotators.reading import BatchReader, read_batches
+from everytoken.data.augment import EvalTransform
+from everytoken.data.datasets import DataSet
+from everytoken.data.duplicates import alike, read_facts
+from everytoken.engine.accuracy import Predictions
+from everytoken.engine.checkpoint import write_weights
+from everytoken.engine.distributed import World, best_device
+from everytoken.engine.dryrun import step_seconds
+from everytoken.engine.options import AutoOptions, TrainOptions
+from everytoken.engine.recipe import apply, flat, read_recipe
+from everytoken.engine.run_folder import Run, RunFolder, read_run
+from everytoken.errors import EverytokenError
+from everytoken.files import plain_json, write_atomically
+from everytoken.machine import cores
+from everytoken.models.open import Description, open_model
+from everytoken.tasks.build import build, open_splits
+from everytoken.tasks.classify import Classification, train_with
+
+logger = logging.getLogger(__name__)
+MINUTES = 20.0
+"""For everything, if nothing else is said."""
+MOST_EPOCHS, FEWEST_EPOCHS = 30, 3
+IMBALANCE = 10.0  # largest class / smallest class
+_LOOKING = 0.3  # part of the time for features and the choice of a backbone, at most
+_SIMILAR = 0.9  # cosine of the features of two images that may be the same
+_TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
+_MACHINE = ("output", "device", "threads", "workers", "resume", "tensorboard", "wandb", "keep", "log_interval")
+
+
+def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
+    """Whether it is left open what to train: no recipe, no model, no objectives, no mixing, and no weights.
+
+    With weights, they are the backbone if a budget, a comparison or `maps="auto"` says that the rest is open.
+    """
+    open_choice = not (options.recipe or options.model.model or options.objectives or options.mixing)
+    wanted = bool(auto.minutes) or auto.compare or options.maps == "auto"
+    if wanted and not open_choice:
+        raise EverytokenError(
+            "minutes, compare and maps='auto' are for training without a recipe, which decides itself; leave out "
+            "recipe, model, objectives and mixing, or leave these out"
+        )
+    return open_choice and (wanted or not (options.model.weights or options.maps))
+
+
+def _device(options: TrainOptions) -> torch.device:
+    return torch.device(options.run.device or best_device())
+
+
+@dataclass
+class Decisions:
+    """Options by name, each with its reason, and the lines that say so."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """A line for the log and for the head of the recipe."""
+        logger.info(text)
+        self.lines.append(text)
+
+
+@dataclass(frozen=True)
+class Photos:
+    """The images of a run, and what the backbone makes of them."""
+
+    train: DataSet
+    val: DataSet
+    choice: Choice
+    val_features: Features
+    excluded: dict[str, str]
+
+
+def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: AutoOptions | None = None) -> Run:
+    """The best classifier that this machine can make of these photos in the given time.
+
+    Args:
+        options: those that were asked for; the rest is decided.
+        asked: names of the options that were given.
+        auto: budget, comparison.
+    """
+    auto = auto or AutoOptions()
+    started = time.monotonic()
+    data = keys_of(options)
+    output, previous = _folder(options, data)
+    if not (output / "recipe.yaml").is_file():
+        _decide(options, asked, auto, output, previous, data, started)
+    decided = _read_decisions(output, options)
+    if decided.optim.epochs:
+        run = train_with(decided)
+    else:  # there was no time for more than the linear head
+        run = _keep_linear(output, decided)
+    result = _compare_with_linear(output, decided)
+    if auto.compare and decided.optim.epochs:
+        result |= _compare_with_plain(output, decided)
+    write_atomically(output / "result.json", plain_json(result).encode())
+    return replace(run, summary=read_run(output).summary)
+
+
+def keys_of(options: TrainOptions) -> str:
+    """Changes with the names and labels of the images, training and held-out ones."""
+    if not options.data:
+        raise EverytokenError("data is empty: name the images to train on")
+    train, val, _ = open_splits(options)
+    return keys_hash(train) + keys_hash(val)
+
+
+def _folder(options: TrainOptions, data: str) -> tuple[Path, Path | None]:
+    """The run's folder, and that of the last run on fewer images."""
+    first = Path(options.run.output or Path("runs") / (Path(options.data.split(":")[-1]).stem or "photos"))
+    folder, previous, number = first, None, 1
+    while (folder / "decisions.json").is_file():
+        content = schema.read_json(folder / "decisions.json", dict[str, Any])
+        if content.get("images") == data:
+            return folder, previous
+        previous, number = folder, number + 1
+        folder = first.with_name(f"{first.name}-{number}")
+    if read_run(folder).config:
+        raise EverytokenError(f"{folder} holds a run with a recipe of its own; choose another output.")
+    return folder, previous
+
+
+def _read_decisions(output: Path, options: TrainOptions) -> TrainOptions:
+    """The recipe of the folder, on this machine."""
+    path = output / "recipe.yaml"
+    decided = replace(apply(TrainOptions(), read_recipe(str(path)), str(path)), recipe=str(path))
+    machine = {name: value for name, value in flat(options).items() if name in _MACHINE}
+    return apply(decided, {**machine, "output": str(output)}, "machine")
+
+
+# -- deciding ----------------------------------------------------------------------------------------------------------
+
+
+def _decide(
+    options: TrainOptions,
+    asked: Set[str],
+    auto: AutoOptions,
+    output: Path,
+    previous: Path | None,
+    data: str,
+    started: float,
+) -> None:
+    """Write linear/, maps/ and recipe.yaml."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise EverytokenError(
+            "training without a recipe is decided by one process: start it without torchrun first, stop it once it "
+            f"trains, and start {output / 'recipe.yaml'} with many"
+        )
+    seconds = 60 * (auto.minutes or MINUTES)
+    decisions = Decisions()
+    device = _device(options)
+    photos = _look(options, output, previous, decisions, seconds * _LOOKING, device)
+    first = save_linear(options, photos, output / "linear")
+    accuracy = first.accuracy
+    decisions.say(
+        f"first model: a linear head, right on {accuracy.value:.1f} % of {len(first):,} held-out photos (95 % interval "
+        f"{accuracy.low:.1f} to {accuracy.high:.1f}), after {time.monotonic() - started:.0f} s: {output / 'linear'}"
+    )
+    values = _settings(options, asked, photos, output, device, decisions)
+    if options.maps != "none":
+        own = options.maps in ("", "auto")
+        values["maps"] = _annotate(options, photos, output, device) if own else options.maps
+        values["objectives"] = _TOKENS
+        decisions.say(
+            "tokens: every cell learns what the linear head says about it (beta 0.5), which also trains the masks; "
+            "photos are annotated by heads that have not seen them"
+        )
+    values |= {k: v for k, v in flat(options).items() if k in asked and k not in (*_MACHINE, "maps", "weights")}
+    if "epochs" not in asked:
+        left = seconds - (time.monotonic() - started)
+        chosen = apply(options, {"maps": "", **values}, "decisions")
+        values["epochs"] = _epochs(chosen, photos, output, left, decisions)
+    epochs = values["epochs"]
+    updates = epochs * max(1, len(photos.train) // values["batch_size"])
+    schedule = {
+        "warmup_epochs": round(epochs / 10, 2),
+        "patience": max(3, epochs // 3),
+        "model_ema_decay": round(1 - 1 / max(10, updates / 10), 4),
+    }
+    values |= {name: value for name, value in schedule.items() if name not in asked}
+    values = {"data": options.data, **values}
+    head = "".join(f"# {line}\n" for line in decisions.lines)
+    again = f"# Run it again, edited or not: everytoken train {options.data} --recipe recipe.yaml --output NEW\n"
+    text = head + again + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    facts = {
+        "images": data,
+        "backbone": photos.choice.backbone.name,
+        "img_size": photos.choice.backbone.info.img_size[0],
+    }
+    write_atomically(output / "recipe.yaml", text.encode())
+    write_atomically(output / "decisions.json", plain_json(facts).encode())
+
+
+def _look(
+    options: TrainOptions,
+    output: Path,
+    previous: Path | None,
+    decisions: Decisions,
+    seconds: float,
+    device: torch.device,
+) -> Photos:
+    """The photos, the machine, the weights; the backbone, features and linear head that follow from them."""
+    train, val, notes = open_splits(options)
+    counts = np.bincount(train.labels, minlength=train.num_classes)
+    if train.num_classes < 2:
+        raise EverytokenError(f"{options.data} has one class only: give every class a folder of its own, at least two")
+    each = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
+    held = "10 % of each class, by their names" if notes else "a part of their own"
+    decisions.say(
+        f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}; {len(val):,} held out ({held})"
+    )
+    decisions.say(f"machine: {device.type}, {cores()} cores")
+    weights = [options.model.weights] if options.model.weights else []
+    offered = candidates(weights, options.model.img_size)
+    cache = output / "features"
+    start: tuple[LinearHead, tuple[str, ...]] | None = None
+    if previous is not None:
+        facts = schema.read_json(previous / "decisions.json", dict[str, Any])
+        offered = [Candidate(str(facts["backbone"]), int(facts["img_size"]))]
+        cache = _cache_of(previous)
+        start = _old_head(previous / "linear")
+        decisions.say(f"continuing {previous}: its backbone, its features, its head; only new photos are computed")
+    choice = choose_backbone(
+        train, offered, cache, seconds=seconds, seed=options.run.seed, device=device, workers=options.dataset.workers
+    )
+    if cache.parent != output:
+        write_atomically(_made(output) / "features.txt", str(cache.resolve()).encode())
+    tried = ", ".join(f"{trial.candidate} {trial.accuracy:.1%}" for trial in choice.trials) if len(offered) > 1 else ""
+    name, size = choice.backbone.name, choice.backbone.info.img_size[0]
+    reason = f"best of {tried} in cross-validation" if tried else "as before" if previous else "as asked"
+    if not weights and not previous and len(offered) == 1:
+        reason = f"all that is here ({', '.join(available_weights())})"
+    decisions.say(f"backbone: {name} at {size} px: {reason}")
+    for text in choice.skipped:
+        decisions.say(f"not tried: {text}")
+    val_features = compute_features(val, choice.backbone, cache, workers=options.dataset.workers)
+    excluded = _copies(train, choice.features, val, val_features)
+    excluded |= {train.key(i): reason for i, reason in choice.features.failures.items()}
+    if excluded:
+        copies = len(excluded) - len(choice.features.failures)
+        decisions.say(
+            f"left out of training: {len(choice.features.failures):,} unreadable photos, {copies:,} copies of held-out "
+            f"ones ({output / 'exclude.txt'})"
+        )
+    keep = np.array([i for i, key in enumerate(train.keys()) if key not in excluded])
+    if len(keep) < len(train) or start is not None:
+        features = _rows(choice.features, keep)
+        train = train.subset(keep)
+        head = None if start is None else _translate(start, train.class_names, choice.backbone.dim)
+        choice = replace(
+            choice, features=features, fit=fit_features(features, train, seed=options.run.seed, start=head)
+        )
+    return Photos(train, val, choice, val_features, excluded)
+
+
+def _cache_of(folder: Path) -> Path:
+    """Where the features of a run are: in its folder, or in that of the first run."""
+    pointer = folder / "features.txt"
+    return Path(pointer.read_text()) if pointer.is_file() else folder / "features"
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _rows(features: Features, keep: np.ndarray) -> Features:
+    failures = {new: features.failures[old] for new, old in enumerate(keep.tolist()) if old in features.failures}
+    return replace(
+        features, values=features.values[keep], digests=[features.digests[i] for i in keep], failures=failures
+    )
+
+
+def _copies(train: DataSet, train_features: Features, val: DataSet, val_features: Features) -> dict[str, str]:
+    """Training images that are, or look like, held-out ones: key -> reason.
+
+    Images with the same bytes have the same digest. Of the others, those with similar features are compared closely.
+    """
+    held = {digest: i for i, digest in enumerate(val_features.digests) if digest}
+    copies = {
+        train.key(i): f"the same as {val.key(held[digest])}"
+        for i, digest in enumerate(train_features.digests)
+        if digest in held
+    }
+    first, second = (_unit(f.values) for f in (train_features, val_features))
+    for begin in range(0, len(second), 256):
+        similar = first @ second[begin : begin + 256].T
+        for place in range(similar.shape[1]):
+            for i in np.argsort(-similar[:, place])[:3].tolist():
+                if similar[i, place] < _SIMILAR or train.key(i) in copies:
+                    continue
+                if alike(read_facts(train, i), read_facts(val, begin + place)):
+                    copies[train.key(i)] = f"looks like {val.key(begin + place)}"
+    return copies
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    centred = values - values.mean(0)
+    unit: np.ndarray = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-9)
+    return unit
+
+
+def _old_head(folder: Path) -> tuple[LinearHead, tuple[str, ...]] | None:
+    try:
+        opened = open_model(folder)
+    except EverytokenError:
+        return None
+    classifier: Any = opened.model.backbone.get_classifier()  # type: ignore[operator]
+    return LinearHead(classifier.weight.detach(), classifier.bias.detach()), opened.class_names
+
+
+def _translate(start: tuple[LinearHead, tuple[str, ...]], names: list[str], dim: int) -> LinearHead:
+    """A head for other classes: rows of those that it knows, zeros for new ones."""
+    head, known = start
+    weight, bias = torch.zeros(len(names), dim), torch.zeros(len(names))
+    for number, name in enumerate(names):
+        if name in known:
+            weight[number], bias[number] = head.weight[known.index(name)], head.bias[known.index(name)]
+    return LinearHead(weight, bias)
+
+
+def _settings(
+    options: TrainOptions,
+    asked: Set[str],
+    photos: Photos,
+    output: Path,
+    device: torch.device,
+    decisions: Decisions,
+) -> dict[str, Any]:
+    """How to fine-tune: the options but for the budget and the tokens."""
+    info = photos.choice.backbone.info
+    layout = photos.choice.backbone.model.family.layout
+    gpu = device.type == "cuda"
+    batch = min(64 if gpu else 32, max(1, len(photos.train)))
+    values: dict[str, Any] = {
+        "model": info.architecture,
+        "img_size": info.img_size[0],
+        "weights": str(output / "linear"),
+        "batch_size": batch,
+        "opt": "adamw",
+        "lr": 1e-4,
+        "min_lr": 1e-6,
+        "warmup_lr": 1e-6,
+        "weight_decay": 0.05,
+        "layer_decay": 0.8,
+        "norm_eval": True,
+        "clip_grad": 1.0,
+        "model_ema": True,
+        "scale": [0.5, 1.0],
+        "aa": "",
+        "color_jitter": 0.2,
+        "reprob": 0.0,
+        "smoothing": 0.1,
+        "val_first": True,
+        "amp": gpu,
+        "channels_last": layout == "nchw",
+        "seed": options.run.seed,
+    }
+    decisions.say(
+        f"fine-tuning from that head: batch {batch}, AdamW at 1e-4 falling by 0.8 per layer, batch norms as they are, "
+        "averaged weights, mild crops: larger rates lose what the features know"
+    )
+    if photos.excluded:
+        lines = "".join(f"{key}\t{reason}\n" for key, reason in sorted(photos.excluded.items()))
+        write_atomically(output / "exclude.txt", lines.encode("utf-8", "surrogateescape"))
+        values["exclude"] = str(output / "exclude.txt")
+    if photos.val_features.failures:
+        values["on_bad_image"] = "skip"
+    counts = np.bincount(photos.train.labels, minlength=photos.train.num_classes)
+    if counts.max() > IMBALANCE * max(1, counts.min()):
+        decisions.say(
+            f"imbalance: the largest class has {counts.max() / max(1, counts.min()):.0f} times as many photos as the "
+            "smallest; it is left as it is, because accuracy counts photos. classes.json has the recall of every class"
+        )
+    return values
+
+
+def _annotate(options: TrainOptions, photos: Photos, output: Path, device: torch.device) -> str:
+    """Score maps of the training images by the heads of their folds; the store's folder."""
+    place = output / "maps"
+    settings = AnnotateOptions(workers=options.dataset.workers, val_split=options.dataset.val_split, device=str(device))
+    fitted = place / FOLDER
+    if not (fitted / "linear.json").is_file():
+        save_heads((photos.choice, np.arange(len(photos.train))), photos.train, fitted, settings)
+    run_job(photos.train, place, "fit", settings)
+    return str(place)
+
+
+def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, decisions: Decisions) -> int:
+    """How many epochs fit into the time that is left, from a few timed steps; 0 if too few."""
+    quick = replace(options, dataset=replace(options.dataset, workers=0))
+    world = World(0, 1, _device(options))
+    probe = output / ".timing"
+    task = Classification(build(options, world), quick, world, RunFolder(probe, writable=False))
+    seconds, loading = step_seconds(task, quick)
+    per_update = max(seconds, loading / max(1, options.dataset.workers))
+    forward = photos.choice.features.seconds / max(1, photos.choice.features.computed)
+    validating = 2 * len(photos.val) * max(forward, seconds / options.dataset.batch_size / 4)
+    epoch = task.batches_per_epoch * per_update + validating
+    epochs = min(MOST_EPOCHS, int(left / epoch))
+    if epochs < FEWEST_EPOCHS:
+        decisions.say(f"no fine-tuning: an epoch takes about {epoch:.0f} s, and {max(0, left):.0f} s are left")
+        return 0
+    decisions.say(
+        f"epochs: {epochs}, of about {epoch:.0f} s each; it ends early after a third of them without progress"
+    )
+    return epochs
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def save_linear(options: TrainOptions, photos: Photos, folder: Path) -> Predictions:
+    """The linear head as a run folder, with out-of-fold answers for the training images; its held-out answers."""
+    choice = photos.choice
+    model, info = choice.backbone.with_head(choice.fit.head, photos.train.class_names)
+    good = photos.val_features.readable
+    logits = choice.fit.head(torch.from_numpy(photos.val_features.values[good]))
+    answers = Predictions.of_batch(torch.from_numpy(good), torch.from_numpy(photos.val.labels[good]), logits)
+    inside = choice.features.readable
+    out_of_fold = torch.from_numpy(choice.fit.out_of_fold)
+    known = Predictions.of_batch(torch.from_numpy(inside), torch.from_numpy(choice.fit.labels), out_of_fold)
+    described = {"model": info.architecture, "img_size": info.img_size[0], "weights": choice.backbone.name}
+    config = apply(options, {**described, "epochs": 1, "maps": ""}, "linear")
+    if (folder / "best.safetensors").is_file():
+        shutil.rmtree(folder)
+    _write_run(folder, model.state_dict(), info, config, answers, photos.train.class_names)
+    known.save(folder / "out-of-fold.npz", note=keys_hash(photos.train))
+    return answers
+
+
+def _write_run(
+    folder: Path,
+    state: Mapping[str, torch.Tensor],
+    info: Description,
+    options: TrainOptions,
+    answers: Predictions,
+    class_names: list[str],
+) -> None:
+    """A finished run of no updates."""
+    writer = RunFolder(folder)
+    writer.write_config(flat(options))
+    summary = answers.summary()
+    numbers = {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
+    row = {"kind": "epoch", "step": 0, "epoch": 1, "seconds": 0.0, **numbers}
+    writer.record(row)
+    writer.write("classes.json", plain_json(answers.per_class(class_names)))
+    write_weights(folder / "best.safetensors", state, info.to_metadata())
+    best = {"score": summary["top1"], "epoch": 1, "step": 0}
+    writer.write("summary.json", plain_json({"best": best, "last": row, "epochs": 1, "updates": 0, "seconds": 0.0}))
+
+
+def _keep_linear(output: Path, options: TrainOptions) -> Run:
+    """Make the linear head the result of the run."""
+    for name in ("best.safetensors", "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "classes.json"):
+        shutil.copyfile(output / "linear" / name, output / name)
+    shutil.copyfile(output / "linear/summary.json", output / "summary.json")
+    return read_run(output)
+
+
+def _compare_with_linear(output: Path, options: TrainOptions) -> dict[str, Any]:
+    """Held-out accuracy of the linear head and of what the run keeps, with the interval of their difference."""
+    _, val, _ = open_splits(options)
+    first, last = predict(output / "linear", val, options), predict(output, val, options)
+    same = read_run(output).summary.get("best", {}).get("step") == 0
+    result: dict[str, Any] = {
+        "held_out": len(last),
+        "linear": first.accuracy.value,
+        "kept": "linear" if same else "fine-tuned",
+        "top1": last.accuracy.value,
+    }
+    if same:
+        text = f"kept: the linear head, {first.accuracy.value:.1f} % of {len(last):,} held-out photos; "
+        text += "fine-tuning did not beat it" if options.optim.epochs else "there was no time for more"
+    else:
+        gain = stats.paired_difference(first.correct, last.correct)
+        result["gain"] = [gain.value, gain.low, gain.high]
+        text = (
+            f"kept: the fine-tuned model, {last.accuracy.value:.1f} % of {len(last):,} held-out photos, "
+            f"{gain.value:+.1f} points to the linear head (95 % interval {gain.low:+.1f} to {gain.high:+.1f})"
+        )
+    _log(output, text)
+    return result
+
+
+def _compare_with_plain(output: Path, options: TrainOptions) -> dict[str, Any]:
+    """Train the twin without token labels for the same time, and say what the tokens brought."""
+    plain = apply(options, {"objectives": {}, "mixing": {}, "maps": "", "output": str(output / "plain")}, "plain")
+    seconds = read_run(output).seconds or 0.0
+    times = {}
+    world = World(0, 1, _device(options))
+    if not (output / "plain/config.yaml").is_file():
+        for name, chosen in (("tokens", options), ("plain", plain)):
+            quick = replace(chosen, dataset=replace(chosen.dataset, workers=0))
+            task = Classification(build(chosen, world), quick, world, RunFolder(output / ".timing", writable=False))
+            times[name] = step_seconds(task, quick)[0]
+        ratio = min(1.5, max(1.0, times["tokens"] / times["plain"]))
+        plain = apply(plain, {"epochs": round(ratio * options.optim.epochs)}, "plain")
+    else:
+        plain = apply(plain, {"epochs": int(read_run(output / "plain").config["epochs"])}, "plain")
+    run = train_with(plain)
+    _, val, _ = open_splits(options)
+    with_tokens, without = predict(output, val, options), predict(output / "plain", val, options)
+    gain = stats.paired_difference(without.correct, with_tokens.correct)
+    verdict = "" if gain.clear else ", so no difference can be seen; what tokens add are the masks"
+    _log(
+        output,
+        f"tokens: {with_tokens.accuracy.value:.1f} %, the plain twin {without.accuracy.value:.1f} % ({seconds:.0f} and "
+        f"{run.seconds or 0:.0f} s of training): {gain.value:+.1f} points (95 % interval {gain.low:+.1f} to "
+        f"{gain.high:+.1f}, {len(without):,} photos, one seed){verdict}",
+    )
+    return {"plain": without.accuracy.value, "tokens_gain": [gain.value, gain.low, gain.high]}
+
+
+def _log(output: Path, text: str) -> None:
+    folder = RunFolder(output)
+    with folder.open():
+        folder.log(text)
+
+
+@torch.inference_mode()
+def predict(source: Path, data: DataSet, options: TrainOptions) -> Predictions:
+    """Answers of the model of a run folder for all readable images."""
+    device = _device(options)
+    opened = open_model(source, device=str(device))
+    info = opened.info
+    view = EvalTransform(info.img_size, info.crop_pct, interpolation=info.interpolation, mean=info.mean, std=info.std)
+    reader = BatchReader(data, np.arange(len(data)), view)
+    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (info.mean, info.std))
+    size = options.dataset.val_batch_size or options.dataset.batch_size
+    spans = [range(i, min(i + size, len(data))) for i in range(0, len(data), size)]
+    parts = []
+    for batch in read_batches(reader, spans, options.dataset.workers):
+        good = [place for place in range(len(batch)) if place not in batch.failures]
+        images = batch.pixels[good].to(device).permute(0, 3, 1, 2).float() / 255
+        logits = opened.model((images - mean) / std).logits if good else None
+        if logits is not None:
+            index = torch.from_numpy(batch.indices[good])
+            parts.append(Predictions.of_batch(index, torch.from_numpy(data.labels[batch.indices[good]]), logits.cpu()))
+    return Predictions.join(parts)

@@ -1,0 +1,187 @@
+"""`train` without a recipe: the linear head first, fine-tuning that has to beat it, a recipe of all decisions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+
+from everytoken import EverytokenError, train
+from everytoken.annotators import features as features_module
+from everytoken.cli import main
+from everytoken.engine.accuracy import Predictions
+from everytoken.engine.checkpoint import write_weights
+from everytoken.engine.options import AutoOptions, ModelOptions, TrainOptions
+from everytoken.engine.run_folder import read_run
+from everytoken.maps import Maps
+from everytoken.models.open import Description, open_model
+from everytoken.tasks import auto as auto_module
+from everytoken.tasks.auto import decides_itself
+
+QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A tiny network with random weights in the place of a pretrained one."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=7)
+    for part in model.modules():
+        if isinstance(part, torch.nn.BatchNorm2d):
+            part.momentum = None
+    with torch.no_grad():
+        model.train()(torch.randn(16, 3, 32, 32))
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    about = Description("test_resnet", {"num_classes": 7}, img_size=(32, 32), crop_pct=1.0)
+    write_weights(path, model.state_dict(), about.to_metadata())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(photos, tmp_path_factory):
+    """Photos with a copy of a held-out one, one that only looks like it, and one that cannot be read."""
+    place = tmp_path_factory.mktemp("own") / "photos"
+    shutil.copytree(photos, place)
+    shutil.copyfile(place / "val/class-0/photo.1.png", place / "train/class-0/copy.png")
+    image = Image.open(place / "val/class-1/photo.2.png")
+    Image.fromarray(np.clip(np.asarray(image).astype(int) + 1, 0, 255).astype(np.uint8)).save(
+        place / "train/class-1/brighter.png"
+    )
+    (place / "train/class-2/broken.png").write_bytes(b"not an image")
+    return place
+
+
+@pytest.fixture(scope="module")
+def result(folder, weights, tmp_path_factory):
+    """A whole run, with its plain twin."""
+    output = tmp_path_factory.mktemp("runs") / "photos"
+    return train(folder, weights=weights, output=str(output), epochs=2, compare=True, **QUIET)
+
+
+def test_the_first_model_is_a_linear_head_that_other_commands_open(result, folder):
+    opened = open_model(result.path / "linear")
+    assert opened.class_names == ("class-0", "class-1", "class-2")
+    first = read_run(result.path / "linear")
+    assert first.state == "finished"
+    assert first.config["data"] == str(folder)
+    note = auto_module.keys_hash(auto_module.open_splits(auto_module._read_decisions(result.path, TrainOptions()))[0])
+    answers, _ = Predictions.saved(result.path / "linear/out-of-fold.npz", note)
+    assert len(answers) == 36  # without the three that are left out
+
+
+def test_copies_of_held_out_photos_and_unreadable_ones_are_left_out(result):
+    lines = dict(line.split("\t") for line in (result.path / "exclude.txt").read_text().splitlines())
+    assert set(lines) == {"class-0/copy.png", "class-1/brighter.png", "class-2/broken.png"}
+    assert lines["class-0/copy.png"] == "the same as class-0/photo.1.png"
+    assert lines["class-1/brighter.png"] == "looks like class-1/photo.2.png"
+    assert len(Maps(result.path / "maps")) == 36
+
+
+def test_the_run_keeps_the_better_of_linear_head_and_fine_tuned_model(result):
+    content = json.loads((result.path / "result.json").read_text())
+    assert result.history[0]["epoch"] == 0
+    assert result.history[0]["ema_score"] == pytest.approx(content["linear"], abs=0.01)
+    assert content["top1"] >= content["linear"]
+    assert content["kept"] == ("linear" if result.summary["best"]["step"] == 0 else "fine-tuned")
+    assert "kept: the" in (result.path / "log.txt").read_text()
+    assert len(content["tokens_gain"]) == 3
+    assert read_run(result.path / "plain").config["objectives"] in ({}, {"hard": {}}, None)
+
+
+def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder, tmp_path):
+    text = (result.path / "recipe.yaml").read_text()
+    values = yaml.safe_load(text)
+    assert values["weights"] == str(result.path / "linear")
+    assert values["epochs"] == 2
+    assert "# first model: a linear head" in text
+    (tmp_path / "mine.yaml").write_text(text.replace("epochs: 2", "epochs: 1"))
+    again = train(folder, recipe=str(tmp_path / "mine.yaml"), output=str(tmp_path / "run"), workers=0, device="cpu")
+    assert [row["epoch"] for row in again.history] == [0, 1]
+
+
+def test_the_same_call_again_does_nothing_and_decides_nothing(result, folder, weights, monkeypatch):
+    monkeypatch.setattr(auto_module, "_decide", None)
+    again = train(folder, weights=weights, output=str(result.path), epochs=2, compare=True, **QUIET)
+    assert again.history == result.history
+
+
+def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weights, tmp_path, monkeypatch, caplog):
+    more = tmp_path / "photos"
+    shutil.copytree(folder, more)
+    for split in ("train", "val"):
+        (more / split / "class-3").mkdir()
+        for number in range(4):
+            pixels = np.random.default_rng((number, len(split))).integers(0, 255, (36, 40, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(more / split / "class-3" / f"{split}{number}.png")
+    computed: list[int] = []
+    real = features_module.FeatureCache.add
+
+    def add(self, digests, values):
+        computed.append(len(digests))
+        real(self, digests, values)
+
+    monkeypatch.setattr(features_module.FeatureCache, "add", add)
+    with caplog.at_level(logging.INFO):
+        run = train(more, weights=weights, output=str(result.path), epochs=1, minutes=5, **QUIET)
+    assert run.path == result.path.with_name("photos-2")
+    assert "continuing" in caplog.text
+    assert sum(computed) == 8
+    assert open_model(run.path).class_names == ("class-0", "class-1", "class-2", "class-3")
+
+
+def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (5.0, 0.0))[1])
+    monkeypatch.setattr(auto_module, "train_with", lambda options: read_run(tmp_path / "run/linear"))
+    monkeypatch.setattr(auto_module, "_compare_with_linear", lambda output, options: {})
+    train(folder, weights=weights, output=str(tmp_path / "run"), minutes=3, maps="none", **QUIET)
+    values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
+    assert 3 <= values["epochs"] <= 12  # an epoch of three updates takes 15 s and more
+    assert "maps" not in values
+    assert values["warmup_epochs"] == pytest.approx(values["epochs"] / 10)
+
+
+def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (500.0, 0.0))[1])
+    with caplog.at_level(logging.INFO):
+        run = train(folder, weights=weights, output=str(tmp_path / "run"), minutes=1, **QUIET)
+    assert "no fine-tuning" in caplog.text
+    assert json.loads((run.path / "result.json").read_text())["kept"] == "linear"
+    assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
+    assert run.state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("options", "auto", "wanted"),
+    [
+        (TrainOptions(), AutoOptions(), True),
+        (TrainOptions(maps="auto"), AutoOptions(), True),
+        (TrainOptions(recipe="small_32"), AutoOptions(), False),
+        (TrainOptions(model=ModelOptions("lvvit_t")), AutoOptions(), False),
+        (TrainOptions(objectives={"hard": {}}), AutoOptions(), False),
+        (TrainOptions(maps="maps"), AutoOptions(), False),
+        (TrainOptions(model=ModelOptions(weights="timm:resnet18")), AutoOptions(), False),
+        (TrainOptions(model=ModelOptions(weights="timm:resnet18")), AutoOptions(minutes=5), True),
+    ],
+)
+def test_what_is_asked_for_is_trained_as_before(options, auto, wanted):
+    assert decides_itself(options, auto) == wanted
+
+
+def test_a_budget_with_a_recipe_is_a_contradiction(folder, capsys):
+    with pytest.raises(EverytokenError, match="without a recipe"):
+        train(folder, recipe="small_32", minutes=3)
+    assert main(["train", str(folder), "--recipe", "small_32", "--compare"]) == 2
+    assert "without a recipe" in capsys.readouterr().err
+
+
+def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(features_module, "available_weights", list)
+    with pytest.raises(EverytokenError, match=r"everytoken\[registry\]"):
+        train(folder, output=str(tmp_path / "run"), **QUIET)
