@@ -80,6 +80,11 @@ class LinearAnnotator(Annotator):
         self.backbone.model.to(device)
         self.backbone.device = device
 
+    def accelerate(self) -> None:
+        """ONNX Runtime, on the CPU."""
+        assert self.backbone is not None
+        self.backbone.accelerate_cells()
+
 
 def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
     """Fit what is not fitted yet, and return the annotator.
