@@ -80,7 +80,7 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
         (["--annotator", "python:my_labels:nameless"], "class_names"),
         (["--annotator", "python:my_labels:wrong"], "2] is needed"),
         (["--annotator", "python:my_labels:score", "--folds", "3"], "folds can only be used with the annotator fit"),
-        (["--annotator", "fit", "--checkpoint", "x"], "trains its own weights"),
+        (["--annotator", "fit", "--weights", "x"], "trains its own weights"),
         (["--annotator", "python:my_labels:score", "--top-k", "4"], "more than the 3 classes"),
         (["--annotator", "nonsense"], "there is no annotator"),
     ],

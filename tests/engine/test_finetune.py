@@ -13,7 +13,9 @@ from everytoken.cli.finetune import Finetune
 from everytoken.cli.train import resolve
 from everytoken.data import open_dataset
 from everytoken.engine.distributed import World
-from everytoken.engine.options import ModelOptions, TrainOptions
+from everytoken.engine.loop import _means_the_same
+from everytoken.engine.optim import learning_rate
+from everytoken.engine.options import ModelOptions, OptimOptions, TrainOptions
 from everytoken.engine.recipe import apply, read_recipe
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
@@ -101,7 +103,7 @@ def test_maps_without_class_names_teach_tokens(photos, maps):
 
 def test_a_teacher_with_the_classes_in_another_order_is_refused(photos, tmp_path):
     source = a_run(tmp_path / "teacher", class_names=("class-1", "class-0", "class-2"), token_names=())
-    chosen = options(photos, "", teacher="vit_tiny_patch16_224", teacher_checkpoint=str(source))
+    chosen = options(photos, "", teacher="vit_tiny_patch16_224", teacher_weights=str(source))
     with pytest.raises(EverytokenError, match="class-1, class-0, class-2"):
         build(chosen, ALONE)
 
@@ -217,3 +219,63 @@ def test_a_continued_run_keeps_what_was_decided_when_it_began(photos, tmp_path):
     assert (made.recipe, made.optim.epochs, made.optim.lr_scaling) == ("", 77, "linear")
     assert complete(made) == made
     assert complete(options, {"weights", "output", "epochs"}).optim.epochs == 300  # as asked for
+
+
+def test_a_folder_of_timms_form_is_a_start_and_its_classes_are_compared(photos, tmp_path):
+    """What `hf-hub:` downloads has the same form."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, **VIT)
+    torch.nn.init.normal_(model.head.weight)
+    cfg = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 1.0, "label_names": list(NAMES)}
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "model_args": {"img_size": 32, **VIT}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pretrained_cfg": {**cfg, "num_classes": 3}}))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    made = complete(TrainOptions(data=str(photos), model=ModelOptions(weights=f"local-dir:{tmp_path}")))
+    assert (made.recipe, made.model.img_size) == ("finetune_resolution", 32)  # the same classes
+    assert made.model.model_kwargs == VIT
+    parts = build(made, ALONE)
+    assert (parts.description.mean, parts.description.crop_pct) == ((0.5,) * 3, 1.0)
+    torch.testing.assert_close(parts.step.model.backbone.head.weight.detach(), model.head.weight.detach())
+    config["model_args"]["checkpoint_path"] = "/etc/passwd"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pretrained_cfg": cfg}))
+    with pytest.raises(EverytokenError, match="checkpoint_path"):
+        complete(TrainOptions(data=str(photos), model=ModelOptions(weights=f"local-dir:{tmp_path}")))
+
+
+def test_a_run_of_the_first_version_is_continued_by_the_same_words(photos, tmp_path):
+    """It recorded the weights file in a run folder, `timm` without a tag, and models without one."""
+    source = a_run(tmp_path / "run")
+    for name, before, now, same in (
+        ("weights", str(source / "best.safetensors"), str(source), True),
+        ("weights", str(source / "best.safetensors"), str(tmp_path), False),
+        ("weights", "timm", "timm:deit_tiny_patch16_224.fb_in1k", True),
+        ("weights", "timm:resnet50.a1_in1k", "timm:resnet50.a2_in1k", False),
+        ("weights", "registry:efficientnet_lite0", "registry:efficientnet_lite0", False),  # equal: never asked
+        ("model", "resnet50", "resnet50.a1_in1k", True),
+        ("model", "resnet50", "resnet18.a1_in1k", False),
+        ("seed", 1, 2, False),
+    ):
+        try:
+            assert _means_the_same(name, before, now) == same
+        except EverytokenError:  # no weights in the folder
+            assert not same
+
+
+def test_the_tag_of_a_teacher_is_recorded(photos):
+    for teacher, full in (("regnety_160", "regnety_160.sw_in12k_ft_in1k"), ("regnety_160.deit_in1k",) * 2):
+        made = complete(TrainOptions(data=str(photos), model=ModelOptions(teacher=teacher)))
+        assert made.model.teacher == full
+    assert complete(TrainOptions(model=ModelOptions(teacher="fit:maps"))).model.teacher == "fit:maps"
+
+
+def test_without_a_recipe_the_rate_follows_the_square_root_of_the_batch(photos):
+    for values, scaling in (
+        ({}, "sqrt"),
+        ({"opt": "sgd"}, "linear"),
+        ({"lr_scaling": "linear"}, "linear"),
+        ({"recipe": "mine.yaml"}, "linear"),
+        ({"recipe": "mine.yaml", "lr_scaling": "sqrt"}, "sqrt"),
+    ):
+        assert complete(apply(TrainOptions(data=str(photos)), values, "")).optim.lr_scaling == scaling
+    for scaling, rate in (("linear", 1e-3 * 8 / 1024), ("sqrt", 1e-3 * (8 / 1024) ** 0.5), ("", 1e-3 * 8 / 1024)):
+        assert learning_rate(OptimOptions(lr_scaling=scaling), 8) == pytest.approx(rate)

@@ -140,7 +140,7 @@ def test_relabel_needs_matching_classes_and_says_so(photos, own, foreign, tmp_pa
 
 def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
     assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "teacher")]) == 0
-    teacher = ["--teacher", "vit_tiny_patch16_224", "--teacher-checkpoint", str(tmp_path / "teacher")]
+    teacher = ["--teacher", "vit_tiny_patch16_224", "--teacher-weights", str(tmp_path / "teacher")]
     for name in ("online_token", "distillation"):
         words = [*teacher, "--set", f"objectives.{name}={{}}", "--output", str(tmp_path / name)]
         assert main(["train", str(photos), *TINY, *words]) == 0

@@ -138,7 +138,7 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     model = timm.create_model("resnet10t", num_classes=4)
     save_file(model.state_dict(), tmp_path / "plain.safetensors")
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
-    for how in (["timm:resnet10t", "--checkpoint", tmp_path / "plain.safetensors"],
+    for how in (["timm:resnet10t", "--weights", tmp_path / "plain.safetensors"],
                 [tmp_path / "plain.safetensors", "--model", "resnet10t"]):  # fmt: skip
         argv = [how[0], here / "photos/two.jpg", *how[1:], "--names", tmp_path / "names.txt", "--class", "cow"]
         assert run(here, *argv, "--out", tmp_path / "out") == 0
@@ -152,7 +152,7 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     (["--labels", "MAPS"], "has no map of any of the images"),
     (["--mix"], "exactly two images, got 1"),
     (["--untrained"], "untrained goes with timm:NAME"),
-    (["--checkpoint", "x.pt"], "go with timm:NAME"),
+    (["--weights", "x.pt"], "go with timm:NAME"),
 ])  # fmt: skip
 def test_mistakes_are_told_with_the_way_out(here, tmp_path, capsys, more, message):
     more = [here / "maps" if word == "MAPS" else word for word in more]

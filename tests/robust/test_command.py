@@ -241,7 +241,7 @@ def test_bad_folders_and_other_classes_get_clear_errors(photos, weights, tmp_pat
         (("--suite", f"val={photos / 'val'}", "attack", "--attack", "pdg"), "pgd"),
         (("--suite", f"attack={photos / 'val'}", "--eps", "4/0"), "eps"),
         (("--suite", f"corrupt={photos / 'val'}", "--corruptions", "frog"), "fog"),
-        (("--suite", f"val={photos / 'val'}", "--checkpoint", "x.pth"), "timm:NAME"),
+        (("--suite", f"val={photos / 'val'}", "--weights", "x.pth"), "timm:NAME"),
     ):
         assert robust(weights[0], tmp_path / "out", *words) == 2
         assert text in capsys.readouterr().err
@@ -265,6 +265,15 @@ def test_transfer_finetunes_evaluates_and_tabulates(photos, weights, tmp_path, c
     assert rows["mine"]["images"] == 12
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
     assert float(rows["mine"]["top-1"]) == pytest.approx(summary["last"]["score"], abs=0.01)
+    assert json.loads((tmp_path / "mine" / "summary.json").read_text()) == summary
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "model_args": TINY, "pretrained_cfg": {}}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/config.json").write_text(json.dumps(config))
+    save_file(model.state_dict(), tmp_path / "hub/model.safetensors")
+    words[1], words[words.index("--out") + 1] = f"local-dir:{tmp_path / 'hub'}", str(tmp_path / "other")
+    assert main(words) == 0  # whatever `robust` takes
+    assert rows_of(tmp_path / "other")["mine"]["images"] == 12
     assert main([*words[:3], "flowers"]) == 2
     assert "2,040" in capsys.readouterr().err
     assert main([*words[:3], f"mine={photos}"]) == 2

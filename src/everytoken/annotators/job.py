@@ -141,11 +141,11 @@ def make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions
         used = [field for field in vars(plain) if getattr(options.fit, field) != getattr(plain, field)]
         if used:
             raise EverytokenError(f"{', '.join(used)} can only be used with the annotator fit, not with {name}")
-        return build_annotator(name, pair(options.img_size), options.checkpoint)
+        return build_annotator(name, pair(options.img_size), options.weights)
     if options.reuse:
         raise EverytokenError("reuse is not for the annotator fit, which learns from all images, the new ones too")
-    if options.checkpoint:
-        raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with a checkpoint")
+    if options.weights:
+        raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
     return fit_annotator(data, out, options, world)
 
 

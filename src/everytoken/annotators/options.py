@@ -41,7 +41,7 @@ class FitOptions:
 class AnnotateOptions:
     """How to annotate."""
 
-    checkpoint: str = ""
+    weights: str = ""
     """For timm:NAME: your own weights (file or run folder) instead of pretrained ones."""
     img_size: tuple[int, ...] = ()
     """Side of the annotator's input, or height and width. Default: its own. 576 gives 18x18 cells at stride 32."""

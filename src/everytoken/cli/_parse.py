@@ -31,7 +31,13 @@ ELSEWHERE = {  # what other programs call our flags
     "resolution": "img-size",
     "scheduler": "sched",
 }
-RENAMED = {"initial-checkpoint": "weights", "from": "weights"}
+RENAMED = {
+    "checkpoint": "weights",
+    "compare-checkpoint": "compare-weights",
+    "from": "weights",
+    "initial-checkpoint": "weights",
+    "teacher-checkpoint": "teacher-weights",
+}
 """Old names of flags, which work and say what they are called now; `--pretrained` is `--weights timm`."""
 TIMM = {"aug-repeats": "repeat-augment", "validation-batch-size": "val-batch-size"}
 """timm's names of flags, which work too."""
@@ -54,6 +60,7 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
 
     Wrong flags exit with code 2 and a suggestion.
     """
+    argv = current_flags(config, argv)
     # tyro leaves out sections such as "Examples:" when it reads a docstring itself
     settings: dict[str, Any] = {"prog": prog, "args": list(argv), "description": inspect.getdoc(config) or ""}
     if default is not None:
@@ -73,7 +80,7 @@ def current_flags(config: type, argv: Sequence[str]) -> list[str]:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name in known:
             words.append(word)
-        elif name in ("pretrained", "no-pretrained") and "weights" in known:
+        elif name in ("pretrained", "no-pretrained") and {"weights", "recipe"} <= known:
             off = name.startswith("no-") or value == "False" or argv[i + 1 : i + 2] == ["False"]
             words.append(f"--weights={'' if off else 'timm'}")
             _tell_renamed(word, "--weights ''" if off else "--weights timm")

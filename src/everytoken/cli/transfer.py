@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 class TransferCommand:
     """Fine-tune on CIFAR-10, CIFAR-100, Flowers-102, Stanford Cars or your own data, and make one table.
 
-    Flags after -- go to `everytoken finetune` (for timm:NAME: `everytoken train`). An interrupted run resumes.
+    Flags after -- go to `everytoken train`, which does it with --weights. An interrupted run resumes.
 
     Examples:
         everytoken transfer runs/deit_small --suite cifar10 cifar100 flowers=flowers cars=cars
-        everytoken transfer timm:deit_small_patch16_224 --suite cifar10 -- --epochs 100 --batch-size 256
+        everytoken transfer timm:deit_small_patch16_224.fb_in1k --suite cifar10 -- --epochs 100 --batch-size 256
         everytoken transfer runs/plain --compare runs/aligned --suite mine=photos --recipe transfer_cifar10
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT|timm:NAME")]
-    """A run folder, a weights file, or timm:NAME for pretrained weights."""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WEIGHTS")]
+    """A run folder, a weights file, timm:NAME, registry:efficientnet_lite0|1|2 or hf-hub:USER/NAME."""
     suite: tuple[str, ...] = ()
     """cifar10, cifar100, flowers, cars, each with =FOLDER for data in folders, or NAME=FOLDER. Default: all but
     flowers, which needs a folder."""
@@ -62,11 +62,8 @@ def main(argv: list[str], prog: str) -> None:
     flags = ["--device", device, "--workers", str(command.workers), *argv[cut + 1 :]]
 
     def finetune(source: str, target: Target, folder: Path) -> None:
-        if source.startswith("timm:"):
-            start = ["train", target.data, "--model", source.removeprefix("timm:"), "--pretrained"]
-        else:
-            start = ["finetune", target.data, "--from", source]
-        code = run([*start, "--recipe", target.recipe, "--output", str(folder), *flags])
+        start = ["train", target.data, "--weights", source, "--recipe", target.recipe, "--output", str(folder)]
+        code = run([*start, *flags])
         if code:
             raise EverytokenError(f"fine-tuning on {target.name} stopped (code {code}); the same command resumes it")
 

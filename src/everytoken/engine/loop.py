@@ -46,6 +46,7 @@ from everytoken.engine.track import build_trackers
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.keyed import StepKey, generator
+from everytoken.models.open import find_weights
 
 _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
@@ -553,6 +554,8 @@ def _means_the_same(name: str, before: Any, now: Any) -> bool:
         return False
     if str(now).startswith(PUBLISHED):  # the first version did not record which of timm's weights it took
         return bool(before == "timm")
+    if name == "weights" and Path(now).is_dir():  # which recorded the file in a run folder
+        now = find_weights(now) if Path(before).is_file() else now
     return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
 
 

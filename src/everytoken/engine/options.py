@@ -35,9 +35,10 @@ class ModelOptions:
     """In validation, add this much of the strongest token logit of each class to the class logits. The papers' LV-ViT
     numbers used 0.5; `everytoken eval` and the others then do the same."""
     teacher: str = ""
-    """Teacher model for online distillation (objectives `distillation` and `online_token`): a timm name, or fit:MAPS
-    for the network that `everytoken annotate --annotator fit` trained and saved with its maps."""
-    teacher_checkpoint: str = ""
+    """Teacher model for online distillation (objectives `distillation` and `online_token`): a timm name with the
+    tag of its weights (regnety_160.deit_in1k), a run folder, registry:NAME, or fit:MAPS for the network that
+    `everytoken annotate --annotator fit` trained and saved with its maps."""
+    teacher_weights: str = ""
     """Weights of the teacher; empty: timm's pretrained weights."""
     norm_eval: bool = False
     """Keep the statistics of batch norms as they are: for pretrained networks and small batches."""

@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 _DICTS = ("objectives", "mixing", "model_kwargs")
-ALIASES = {"labels": "maps", "initial_checkpoint": "weights"}
+ALIASES = {
+    "labels": "maps",
+    "initial_checkpoint": "weights",
+    "checkpoint": "weights",
+    "teacher_checkpoint": "teacher_weights",
+}
 """Names of options in recipes and run folders of the first version; see `current_names` for `pretrained`."""
 
 

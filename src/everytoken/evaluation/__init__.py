@@ -39,7 +39,7 @@ class InferenceOptions:
 
     model: str = ""
     """timm model name, for weights without metadata."""
-    checkpoint: str = ""
+    weights: str = ""
     """Weights for timm:NAME, instead of the pretrained ones."""
     img_size: int = 0
     """Another input size; position embeddings are resized. 0: the model's own."""
@@ -91,7 +91,7 @@ def load(source: str | Path, **options: Any) -> LoadedModel:
 
     Args:
         source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:efficientnet_lite0|1|2.
-        options: of `everytoken.models.open.open_model`: architecture, checkpoint, img_size, crop_pct, device, ...
+        options: of `everytoken.models.open.open_model`: architecture, weights, img_size, crop_pct, device, ...
     """
     from everytoken.evaluation.run import LoadedModel
     from everytoken.models.open import open_model

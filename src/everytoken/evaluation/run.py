@@ -174,7 +174,7 @@ def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> Open
     return open_model(
         source,
         architecture=options.model,
-        checkpoint=options.checkpoint,
+        weights=options.weights,
         img_size=options.img_size,
         crop_pct=options.crop_pct,
         device=device,
@@ -253,7 +253,7 @@ def run_evaluation(
     if isinstance(data, DataSet):
         dataset = data
     else:
-        name = opened.source if isinstance(source, OpenModel) else options.checkpoint or str(source)
+        name = opened.source if isinstance(source, OpenModel) else options.weights or str(source)
         dataset, note = open_part([name], str(data), options.split)
         notes = (note,) if note else ()
     labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)

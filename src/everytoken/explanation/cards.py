@@ -60,9 +60,9 @@ class ExplainOptions:
     """mix: where the box lies."""
     model: str = ""
     """timm model name, for weights without metadata."""
-    checkpoint: str = ""
+    weights: str = ""
     """With timm:NAME: own weights instead of pretrained ones."""
-    compare_checkpoint: str = ""
+    compare_weights: str = ""
     """The same for compare with timm:NAME."""
     untrained: bool = False
     """With timm:NAME: random weights, to see that a method works; the pictures say so."""
@@ -114,17 +114,17 @@ def explain(
 
     settings = schema.from_keywords(ExplainOptions, options, "explain()")
     files = [str(images)] if isinstance(images, str | Path) else [str(image) for image in images]
-    sources = [(str(source), settings.checkpoint, settings.model)]
+    sources = [(str(source), settings.weights, settings.model)]
     if settings.compare:
-        sources.append((settings.compare, settings.compare_checkpoint, ""))
+        sources.append((settings.compare, settings.compare_weights, ""))
     if settings.untrained and not any(name.startswith("timm:") for name, _, _ in sources):
         raise EverytokenError(f"untrained goes with timm:NAME; {source} brings its weights.")
     device, names = pick_device(settings.device), read_class_names(settings.names)
     models = [
         open_explained(
-            name, checkpoint, model, settings.img_size, names, settings.untrained and name.startswith("timm:"), device
+            name, weights, model, settings.img_size, names, settings.untrained and name.startswith("timm:"), device
         )
-        for name, checkpoint, model in sources
+        for name, weights, model in sources
     ]
     folder = None if out is None else Path(out)
     if folder is not None:

@@ -92,7 +92,7 @@ def name_of(classes: ClassList, number: int) -> str:
 
 def open_explained(
     source: str,
-    checkpoint: str = "",
+    weights: str = "",
     architecture: str = "",
     img_size: int = 0,
     names: Sequence[str] = (),
@@ -103,14 +103,14 @@ def open_explained(
 
     Args:
         source: a run folder, a weights file, timm:NAME or registry:efficientnet_lite0|1|2.
-        checkpoint: with timm:NAME, the weights to use instead of pretrained ones.
+        weights: with timm:NAME, the weights to use instead of pretrained ones.
         architecture: timm name, for a weights file that does not say it itself.
         img_size: side of the input; 0: the model's own.
         names: of the classes, where the weights do not say them.
         untrained: with timm:NAME, random weights. To see that a method works, not what a model has learnt.
     """
     opened = open_model(
-        source, architecture=architecture, checkpoint=checkpoint, img_size=img_size, untrained=untrained, device=device
+        source, architecture=architecture, weights=weights, img_size=img_size, untrained=untrained, device=device
     )
     classes, token_classes = opened.classes, opened.token_classes
     if classes.count < 1:

@@ -4,7 +4,7 @@
 |---|---|
 | a run folder | its best weights, else those of its newest checkpoint |
 | a weights file | `.safetensors` written here says what it is; for others, name the architecture |
-| `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `checkpoint` weights from a file |
+| `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `weights` those of a file |
 | `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
 
@@ -35,6 +35,7 @@ import timm
 import torch
 from safetensors import SafetensorError, safe_open
 from timm.data import infer_imagenet_subset, resolve_data_config
+from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
 
 from everytoken import schema
@@ -143,7 +144,7 @@ def open_model(
     source: str | Path,
     *,
     architecture: str = "",
-    checkpoint: str = "",
+    weights: str = "",
     num_classes: int = 0,
     img_size: Sequence[int] | int | None = None,
     crop_pct: float = 0.0,
@@ -155,7 +156,7 @@ def open_model(
     Args:
         source: a run folder, a weights file, "timm:NAME", "hf-hub:USER/NAME", or "registry:efficientnet_lite0|1|2".
         architecture: timm name, for a weights file that does not say it itself.
-        checkpoint: with timm:NAME, a weights file or run folder instead of pretrained weights.
+        weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         num_classes: of the class head of weights from elsewhere; 0: found from the file.
         img_size: another input size; position embeddings are resized. None or 0: the model's own.
         crop_pct: part of the resized image that the centre crop shows; 0: the model's own.
@@ -165,12 +166,12 @@ def open_model(
     text = str(source)
     kind = text.partition(":")[0]
     size = _pair(img_size)
-    if (checkpoint or untrained) and kind != "timm":
-        raise EverytokenError(f"checkpoint and untrained go with timm:NAME; {text!r} brings its own weights.")
+    if (weights or untrained) and kind != "timm":
+        raise EverytokenError(f"weights and untrained go with timm:NAME; {text!r} brings its own weights.")
     if kind == "registry":
         opened = _from_registry(text.removeprefix("registry:"), size)
-    elif kind == "timm" and checkpoint:
-        opened = _from_file(find_weights(checkpoint), text.removeprefix("timm:"), num_classes, size, exact=True)
+    elif kind == "timm" and weights:
+        opened = _from_file(find_weights(weights), text.removeprefix("timm:"), num_classes, size, exact=True)
     elif kind == "timm" or text.startswith(HUB):
         opened = _from_timm(text.removeprefix("timm:"), size, untrained)
     else:
@@ -234,9 +235,9 @@ def open_weights(source: str | Path, architecture: str = "") -> Weights:
     return _file_weights(find_weights(source), architecture)
 
 
-def full_name(model: str) -> str:
-    """A timm model with the tag of its pretrained weights: that of the name, or the one that timm takes."""
-    return open_weights(f"timm:{model.removeprefix('timm:')}").source.removeprefix("timm:")
+def source_of(text: str) -> str:
+    """What a name of weights means for `open_model`: a plain timm name, with or without a tag, is timm:NAME."""
+    return f"timm:{text}" if timm.is_model(text.partition(".")[0]) and not Path(text).exists() else text
 
 
 def _pair(img_size: Sequence[int] | int | None) -> tuple[int, int] | None:
@@ -354,7 +355,7 @@ def _timm_weights(name: str) -> Weights:
 def _hub_weights(name: str) -> Weights:
     """Of the Hugging Face hub, or of a folder of the same form. What it says about itself is checked."""
     kind, _, place = name.partition(":")
-    load_config = timm.models.load_model_config_from_hf if kind == "hf-hub" else timm.models.load_model_config_from_path
+    load_config = timm.models.load_model_config_from_hf if kind == "hf-hub" else load_model_config_from_path
     with _downloading(name):
         config, architecture, arguments = load_config(place)
     info = _described(architecture, config, arguments or {})

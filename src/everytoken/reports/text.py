@@ -85,10 +85,11 @@ def learns(config: Mapping[str, Any]) -> str:
 
 
 def facts(config: Mapping[str, Any]) -> str:
-    """Model, size, length and data of a run, as far as its configuration says."""
-    size, epochs, data = (config.get(name) for name in ("img_size", "epochs", "data"))
+    """Model, size, initial weights, length and data of a run, as far as its configuration says."""
+    size, weights, epochs, data = (config.get(name) for name in ("img_size", "weights", "epochs", "data"))
     model = str(config.get("model", "unknown model")) + (f" at {size} px" if size else "")
-    return ", ".join([model, *([f"{epochs} epochs"] if epochs else []), *([f"data {data}"] if data else [])])
+    parts = [(weights, f"from {weights}"), (epochs, f"{epochs} epochs"), (data, f"data {data}")]
+    return ", ".join([model, *(text for value, text in parts if value)])
 
 
 def agreement_words(agreement: Agreement) -> str:

@@ -35,7 +35,7 @@ class RobustOptions(InferenceOptions):
     """A folder that holds test sets under their usual names (val, imagenetv2, imagenet-a, imagenet-r, ...)."""
     compare: str = ""
     """A second model to compare with, by paired differences."""
-    compare_checkpoint: str = ""
+    compare_weights: str = ""
     """Weights for a second model timm:NAME, instead of the pretrained ones."""
     limit: int = 0
     """Images per suite, chosen by a hash of their names; 0: all."""

@@ -486,15 +486,15 @@ def run_robustness(source: str, out: str, options: RobustOptions, progress: Prog
     severities = sorted(set(options.severities))
     suites = parse_suites(options.suite, options.root, corruptions=corruptions, severities=severities, eps=eps)
     autoattack.attacks(options.attack, **budget_of(options))  # a wrong name is found before hours of evaluation
-    models = [(source, options.checkpoint)]
-    models += [(options.compare, options.compare_checkpoint)] if options.compare else []
-    sources = [checkpoint or name for name, checkpoint in models]
+    models = [(source, options.weights)]
+    models += [(options.compare, options.compare_weights)] if options.compare else []
+    sources = [weights or name for name, weights in models]
     paths = {suite.path: suite for suite in suites if suite.kind in _OWN_IMAGES}
     notes = [note for suite in paths.values() for note in open_images(suite, 0, sources)[1]]
     folder = Path(out) if out else default_folder(source, "robust")
     names, results, facts = [], [], []
-    for name, checkpoint in models:
-        tested = open_tested(name, replace(options, checkpoint=checkpoint))
+    for name, weights in models:
+        tested = open_tested(name, replace(options, weights=weights))
         runner = SuiteRunner(
             tested,
             options,

@@ -30,6 +30,7 @@ from everytoken.models.open import (
     create_sized,
     open_model,
     open_weights,
+    source_of,
     token_head_file,
     with_own_head,
 )
@@ -293,7 +294,7 @@ def build_teacher(
     options: TrainOptions, config: dict[str, Any], num_classes: int, class_names: tuple[str, ...]
 ) -> FrozenTeacher | None:
     """The teacher, or None."""
-    name, path = options.model.teacher, options.model.teacher_checkpoint
+    name, path = options.model.teacher, options.model.teacher_weights
     if not name:
         return None
     student = (config["mean"], config["std"])
@@ -307,12 +308,12 @@ def build_teacher(
                 f"({', '.join(class_names[:3])}, ...)"
             )
         return FrozenTeacher(TokenModel(network), student, (view.mean, view.std))
-    loaded = open_model(path, architecture=name) if path else open_model(f"timm:{name}")
+    loaded = open_model(path, architecture=name) if path else open_model(source_of(name))
     teacher_classes = loaded.model.backbone.num_classes
     if teacher_classes != num_classes:
         raise EverytokenError(
             f"the teacher {name} knows {teacher_classes} classes and the student {num_classes}; give one that was "
-            "trained on these classes (teacher_checkpoint)"
+            "trained on these classes (teacher_weights)"
         )
     about = loaded.info
     if about.class_names and about.class_names != class_names:

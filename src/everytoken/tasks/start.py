@@ -20,7 +20,7 @@ from everytoken.engine.options import AugmentOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
-from everytoken.models.open import Weights, full_name, open_weights
+from everytoken.models.open import Weights, open_weights, source_of
 from everytoken.objectives.registry import resolved
 
 DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
@@ -51,9 +51,10 @@ def complete(options: TrainOptions, asked: Set[str] | None = None, assignments: 
         asked = {name for name, value in flat(options).items() if value != plain[name]}
     asked = {*asked, *(text.partition("=")[0] for text in assignments)}
     source, weights = options.model.weights, None
-    teacher = options.model.teacher
-    if teacher and not options.model.teacher_checkpoint and not teacher.startswith("fit:"):
-        options = apply(options, {"teacher": full_name(teacher)}, "teacher")
+    teacher = source_of(options.model.teacher)
+    if teacher.startswith("timm:") and not options.model.teacher_weights:
+        full_name = open_weights(teacher).source.removeprefix("timm:")
+        options = apply(options, {"teacher": full_name}, "teacher")
     if source:
         weights = open_weights(source, options.model.model)
         options = apply(options, _of_weights(options, weights, asked), source)
