@@ -66,16 +66,25 @@ def disk_errors(path: Path, doing: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _DISK_FULL:
-            raise DiskFullError(
-                f"no space left on the disk (or quota used up) while {doing} in {path}.\n"
-                f"Free some space and run the same command again. {advice}".rstrip()
-            ) from error
-        name = f" (file {error.filename})" if error.filename and str(error.filename) != str(path) else ""
-        raise FileError(
-            f"{error.strerror or error} while {doing} in {path}{name}.\n"
-            f"Check permissions and the disk. {advice}".rstrip()
-        ) from error
+        raise disk_error(error, f" while {doing} in {path}", advice, path) from error
+
+
+def disk_error(error: OSError, doing: str = "", advice: str = "", path: Path | None = None) -> FileError:
+    """An operating system's error as a sentence.
+
+    Args:
+        doing: " while ... in ...".
+        advice: further sentences.
+        path: what `doing` names; another file is added.
+    """
+    name = f" (file {error.filename})" if error.filename and str(error.filename) != str(path) else ""
+    if error.errno in _DISK_FULL:
+        what = f"no space left on the disk (or quota used up){doing}{name}."
+        return DiskFullError(f"{what}\nFree some space and run the same command again. {advice}".rstrip())
+    todo = "Check permissions and the disk."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        todo = "This process may not open more files: raise the limit (ulimit -n 4096) or use fewer workers."
+    return FileError(f"{error.strerror or error}{doing}{name}.\n{todo} {advice}".rstrip())
 
 
 def temporary_name(path: Path, rank: int = 0) -> Path:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def cores() -> int:
@@ -31,3 +35,17 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):  # not glibc
         return False
     return bool(mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
+
+
+def shared_memory() -> int | None:
+    """Free bytes of the memory through which processes share tensors; None where it has no limit of its own."""
+    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+
+
+def open_files() -> int | None:
+    """How many files this process may have open; None where that is not known."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

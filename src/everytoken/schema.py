@@ -5,7 +5,8 @@
 The types are our own dataclasses, which refuse names that they do not have; TypedDicts (of typing_extensions) for
 foreign formats, which ignore them; or any type hint. pydantic does the checking, and what it finds is said in one
 sentence that names the file, the setting and the value. Nothing is guessed: "yes" is not a bool, "5" is not a number,
-true is not 1; a whole number passes for a float and a list for a tuple.
+true is not 1; a whole number passes for a float and a list for a tuple. Numbers that no machine integer holds, and text
+that is not Unicode (lone surrogates), are refused.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def parse(kind: type[T], value: Any, where: str) -> T:
         text = json.dumps(value, allow_nan=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"{where}: holds a value that is not plain data ({error}).") from error
+    if large := re.search(r'(?<![\w."])-?\d{20,}(?![\w."])', text):
+        raise SchemaError(f"{where}: {large[0][:_LONGEST]} is too large a number.")
     try:
         checked: T = _adapter(kind).validate_json(text, strict=True)
         return checked
@@ -61,22 +64,27 @@ def from_keywords(kind: type[T], keywords: Mapping[str, Any], where: str) -> T:
 
 def read_json(path: Path, kind: type[T]) -> T:
     """A JSON file as `kind`. A large file is read once: no Python objects are made of what `kind` leaves out."""
-    import pydantic
-
     try:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError as error:
         raise SchemaError(f"{path}: the file is not there.") from error
     except OSError as error:
         raise SchemaError(f"{path}: cannot be read ({error.strerror}).") from error
+    return parse_json(text, kind, str(path))
+
+
+def parse_json(text: bytes, kind: type[T], where: str) -> T:
+    """JSON text as `kind`; `where`: what to call it in messages."""
+    import pydantic
+
     try:
         checked: T = _adapter(kind).validate_json(text, strict=True)
         return checked
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            raise SchemaError(f"{path}: not valid JSON ({first['ctx']['error']}).") from error
-        raise SchemaError(f"{path}: {_explain(kind, json.loads(text), first)}") from error
+            raise SchemaError(f"{where}: not valid JSON ({first['ctx']['error']}).") from error
+        raise SchemaError(f"{where}: {_explain(kind, json.loads(text), first)}") from error
 
 
 def read_yaml(text: str | bytes, where: str) -> Any:

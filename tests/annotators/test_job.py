@@ -314,7 +314,7 @@ def test_reading_ahead_uses_the_order_of_the_store(data):
     order = store_order(data)
     keys = [data.key(int(i)) for i in order]
     assert keys == sorted(keys, key=str.encode)
-    batch = BatchReader(data, order, eval_view(Preprocessing((16, 16)), "squash"))[range(2, 6)]
+    batch = BatchReader(data, order, eval_view(Preprocessing((16, 16)), "squash")).__getitems__(range(2, 6))
     assert batch.pixels.shape == (4, 16, 16, 3)
     assert batch.indices.tolist() == order[2:6].tolist()
 

@@ -1,8 +1,10 @@
 """The front door: help, versions, wrong words."""
 
+import errno
 import json
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -144,3 +146,28 @@ def test_an_unknown_or_unsupported_model_is_explained(capsys):
     assert "lvvit_" in capsys.readouterr().err
     assert main(["model", "crossvit_tiny_240", "--seconds", "0"]) == 2
     assert "no token view" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [["--max-pixels", "1000"], ["--max-pixels=1e3"]])
+def test_every_command_takes_a_limit_of_pixels(flag, photos, capsys, monkeypatch):
+    monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "")  # restored afterwards
+    assert main(["doctor", str(photos), *flag, "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert any("more than the limit of 1000" in text for finding in findings for text in finding["examples"])
+
+
+def test_what_the_machine_refuses_is_one_sentence(monkeypatch, capsys):
+    for error, text in (
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "no space left"),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y"),
+        (MemoryError(), "memory"),
+    ):
+        monkeypatch.setattr("everytoken.cli._run_module", Mock(side_effect=error))
+        assert main(["train", "x"]) == 2
+        message = capsys.readouterr().err.strip()
+        assert text in message
+        assert len(message.splitlines()) <= 2
+    monkeypatch.setattr("everytoken.cli._run_module", Mock(side_effect=RuntimeError("a bug")))
+    with pytest.raises(RuntimeError):
+        main(["train", "x"])

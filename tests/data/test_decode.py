@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
+import zipfile
 import zlib
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 from PIL import Image, ImageOps, features
 
 from everytoken import keyed
+from everytoken.data.archives import ArchiveReader
 from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform
 from everytoken.data.decode import ImageError, Picture, read_header, to_rgb
+from everytoken.errors import EverytokenError
 
 SIZE = (60, 40)
 
@@ -294,3 +297,54 @@ def test_an_eps_file_called_jpg_is_refused_and_starts_no_ghostscript(tmp_path, m
     with pytest.raises(ImageError, match="known format"):
         read_header(tmp_path / "x.jpg", "x.jpg")
     assert not (tmp_path / "started").exists()
+
+
+def test_a_jpeg_that_is_too_short_for_its_pixels_is_refused(monkeypatch):
+    """libjpeg would fill what is missing with grey."""
+    data = bytearray(encode(photo(), "JPEG"))
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = struct.pack(">HH", 4000, 4000)
+    with pytest.raises(ImageError, match=r"liar\.jpg.*cannot hold a JPEG image of 4000 x 4000"):
+        Picture(bytes(data), "liar.jpg")
+    blank = encode(Image.new("L", (4000, 4000)), "JPEG", quality=1)  # as short as an honest one can be
+    assert Picture(blank).upright().size == (4000, 4000)
+
+
+def test_the_limit_of_pixels_can_be_set_for_all_processes(monkeypatch, tmp_path):
+    data = encode(photo((40, 30)), "PNG")
+    monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "1e3")
+    with pytest.raises(ImageError, match=r"40 x 30 pixels are more than the limit of 1000.*EVERYTOKEN_MAX_PIXELS"):
+        Picture(data)
+    (tmp_path / "a.png").write_bytes(data)
+    with pytest.raises(ImageError, match="limit of 1000"):
+        read_header(tmp_path / "a.png", "a.png")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/a.bmp", encode(photo((40, 30)), "BMP"))
+    reader = ArchiveReader([tmp_path / "a.zip"])
+    assert len(reader.read(0)) == 3654
+    monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "900")
+    with pytest.raises(ImageError, match=r"a\.bmp: unpacks to 3,654 bytes.*EVERYTOKEN_MAX_PIXELS"):
+        reader.read(0)
+    monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "many")
+    with pytest.raises(EverytokenError, match="'many'"):
+        Picture(data)
+
+
+def test_a_zip_member_unpacks_to_what_its_directory_says_and_no_more(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/a.bmp", bytes(100_000))
+    raw = (tmp_path / "a.zip").read_bytes()
+    (tmp_path / "a.zip").write_bytes(raw.replace(struct.pack("<I", 100_000), struct.pack("<I", 50)))
+    with pytest.raises(ImageError, match="damaged"):
+        ArchiveReader([tmp_path / "a.zip"]).read(0)
+
+
+def test_large_images_are_converted_in_strips_to_the_same_pixels(monkeypatch):
+    image = photo((60, 50)).convert("RGBA")
+    image.putalpha(photo((60, 50)).convert("L"))
+    wide = Image.fromarray(np.asarray(photo((60, 50)).convert("L")).astype(np.uint16) * 200)
+    for picture in (image, wide, image.convert("P")):
+        whole = np.asarray(to_rgb(picture))
+        monkeypatch.setattr("everytoken.data.decode._STRIP", 60 * 7)
+        assert np.array_equal(whole, np.asarray(to_rgb(picture)))
+        monkeypatch.undo()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransfor
 from everytoken.data.batch import Batch, normalise, to_device
 from everytoken.data.datasets import DataError, open_dataset
 from everytoken.data.decode import ImageError
-from everytoken.data.loader import BadImages, Loader
+from everytoken.data.loader import BadImages, Loader, WorkerError
 
 TRAIN = TrainTransform(32, AugmentOptions(reprob=0.5, recount=2))
 EVAL = EvalTransform(32)
@@ -341,3 +342,57 @@ def test_the_loader_leaves_global_generators_alone(data):
     list(loader.epoch(0))
     loader.close()
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_shared_memory_that_is_too_small_is_noticed_before_the_first_batch(data, monkeypatch, caplog):
+    """64 MB are usual in a container; workers that cannot send their batches would be waited for without end."""
+    size = 4 * 3 * 32 * 32
+    for free, ahead in ((5 * size, 1), (7 * size, 2), (200 * size, 4)):
+        monkeypatch.setattr("everytoken.data.loader.shared_memory", lambda free=free: free)
+        loader = Loader(data, EVAL, 4, train=False, workers=2)
+        assert len(list(loader.epoch(0))) == len(loader)
+        assert loader._loader.prefetch_factor == ahead
+        loader.close()
+    assert "shared memory" in caplog.text
+    monkeypatch.setattr("everytoken.data.loader.shared_memory", lambda: 3 * size)
+    with pytest.raises(WorkerError, match="shm-size"):
+        next(Loader(data, EVAL, 4, train=False, workers=2).epoch(0))
+    assert next(Loader(data, EVAL, 4, train=False, workers=0).epoch(0)).images.shape[0] == 4
+
+
+class Stubborn:
+    """Reads batches; the second one takes a second, kills its worker, or does not fit into shared memory."""
+
+    def __init__(self, data, how):
+        self.data, self.how = data, how
+
+    def __getitems__(self, requests):
+        if self.how == "slow" and requests[0].sample:
+            time.sleep(1)
+        if self.how == "killed" and requests[0].sample:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "full":
+            torch.Tensor.share_memory_ = _no_space
+        return Batch(torch.zeros(len(requests), 3, 1, 1), torch.zeros(len(requests)), keys=("a",) * len(requests))
+
+
+def _no_space(tensor):
+    raise RuntimeError("unable to allocate shared memory")
+
+
+@pytest.mark.parametrize(("how", "match"), [("killed", "SIGKILL"), ("full", "shm-size")])
+def test_a_worker_that_dies_or_cannot_send_is_an_error_in_one_sentence(data, how, match):
+    loader = Loader(Stubborn(data, how), batch_size=12, train=False, workers=2)
+    with pytest.raises(WorkerError, match=match):
+        list(loader.epoch(0))
+    loader.close()
+
+
+def test_a_worker_that_does_not_answer_is_named(data, monkeypatch, caplog):
+    monkeypatch.setattr("everytoken.data.loader._POLL", 0.2)
+    monkeypatch.setattr("everytoken.data.loader._PATIENCE", 0.3)
+    loader = Loader(Stubborn(data, "slow"), batch_size=20, train=False, workers=1)
+    assert len(list(loader.epoch(0))) == 2
+    pid = loader._loader._iterator._workers[0].pid
+    assert f"still waiting for the loader's process {pid}" in caplog.text
+    loader.close()

@@ -163,3 +163,21 @@ def test_metrics_are_json_that_every_program_reads(tmp_path):
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text
     assert folder.rows() == [{"kind": "epoch", "step": 1, "epoch": 1, "loss": None, "val_top1": 50.0}]
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"files": {"state.pt": {}}}', '{"files": {}}', '{"files": {"state.pt": {"bytes": "1"}}}']
+)
+def test_a_manifest_of_another_form_is_damage_and_no_traceback(tmp_path, content):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").write_text(content)
+    told = []
+    assert ck.step_of(ck.newest_good(tmp_path, told.append)) == 1
+    assert "step-00000002" in told[0]
+
+
+def test_a_state_that_holds_more_than_tensors_is_refused_in_words(tmp_path):
+    folder = save(tmp_path, 1)
+    torch.save({"x": random.Random}, folder / "state.pt")
+    with pytest.raises(ck.CheckpointError, match=r"state\.pt"):
+        ck.load_state(folder)

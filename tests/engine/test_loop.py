@@ -108,6 +108,7 @@ def final(folder):
     (last,) = sorted(folder.glob("checkpoints/step-*"))[-1:]
     state = torch.load(last / "state.pt", weights_only=True)
     state.pop("seconds")
+    state.pop("options", None)
     return state
 
 
@@ -418,7 +419,7 @@ def test_the_same_global_batch_in_other_parts_continues_at_the_same_image(tmp_pa
     loop.save()
     loop = counted(tmp_path, 4, epochs=1, grad_accum_steps=2)
     with caplog.at_level("INFO"):
-        loop.resume()
+        loop.resume(*loop.newest_checkpoint())
     assert (loop.step, loop.epoch, loop.position) == (2, 0, 4)
     assert "global batch" not in caplog.text
 
@@ -468,7 +469,7 @@ def test_updates_that_are_cut_anywhere_end_with_the_same_bits(tmp_path, cut):
 def test_validating_more_often_does_not_change_where_updates_continue(tmp_path):
     updates(tmp_path, 8).run()
     loop = updates(tmp_path, 12, val_iters=3)
-    loop.resume()
+    loop.resume(*loop.newest_checkpoint())
     assert (loop.step, loop.epoch, loop.position) == (8, 2, 2)
     loop.run()
     assert [row["step"] for row in read_run(tmp_path).history] == [4, 8, 9, 12]
@@ -570,3 +571,44 @@ def test_a_process_saves_when_the_first_one_says_so(tmp_path, monkeypatch):
     loop.step = 8
     loop._stop_or_save()
     assert 8 in saved
+
+
+def test_best_weights_that_are_damaged_or_gone_are_made_again_from_their_checkpoint(undisturbed, tmp_path, caplog):
+    path, truth = tmp_path / "run", (undisturbed / "best.safetensors").read_bytes()
+    for damage in (lambda best: best.unlink(), lambda best: best.write_bytes(truth[:-1] + b"?")):
+        shutil.rmtree(path, ignore_errors=True)
+        with pytest.raises(CutError):
+            make(path, cut_at(15)).run()
+        before = (path / "best.safetensors").read_bytes()
+        damage(path / "best.safetensors")
+        loop = make(path, cut_at(16), keep=9)
+        with pytest.raises(CutError):
+            loop.run()
+        assert (path / "best.safetensors").read_bytes() == before
+        assert "best.safetensors is made again from step-00000012" in (path / "log.txt").read_text()
+
+
+def test_best_weights_that_are_lost_are_named_and_the_next_ones_count(tmp_path):
+    with pytest.raises(CutError):
+        make(tmp_path / "run", cut_at(17), keep=1).run()
+    (tmp_path / "run" / "best.safetensors").unlink()
+    make(tmp_path / "run").run()
+    assert "cannot be made again" in (tmp_path / "run" / "log.txt").read_text()
+    assert (tmp_path / "run" / "best.safetensors").is_file()
+    assert summary_of(tmp_path / "run")["best"]["step"] == 18
+
+
+def test_a_changed_record_of_the_options_is_not_taken_for_another_run(undisturbed, tmp_path):
+    with pytest.raises(CutError):
+        make(tmp_path / "run", cut_at(9)).run()
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 42", "seed: 43").replace("data: toy", "data: tox"))
+    make(tmp_path / "run").run()
+    assert same(final(tmp_path / "run"), final(undisturbed))
+
+
+def test_what_killed_writers_left_in_a_run_goes_when_it_is_opened(undisturbed, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    (tmp_path / "run" / ".tmp-0-1-abc-best.safetensors").write_bytes(bytes(100))
+    make(tmp_path / "run").run()
+    assert not list((tmp_path / "run").glob(".tmp*"))

@@ -6,10 +6,10 @@ import pickle
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import everytoken  # noqa: F401
-from everytoken.models.weights import WeightsError, load_weights, read_weights
+from everytoken.models.weights import WeightsError, encode_weights, load_weights, read_weights
 
 SMALL = {"img_size": 64, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
 
@@ -117,3 +117,26 @@ def test_missing_and_empty_files_are_named(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "empty.pth")
     with pytest.raises(WeightsError, match="no tensors"):
         read_weights(tmp_path / "empty.pth")
+
+
+def test_weights_carry_a_checksum_that_travels_with_copies(tmp_path):
+    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(3, dtype=torch.uint8)}
+    metadata = {"everytoken": "{}", "more": "x"}
+    data = encode_weights(tensors, metadata)
+    assert all(encode_weights(tensors, metadata) == data for _ in range(5))
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(data)
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(path).items())  # plain safetensors
+    assert read_weights(path).keys() == tensors.keys()
+    header = int.from_bytes(data[:8], "little") + 8
+    for byte in (data.index(b"more"), data.index(b"F32"), header, len(data) - 1):
+        changed = bytearray(data)
+        changed[byte] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(WeightsError, match=r"w\.safetensors"):
+            read_weights(path)
+
+
+def test_weights_from_elsewhere_have_no_checksum_and_open(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "w.safetensors", metadata={"format": "pt"})
+    assert read_weights(tmp_path / "w.safetensors")["a"].sum() == 3

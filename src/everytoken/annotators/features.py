@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from everytoken.annotators.annotator import AnnotatorError, CellScores, Preprocessing, weights_hash
@@ -44,6 +42,7 @@ from everytoken.machine import default_workers
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.inference import faster
 from everytoken.models.open import REGISTRY_NAMES, Description, open_model
+from everytoken.models.weights import WeightsError, encode_weights, read_weights
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -229,10 +228,10 @@ class FeatureCache:
         self.rows: dict[str, np.ndarray] = {}
         for path in sorted(self.folder.glob("part-*.safetensors")) if self.folder is not None else ():
             try:
-                part = load_file(path)
+                part = read_weights(path)
                 names = bytes(part["digests"].numpy()).decode()
                 values = part["features"].numpy()
-            except (SafetensorError, KeyError, OSError, UnicodeDecodeError):
+            except (WeightsError, KeyError, UnicodeDecodeError):
                 logger.info(f"{path} cannot be read; its features are computed again")
                 continue
             self.rows |= {names[32 * i : 32 * i + 32]: values[i] for i in range(len(values))}
@@ -244,7 +243,7 @@ class FeatureCache:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         names = torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8)
-        content = save({"digests": names, "features": torch.from_numpy(np.ascontiguousarray(values))})
+        content = encode_weights({"digests": names, "features": torch.from_numpy(values)}, {})
         name = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
         write_atomically(self.folder / f"part-{name}.safetensors", content)
 

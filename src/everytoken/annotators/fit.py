@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from everytoken import schema
@@ -47,6 +45,7 @@ from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
 from everytoken.models.open import open_model
+from everytoken.models.weights import WeightsError, encode_weights, read_weights
 
 logger = logging.getLogger(__name__)
 _STRIDE = 32  # pixels per cell of the registry's networks
@@ -167,7 +166,7 @@ def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, o
         "part": torch.from_numpy(part),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "linear.safetensors", save(content))
+    write_atomically(folder / "linear.safetensors", encode_weights(content, {}))
     model, info = choice.backbone.with_head(choice.fit.head, data.class_names)
     write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
     note = {
@@ -201,11 +200,11 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
     try:
         content = schema.read_json(note, dict[str, dict[str, Any]])
         plan, facts = content["plan"], content["facts"]
-        tensors = load_file(path)
+        tensors = read_weights(path)
         name, size = str(plan["model"]), (int(plan["size"][0]), int(plan["size"][1]))
         heads = tuple(LinearHead(w, b) for w, b in zip(tensors["weight"], tensors["bias"], strict=True))
         part, accuracy = tensors["part"].numpy(), float(facts["accuracy"])
-    except (schema.SchemaError, LookupError, TypeError, ValueError, SafetensorError, OSError) as error:
+    except (schema.SchemaError, LookupError, TypeError, ValueError, WeightsError) as error:
         raise AnnotatorError(
             f"{note} or {path.name} is damaged ({error}). Remove both; they are fitted again."
         ) from error

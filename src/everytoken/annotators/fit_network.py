@@ -27,8 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from timm.data import resolve_data_config
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
@@ -52,6 +50,7 @@ from everytoken.files import write_atomically
 from everytoken.keyed import digest, uniform
 from everytoken.models import family_of
 from everytoken.models.open import check_architecture, create_sized, with_own_head
+from everytoken.models.weights import WeightsError, encode_weights, read_weights
 
 logger = logging.getLogger(__name__)
 FOLDER = "annotator"
@@ -406,8 +405,7 @@ def load_network(model: nn.Module, fold: SavedFold, where: Path) -> None:
 def save_fold(folder: Path, number: int, model: nn.Module, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Weights first, then the note that makes them count: a kill in between costs time, nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    write_atomically(folder / f"fold-{number}.safetensors", save(weights))
+    write_atomically(folder / f"fold-{number}.safetensors", encode_weights(model.state_dict(), {}))
     note = json.dumps({"plan": plan, "facts": dict(facts)}, indent=1, sort_keys=True)
     write_atomically(folder / f"fold-{number}.json", note.encode())
 
@@ -419,8 +417,8 @@ def read_fold(folder: Path, number: int) -> SavedFold | None:
         return None
     try:
         content = schema.read_json(note, dict[str, dict[str, Any]])
-        return SavedFold(load_file(path), content["plan"], content["facts"])
-    except (schema.SchemaError, KeyError, SafetensorError, OSError) as error:
+        return SavedFold(read_weights(path), content["plan"], content["facts"])
+    except (schema.SchemaError, KeyError, WeightsError) as error:
         raise AnnotatorError(
             f"{note} or {path.name} is damaged ({error}). Remove both; it will be trained again."
         ) from error

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from everytoken.annotators.annotator import Preprocessing
 from everytoken.data import placement as pl
 from everytoken.data.augment import EvalTransform
 from everytoken.data.datasets import DataSet
+from everytoken.data.loader import close_workers, read_ahead, receive
 from everytoken.errors import EverytokenError
 from everytoken.maps import MapWriter
 
@@ -71,7 +71,7 @@ class ImageBatch:
         return replace(self, pixels=self.pixels.pin_memory())
 
 
-class BatchReader(Dataset[ImageBatch]):
+class BatchReader:
     """Batches by their positions.
 
     Args:
@@ -83,7 +83,8 @@ class BatchReader(Dataset[ImageBatch]):
     def __init__(self, data: DataSet, order: np.ndarray, view: EvalTransform) -> None:
         self.data, self.order, self.view = data, order, view
 
-    def __getitem__(self, positions: Sequence[int]) -> ImageBatch:
+    def __getitems__(self, positions: Sequence[int]) -> ImageBatch:
+        """The batch of some positions."""
         height, width = self.view.size
         pixels = np.zeros((len(positions), height, width, 3), dtype=np.uint8)
         sizes = np.zeros((len(positions), 2), dtype=np.int64)
@@ -145,22 +146,9 @@ def read_batches(
     reader: BatchReader, spans: Iterable[Sequence[int]], workers: int, pin: bool = False
 ) -> Iterator[ImageBatch]:
     """The batch of each span of positions, decoded ahead by `workers` processes."""
-    loader: DataLoader[ImageBatch] = DataLoader(
-        reader,
-        batch_size=None,
-        sampler=spans,
-        num_workers=workers,
-        pin_memory=pin,
-        prefetch_factor=2 if workers else None,
-        generator=torch.Generator(),  # workers are seeded, though nothing here is random; not from the global numbers
-    )
+    generator = torch.Generator()  # workers are seeded, though nothing here is random; not from the global numbers
+    loader = read_ahead(reader, spans, workers, generator=generator, pin_memory=pin, ahead=2)
     try:
-        yield from loader
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise EverytokenError(
-            f"a process that decodes images ended ({str(error).splitlines()[0][:200]}). Often memory, or shared memory "
-            "(/dev/shm), is too small: use fewer workers or a smaller batch_size. The same command then continues "
-            "where it stopped."
-        ) from error
+        yield from receive(loader)
+    finally:
+        close_workers(loader)

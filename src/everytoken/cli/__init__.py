@@ -10,9 +10,11 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.files import disk_error
 from everytoken.machine import keep_freed_memory
 
 COMMANDS: dict[str, str] = {
@@ -49,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_log()
     keep_freed_memory()
     try:
-        return dispatch("everytoken", COMMANDS, argv, _run_module) or 0
+        with machine_errors():
+            return dispatch("everytoken", COMMANDS, _set_limit(argv), _run_module) or 0
     except EverytokenError as error:
         code: int | None = getattr(error, "exit_code", None)
         if code is not None:  # a run that was asked to stop, and has said so
@@ -62,6 +65,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `everytoken models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+@contextmanager
+def machine_errors() -> Iterator[None]:
+    """What the machine refuses (a full disk, a forbidden file, memory, a killed process) is told in a sentence."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise disk_error(error) from error
+    except MemoryError as error:
+        raise EverytokenError(
+            "there is too little memory. Use a smaller --batch-size, fewer --workers, or a machine with more."
+        ) from error
+    except RuntimeError as error:  # torch raises it in the middle of anything when a loader's process dies
+        loader = sys.modules.get("everytoken.data.loader")
+        if loader is None or not (dead := loader.dead_workers()):
+            raise
+        raise loader.WorkerError(dead) from error
+
+
+def _set_limit(argv: list[str]) -> list[str]:
+    """Take --max-pixels, which all commands have, out of the words; worker processes read it in the environment."""
+    words = list(argv)
+    for i, word in enumerate(argv):
+        name, sign, value = word.partition("=")
+        if name in ("--max-pixels", "--max_pixels"):
+            value = value if sign else "".join(argv[i + 1 : i + 2])
+            os.environ["EVERYTOKEN_MAX_PIXELS"] = value or "nothing"
+            del words[i : i + 1 if sign else i + 2]
+            break
+    return words
 
 
 def show_log() -> None:
@@ -120,4 +158,6 @@ def _overview(prog: str, commands: Mapping[str, str]) -> str:
         lines = ["Train vision transformers on every token.", "", *lines]
     lines += [f"  {name:<{width}}  {what}" for name, what in commands.items()]
     lines += ["", f"`{prog} COMMAND --help` explains a command, with examples."]
+    if prog == "everytoken":
+        lines += ["Every command that reads images takes --max-pixels N, for images of more than 89 million pixels."]
     return "\n".join(lines)

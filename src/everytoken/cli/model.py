@@ -71,17 +71,15 @@ def measure(options: ModelOptions) -> dict[str, Any]:
     from everytoken.engine.distributed import pick_device
     from everytoken.engine.recipe import overrides
     from everytoken.models import TokenModel, family_of
-    from everytoken.models.open import check_architecture, create_sized
+    from everytoken.models.open import building, check_architecture, create_sized
 
     check_architecture(options.name)
     device = torch.device(pick_device(options.device))
     arguments = {"num_classes": options.num_classes, **overrides(options.set, {})}
     if options.img_size:
         arguments["img_size"] = options.img_size if len(options.img_size) == 2 else options.img_size[0]
-    try:
+    with building(f"{options.name} with {arguments}"):
         backbone: Any = create_sized(options.name, arguments)[0]
-    except (TypeError, ValueError) as error:
-        raise EverytokenError(f"{options.name} cannot be made with {arguments}: {error}") from error
     model = TokenModel(backbone).to(device).eval()
     size = options.img_size or backbone.pretrained_cfg["input_size"][1:]
     height, width = size if len(size) == 2 else (size[0], size[0])

@@ -154,7 +154,7 @@ class Prefetcher:
         while upcoming is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(stream)
-            for tensor in _tensors(upcoming):
+            for tensor in tensors_in(upcoming):
                 tensor.record_stream(current)  # the allocator must know that this stream uses the memory too
             ready, upcoming = upcoming, self._send(next(source, None), stream)
             yield ready
@@ -170,13 +170,13 @@ class Prefetcher:
             return self._ready(batch)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in a batch, also inside its maps, targets and mix."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
     elif isinstance(value, tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import glob
 import io
-import json
 import logging
 import os
 import re
@@ -31,12 +30,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from everytoken import keyed
+from everytoken import keyed, schema
 from everytoken.data.archives import ArchiveReader, Strings
 from everytoken.data.decode import Picture
 from everytoken.errors import DataError, EverytokenError, did_you_mean
@@ -334,7 +333,10 @@ def _read_class_list(class_list: str | os.PathLike[str] | Sequence[str] | None) 
         path = Path(__file__).with_name(CLASS_LISTS[name]) if (name := str(class_list)) in CLASS_LISTS else Path(name)
         if not path.is_file():
             raise DataError(f"class_list: there is no file {path}.")
-        class_list = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        try:
+            class_list = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"class_list: {path} cannot be read as UTF-8 text ({error}).") from error
     names = [name for name in class_list if name]
     if not names:
         raise DataError("class_list: no names in it.")
@@ -697,6 +699,7 @@ def _expand(pattern: str) -> list[Path]:
 
 # WebDataset ---------------------------------------------------------------------------------------------------------
 
+_MOST_CLASSES = 10_000_000
 _LABEL_FILES = (".cls", ".json")
 _LABEL_FIELDS = ("label", "cls", "class")
 
@@ -740,15 +743,15 @@ def _stem(path: str) -> str:
 
 
 def _shard_label(reader: ArchiveReader, i: int) -> int | str:
-    raw = reader.read(i).decode("utf-8", "replace").strip()
+    raw = reader.read(i)
     if reader.paths[i].endswith(".json"):
-        try:
-            fields = json.loads(raw)
-            value = next(fields[name] for name in _LABEL_FIELDS if name in fields)
-        except (ValueError, TypeError, StopIteration) as error:
-            raise DataError(f"{reader.where(i)} has no field {' or '.join(map(repr, _LABEL_FIELDS))}.") from error
-        return value if isinstance(value, int) else str(value)
-    return int(raw) if raw.isdecimal() else raw
+        fields = schema.parse_json(raw, dict[str, Any], reader.where(i))
+        name = next((name for name in _LABEL_FIELDS if name in fields), "")
+        if not name:
+            raise DataError(f"{reader.where(i)} has no field {' or '.join(map(repr, _LABEL_FIELDS))}.")
+        return schema.parse(int | str, fields[name], f"{reader.where(i)}, {name}")  # type: ignore[arg-type]
+    text = raw.decode("utf-8", "replace").strip()
+    return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
 def _number_labels(name: str, values: list[int | str], class_names: list[str] | None) -> tuple[list[int], list[str]]:
@@ -758,6 +761,8 @@ def _number_labels(name: str, values: list[int | str], class_names: list[str] | 
         raise DataError(f"{name}: some labels are numbers and some are names; make them all alike.")
     if kinds == {int}:
         numbers = [int(value) for value in values]
+        if max(numbers) >= _MOST_CLASSES:
+            raise DataError(f"{name}: the label {max(numbers)} cannot be the number of a class; the first is 0.")
         class_names = class_names or [str(k) for k in range(max(numbers) + 1)]
         wrong = [number for number in numbers if not 0 <= number < len(class_names)]
         if wrong:

@@ -7,13 +7,16 @@ files; the pixels of both are the same.
 
 What happens to unusual images (`docs/data.md` has the table): EXIF rotation is applied; grey, palette, CMYK and 1-bit
 become RGB; transparency is composited over white; 16-bit grey is scaled to 8 bits (Pillow alone would clip it to
-white); of an animation the first frame is taken. Truncated and corrupt files, float pixels and decompression bombs
-raise `ImageError`. Nothing is ever replaced by something else.
+white); of an animation the first frame is taken. Truncated and corrupt files and float pixels raise `ImageError`, and
+so do images of more than `MAX_PIXELS` (or of as many as the environment variable `EVERYTOKEN_MAX_PIXELS` allows) and
+JPEG files too short for the pixels that they promise, before any memory is taken. Nothing is ever replaced by something
+else. Memory: up to 12 bytes per pixel of the stored image.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import struct
 import warnings
 import zlib
@@ -31,7 +34,10 @@ Box = tuple[int, int, int, int]
 
 # What Pillow may open. Without a list it tries all its formats by content, and one of them (EPS) starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF")
-MAX_PIXELS = 178_956_970  # Pillow's own limit for an error; a 13,000 x 13,000 image passes
+MAX_PIXELS = 89_478_485  # 9,459 x 9,459; above it Pillow warns of decompression bombs
+LIMIT_VARIABLE = "EVERYTOKEN_MAX_PIXELS"
+_PIXELS_PER_BYTE = 512  # of a JPEG file, at most: each block of 8 x 8 pixels takes a bit or more
+_STRIP = 1 << 22  # pixels that are converted at a time
 _EXIF_ORIENTATION = 0x0112
 _SMALLEST = 8  # pixels of a side from which on the eighths that libjpeg can scale by all give different sizes
 # upright pixel position (u, v) -> stored pixel position, for each EXIF orientation; W, H are those of the stored image.
@@ -48,12 +54,27 @@ _ORIENTATIONS: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, i
 }
 
 
+_SMALLER = f"Make a smaller copy, or raise the limit if you trust the file (max_pixels; {LIMIT_VARIABLE})."
+
+
 class ImageError(EverytokenError):
     """One image cannot be used; the message names it and says why."""
 
 
+def pixel_limit() -> int:
+    """The largest image that is decoded, in pixels. From the environment, so that worker processes know it, too."""
+    text = os.environ.get(LIMIT_VARIABLE, "")
+    try:
+        limit = int(float(text or MAX_PIXELS))
+    except (ValueError, OverflowError):
+        limit = 0
+    if limit < 1:
+        raise EverytokenError(f"{LIMIT_VARIABLE} is {text!r}; it is a number of pixels, such as 400e6.")
+    return limit
+
+
 @contextmanager
-def _naming(where: str) -> Iterator[None]:
+def naming_errors(where: str) -> Iterator[None]:
     """Turn what Pillow raises about a file into an `ImageError` about that file."""
     try:
         yield
@@ -67,7 +88,7 @@ def _naming(where: str) -> Iterator[None]:
         kinds = ", ".join(FORMATS)
         raise ImageError(f"{where}: not an image of a known format ({kinds}), or its header is damaged.") from error
     except Image.DecompressionBombError as error:
-        raise ImageError(f"{where}: the image is too large ({error}). Make a smaller copy of it.") from error
+        raise ImageError(f"{where}: the image is too large ({error}). {_SMALLER}") from error
     except (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError) as error:
         raise ImageError(f"{where}: the image is truncated or corrupt ({type(error).__name__}: {error}).") from error
     except (RuntimeError, MemoryError, struct.error, zlib.error) as error:  # RuntimeError: AVIF
@@ -80,7 +101,7 @@ class Picture:
     Args:
         source: the bytes of an image file, its path, or a Pillow image.
         where: what to call it in messages.
-        max_pixels: larger images are refused before they are decoded.
+        max_pixels: larger images are refused before they are decoded; None: `pixel_limit`.
 
     Attributes:
         size: (width, height) of the upright image, in pixels.
@@ -92,21 +113,17 @@ class Picture:
     """
 
     def __init__(
-        self, source: bytes | str | Path | Image.Image, where: str = "image", *, max_pixels: int = MAX_PIXELS
+        self, source: bytes | str | Path | Image.Image, where: str = "image", *, max_pixels: int | None = None
     ) -> None:
         self.where = where
         self._data = b""
-        with _naming(where):
+        with naming_errors(where):
             if isinstance(source, Image.Image):
                 self.image = source
+                _check_pixels(source.size, where, max_pixels)
             else:
                 self._data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
-                if not self._data:
-                    raise ImageError(f"{where}: the file is empty.")
-                self.image = Image.open(io.BytesIO(self._data), formats=FORMATS)
-            _check_pixels(self.image.size, where, max_pixels)
-            if self.image.format == "TIFF":
-                self.image.load()  # Pillow turns a TIFF upright by itself, but only then says so
+                self.image = open_image(io.BytesIO(self._data), where, max_pixels)
             self.orientation = _orientation(self.image)
         width, height = self.raw_size = self.image.size
         self._jpeg = bool(self._data) and self.image.format in ("JPEG", "MPO") and self.image.mode in ("RGB", "L")
@@ -135,14 +152,16 @@ class Picture:
             pixels = self._decode_jpeg(reduce)
             if pixels is not None:
                 return pixels[y0:y1, x0:x1]
-        with _naming(self.where):
+        with naming_errors(self.where):
             image = self.image
             image.load()
             if reduce > 1:
                 image = image.reduce(reduce)
             if image.mode in ("I", "F"):  # judged by all its pixels, so that no crop of it passes by luck
                 image = to_rgb(image, self.where)
-            return np.array(to_rgb(image.crop((x0, y0, x1, y1)), self.where))
+            if (x0, y0, x1, y1) != (0, 0, *image.size):
+                image = image.crop((x0, y0, x1, y1))
+            return np.array(to_rgb(image, self.where))
 
     def _decode_jpeg(self, reduce: int) -> np.ndarray | None:
         """The stored image, uint8 [h, w, 3] with h, w = raw_size / reduce, rounded up; None if the file has a fault."""
@@ -171,27 +190,47 @@ def turn_upright(stored: np.ndarray, orientation: int) -> np.ndarray:
     return stored[:: -1 if b + e < 0 else 1, :: -1 if a + d < 0 else 1]
 
 
-def read_header(path: Path, where: str, max_pixels: int = MAX_PIXELS) -> tuple[tuple[int, int], int]:
+def open_image(source: Path | io.BytesIO, where: str, max_pixels: int | None = None) -> Image.Image:
+    """An image file whose header is read; of the formats, and of the size, that are allowed.
+
+    Args:
+        source: a path, or a whole file.
+        where: what to call it in messages.
+        max_pixels: see `Picture`.
+    """
+    limit = max_pixels or pixel_limit()
+    if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = limit  # somebody wants larger ones
+    with naming_errors(where), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit decides
+        size = len(source.getbuffer()) if isinstance(source, io.BytesIO) else source.stat().st_size
+        if not size:
+            raise ImageError(f"{where}: the file is empty.")
+        image = Image.open(source, formats=FORMATS)
+        _check_pixels(image.size, where, limit)
+        if image.format in ("JPEG", "MPO") and image.width * image.height > size * _PIXELS_PER_BYTE:
+            raise ImageError(
+                f"{where}: the file is truncated, or its header is wrong: {size} bytes cannot hold a JPEG image of "
+                f"{image.width} x {image.height} pixels."
+            )
+        if image.format == "TIFF":
+            image.load()  # Pillow turns a TIFF upright by itself, but only then says so
+        return image
+
+
+def read_header(path: Path, where: str, max_pixels: int | None = None) -> tuple[tuple[int, int], int]:
     """((width, height) as stored, EXIF orientation) of an image file, of which the header alone is read.
 
     Refuses what `Picture` refuses at opening, with the same words.
     """
-    with _naming(where), warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below decides
-        with Image.open(path, formats=FORMATS) as image:
-            if image.format == "TIFF":
-                image.load()  # as in Picture
-            size, orientation = image.size, _orientation(image)
-        _check_pixels(size, where, max_pixels)
-    return size, orientation
+    with open_image(path, where, max_pixels) as image, naming_errors(where):
+        return image.size, _orientation(image)
 
 
-def _check_pixels(size: tuple[int, int], where: str, max_pixels: int) -> None:
-    if size[0] * size[1] > max_pixels:
-        raise ImageError(
-            f"{where}: {size[0]} x {size[1]} pixels are more than the limit of {max_pixels}. "
-            "Make a smaller copy, or raise max_pixels if you trust the file."
-        )
+def _check_pixels(size: tuple[int, int], where: str, max_pixels: int | None) -> None:
+    limit = max_pixels or pixel_limit()
+    if size[0] * size[1] > limit:
+        raise ImageError(f"{where}: {size[0]} x {size[1]} pixels are more than the limit of {limit}. {_SMALLER}")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -224,10 +263,20 @@ def to_rgb(image: Image.Image, where: str = "image") -> Image.Image:
                 f"{where}: the pixels are {kind} between {low:g} and {high:g}. "
                 "Convert the image to 8 or 16 bits first; the right scale is not known here."
             )
-    if mode == "I" or mode.startswith("I;16"):
+    rows = max(1, _STRIP // image.width)
+    if image.height <= rows:
+        return _convert(image)
+    out = Image.new("RGB", image.size)
+    for top in range(0, image.height, rows):  # conversions need several times the memory of the image
+        out.paste(_convert(image.crop((0, top, image.width, min(top + rows, image.height)))), (0, top))
+    return out
+
+
+def _convert(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):
         wide = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
-    if mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
     return image.convert("RGB")

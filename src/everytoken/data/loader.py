@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import signal
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,19 +39,29 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from everytoken import keyed
-from everytoken.data.batch import Batch
+from everytoken.data.batch import Batch, tensors_in
 from everytoken.data.datasets import DataError, DataSet
 from everytoken.data.decode import ImageError, Picture
 from everytoken.errors import EverytokenError
 from everytoken.functional import MapBatch, collate_maps
+from everytoken.machine import open_files, shared_memory
+
+log = logging.getLogger(__name__)
 
 _FEW = 5  # bad images that are no reason to stop
-_PREFETCH = 4  # batches that each worker prepares in advance
 _TINY = 64 * 64  # pixels of an image that stays open once it was read: opening it takes longer than all the rest
 _TINY_TOTAL = 16 * 2**20  # pixels of all those, in each worker; with the files about 100 MB
+_IN_USE = 2  # batches that are with the consumer
+_POLL = 5  # seconds between two looks at the workers
+_PATIENCE = 60  # seconds without a batch that are worth a line in the log
+_PLENTY = 2e9  # bytes of shared memory that are enough for everybody
+_MORE_SHARED_MEMORY = (
+    "Give the container more (docker run --shm-size 2g, or --ipc host), or use fewer workers (0 needs none) or a "
+    "smaller batch_size."
+)
 
 
 class Request(NamedTuple):
@@ -291,25 +303,41 @@ def _check_maps(data: DataSet, maps: MapStore) -> None:
     )
 
 
+# Worker processes ---------------------------------------------------------------------------------------------------
+
+
+class WorkerError(EverytokenError):
+    """A process that loads images has ended, or cannot send what it has read."""
+
+
 @dataclass
 class _Failure:
     """An error on its way from a worker. As a value it keeps its type and its sentence; torch would wrap it."""
 
-    error: EverytokenError
+    error: Exception
 
 
 class _Guarded:
-    """A batch reader that returns its errors."""
+    """A batch reader that returns its errors, and in a worker puts batches into shared memory itself: torch would do it
+    in another thread, where an error is printed and the batch is lost, so that everybody waits for ever."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
 
-    def __getitems__(self, requests: list[Request]) -> Batch | _Failure:
+    def __getitems__(self, requests: Sequence[Any]) -> Any:
         try:
-            batch: Batch = self.reader.__getitems__(requests)
-            return batch
-        except EverytokenError as error:
+            batch = self.reader.__getitems__(requests)
+        except (EverytokenError, OSError, MemoryError) as error:
             return _Failure(error)
+        if get_worker_info() is not None:
+            try:
+                for tensor in tensors_in(batch):
+                    tensor.share_memory_()
+            except RuntimeError as error:
+                return _Failure(
+                    WorkerError(f"a batch does not fit into shared memory ({error}). {_MORE_SHARED_MEMORY}")
+                )
+        return batch
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -319,24 +347,168 @@ def _as_it_is(batch: Any) -> Any:
 def _ignore_signals(worker: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them.
 
-    A worker ends when the main process asks it to (`Loader.close`) or is gone, which torch's own watchdog sees.
+    A worker ends when the main process asks it to (`close_workers`) or is gone, which torch's own watchdog sees.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-_alive: weakref.WeakSet[Loader] = weakref.WeakSet()
+_alive: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 
 def _close_all() -> None:
     for loader in list(_alive):
-        loader.close()
+        close_workers(loader)
 
 
 @cache
 def _close_at_exit() -> None:
     """Python ends daemon processes by SIGTERM and waits for them, for ever if they ignore it: close them before."""
     atexit.register(_close_all)
+
+
+def read_ahead(
+    reader: Any,
+    requests: Iterable[Sequence[Any]],
+    workers: int,
+    *,
+    generator: torch.Generator,
+    pin_memory: bool = False,
+    ahead: int = 4,
+) -> DataLoader[Any]:
+    """A loader whose workers read batches in advance, for `receive`.
+
+    Args:
+        reader: with `__getitems__(request) -> batch`.
+        requests: one for each batch.
+        workers: processes; 0: this one reads, when asked for a batch.
+        generator: torch seeds workers from it, though nothing here draws from that.
+        ahead: batches that each worker reads in advance.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _Guarded(reader),  # type: ignore[arg-type]
+        batch_sampler=requests,  # type: ignore[arg-type]
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        persistent_workers=workers > 0,
+        prefetch_factor=ahead if workers > 0 else None,
+        timeout=_POLL if workers > 0 else 0,
+        worker_init_fn=_ignore_signals,
+        generator=generator,
+    )
+    if workers > 0:
+        _alive.add(loader)
+        _close_at_exit()
+    return loader
+
+
+def receive(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The batches of a loader from `read_ahead`. Errors of the workers are raised as they are; a worker that has ended
+    is an error; one that does not answer for a while is named in the log."""
+    if loader.num_workers and loader._iterator is None:
+        _check_open_files(loader.num_workers)
+        _fit_shared_memory(loader)
+    batches: Any = iter(loader)
+    waiting, warned = time.monotonic(), 0.0
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:  # of torch's: what readers raise comes as a value
+            if dead := dead_workers():
+                raise WorkerError(dead) from error
+            waited = time.monotonic() - waiting
+            if waited < 0.9 * _POLL:
+                raise WorkerError(f"the workers cannot send what they have read ({error})") from error
+            if waited >= max(_PATIENCE, 2 * warned):
+                warned = waited
+                log.warning(
+                    f"no batch for {waited:.0f} seconds: still waiting for {_late_worker(batches)}. A slow disk? "
+                    "With workers 0 everything is read in the main process, where an interrupt shows the place."
+                )
+            continue
+        if batch is None:
+            return
+        if isinstance(batch, _Failure):
+            raise batch.error
+        yield batch
+        waiting, warned = time.monotonic(), 0.0
+
+
+def _late_worker(batches: Any) -> str:
+    """The worker whose turn it is."""
+    try:
+        worker = batches._workers[batches._task_info[batches._rcvd_idx][0]]
+        return f"the loader's process {worker.pid}"
+    except (AttributeError, LookupError):  # torch's own business
+        return "one of the loader's processes"
+
+
+def _check_open_files(workers: int) -> None:
+    """Each tensor on its way from a worker is an open file; one that cannot be opened would be waited for in vain."""
+    limit, needed = open_files(), 48 + 8 * workers
+    if limit is not None and 0 <= limit < needed:
+        raise WorkerError(
+            f"this process may have {limit} files open, and {workers} workers need {needed} or more. Raise the limit "
+            "(ulimit -n 1024), or use fewer workers (0 needs none)."
+        )
+
+
+def _fit_shared_memory(loader: DataLoader[Any]) -> None:
+    """Before the first batch: let workers read fewer batches ahead if shared memory is small; raise if it is too small.
+
+    Workers send batches through it, and containers often have 64 MB. Only then is an image read here to know the size.
+    """
+    free = shared_memory()
+    request = next(iter(loader.batch_sampler), None)  # type: ignore[arg-type]
+    if free is None or free >= _PLENTY or not request:
+        return
+    sample = loader.dataset.__getitems__(request[:1])  # type: ignore[attr-defined]
+    if isinstance(sample, _Failure):
+        return  # a worker will say so
+    size = max(1, sum(tensor.nbytes for tensor in tensors_in(sample))) * len(request)
+    ahead = (free // size - _IN_USE) // loader.num_workers
+    if ahead < 1:
+        needed = size * (loader.num_workers + _IN_USE)
+        raise WorkerError(
+            f"shared memory (/dev/shm) has {free / 1e6:.0f} MB free, and {loader.num_workers} workers with batches of "
+            f"{size / 1e6:.0f} MB need {needed / 1e6:.0f} MB or more. {_MORE_SHARED_MEMORY}"
+        )
+    usual = loader.prefetch_factor or 1
+    if ahead < usual:
+        loader.prefetch_factor = ahead
+        log.warning(
+            f"shared memory (/dev/shm) has only {free / 1e6:.0f} MB free, so each worker reads {ahead} batches ahead "
+            f"instead of {usual}. A container gets more with --shm-size 2g."
+        )
+
+
+def dead_workers() -> str:
+    """Which workers of any loader have ended by themselves, in words; empty if none has."""
+    processes = [worker for loader in list(_alive) for worker in getattr(loader._iterator, "_workers", ())]
+    dead = [process for process in processes if process.exitcode not in (None, 0)]
+    if not dead:
+        return ""
+    code = dead[0].exitcode
+    how = f"by {signal.Signals(-code).name}" if -code in list(signal.Signals) else f"with code {code}"
+    return (
+        f"a process that loads images (pid {dead[0].pid}) was ended {how}. Often memory is too small: use fewer "
+        "workers or a smaller batch_size. What is finished is kept, and the same command continues from there."
+    )
+
+
+def close_workers(loader: DataLoader[Any]) -> None:
+    """End the workers of a loader; the next `receive` would start new ones."""
+    iterator: Any = loader._iterator
+    loader._iterator = None
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        for worker in iterator._workers:
+            if worker.is_alive():  # stuck, perhaps in a read from a network disk
+                worker.kill()
+
+
+# The loader of datasets ---------------------------------------------------------------------------------------------
 
 
 class Loader:
@@ -390,20 +562,8 @@ class Loader:
         )
         if maps is not None:
             _check_maps(self.data, maps)
-        self._loader: DataLoader[Batch | _Failure] = DataLoader(
-            _Guarded(reader),  # type: ignore[arg-type]
-            batch_sampler=self.sampler,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            pin_memory=pin_memory,
-            persistent_workers=workers > 0,
-            prefetch_factor=_PREFETCH if workers > 0 else None,
-            worker_init_fn=_ignore_signals,
-            generator=keyed.torch_generator(seed, "workers"),  # else torch draws from the global generator
-        )
-        if workers > 0:
-            _alive.add(self)
-            _close_at_exit()
+        generator = keyed.torch_generator(seed, "workers")  # else torch draws from the global generator
+        self._loader = read_ahead(reader, self.sampler, workers, generator=generator, pin_memory=pin_memory)
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -413,9 +573,7 @@ class Loader:
         """The batches of an epoch, from batch `start` on; those before it are not read."""
         self.sampler.set_epoch(epoch, start)
         self._upcoming = epoch + 1
-        for batch in self._loader:
-            if isinstance(batch, _Failure):
-                raise batch.error
+        for batch in receive(self._loader):
             if batch.skipped:
                 self.bad_images.note(batch.skipped, len(self.data))
             if len(batch):
@@ -429,10 +587,4 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; done at exit too. The next epoch would start new ones."""
-        iterator: Any = self._loader._iterator
-        self._loader._iterator = None
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()
-            for worker in iterator._workers:
-                if worker.is_alive():  # stuck, perhaps in a read from a network disk
-                    worker.kill()
+        close_workers(self._loader)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everytoken.doctor.findings import Finding
+from everytoken.machine import SHARED_MEMORY, shared_memory
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 LITTLE_DISK = 5e9
@@ -107,15 +108,12 @@ def _inference() -> list[Finding]:
 
 
 def _workers() -> list[Finding]:
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
+    free = shared_memory()
+    if free is None or free >= 256e6:
         return []
-    size = shutil.disk_usage(shared).total
-    if size >= 256e6:
-        return []
-    what = f"shared memory is {size / 1e6:.0f} MB, which loader workers may exceed"
+    what = f"shared memory has {free / 1e6:.0f} MB free, which loader workers may exceed"
     todo = "In a container: --shm-size 2g or --ipc host; or train with --workers 0."
-    return [Finding("warning", "shared-memory", what, str(shared), todo)]
+    return [Finding("warning", "shared-memory", what, str(SHARED_MEMORY), todo)]
 
 
 def _disk(places: Sequence[Path]) -> list[Finding]:

@@ -61,17 +61,16 @@ def _checkpoints(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
 
 
 def _weights(path: Path) -> list[Finding]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from everytoken.models.weights import WeightsError, read_weights
 
     file = path / "best.safetensors"
     if not file.is_file():
         return []
     todo = "Take the weights of a whole checkpoint (checkpoints/step-*/model.safetensors), or train again."
     try:
-        weights = load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
-        return [Finding("error", "weights-damaged", f"the best weights cannot be read: {error}", str(file), todo)]
+        weights = read_weights(file)
+    except WeightsError as error:
+        return [Finding("error", "weights-damaged", f"the best weights cannot be used: {error}", str(file), todo)]
     bad = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if bad:
         what = f"{len(bad)} tensors of the best weights are not finite"

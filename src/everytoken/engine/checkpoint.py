@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -20,14 +21,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from everytoken import schema
 from everytoken.errors import EverytokenError
 from everytoken.files import FileError, disk_errors, remove_temporary, sha256_of, sync_folder, write_atomically
+from everytoken.models.weights import encode_weights
 
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    files: dict[str, _File]
 
 
 class CheckpointError(EverytokenError):
@@ -46,7 +59,7 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Replace a safetensors file in one step, on the disk; one that has the same content is left alone."""
-    content = _weights(tensors, metadata)
+    content = encode_weights(tensors, metadata)
     with _disk_errors(path.parent, f"writing {path.name}"):
         remove_temporary(path.parent)  # of a writer that was killed
         if not (path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content):
@@ -76,7 +89,7 @@ def save_checkpoint(
         try:
             work.mkdir()
             for stem, tensors in weights.items():
-                _write(work / f"{stem}.safetensors", _weights(tensors, metadata))
+                _write(work / f"{stem}.safetensors", encode_weights(tensors, metadata))
             _save_state(work / STATE, state)
             content = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(work.iterdir())}
             _write(work / MANIFEST, json.dumps({"step": step, "files": content}, indent=1).encode())
@@ -139,21 +152,25 @@ def _disk_errors(path: Path, doing: str) -> Iterator[None]:
 def problems(folder: Path) -> list[str]:
     """What is wrong with a checkpoint, as sentences; empty when it is whole."""
     try:
-        files: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["files"]
+        files = schema.read_json(folder / MANIFEST, _Manifest)["files"]
+    except schema.SchemaError as error:
+        return [str(error).rstrip(".")]
+    return [what for name in {STATE: None, **files} if (what := _problem(folder / name, files.get(name)))]
+
+
+def _problem(path: Path, facts: _File | None) -> str:
+    """What is wrong with one file of a checkpoint; empty if it is whole."""
+    if facts is None:
+        return f"{path.parent / MANIFEST} does not list {path.name}"
+    try:
+        size = path.stat().st_size
+        if size != facts["bytes"]:
+            return f"{path} has {size} bytes instead of {facts['bytes']}"
+        return "" if sha256_of(path) == facts["sha256"] else f"{path} was changed after it was written"
     except FileNotFoundError:
-        return [f"{folder / MANIFEST} is missing"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-        return [f"{folder / MANIFEST} cannot be read ({error})"]
-    wrong = []
-    for name, facts in files.items():
-        path = folder / name
-        if not path.is_file():
-            wrong.append(f"{path} is missing")
-        elif path.stat().st_size != facts["bytes"]:
-            wrong.append(f"{path} has {path.stat().st_size} bytes instead of {facts['bytes']}")
-        elif sha256_of(path) != facts["sha256"]:
-            wrong.append(f"{path} was changed after it was written")
-    return wrong
+        return f"{path} is missing"
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read ({error})"
 
 
 def newest_good(root: Path, tell: Callable[[str], None] = lambda text: None) -> Path | None:
@@ -168,8 +185,22 @@ def newest_good(root: Path, tell: Callable[[str], None] = lambda text: None) -> 
 
 def load_state(folder: Path) -> dict[str, Any]:
     """The resume state of a whole checkpoint, on the CPU."""
-    state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-    return present_names(state)
+    path = folder / STATE
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise CheckpointError(f"{path} is not the state of a run and was not opened: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is not the state of a run: it holds {type(state).__name__}")
+    return dict(present_names(state))
 
 
 def present_names(state: Any) -> Any:
@@ -181,8 +212,3 @@ def present_names(state: Any) -> Any:
     if isinstance(state, str) and state.startswith("brought.drloc."):
         return state.replace("brought.drloc.", "objectives.drloc.heads.", 1)
     return state
-
-
-def _weights(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file. Made in memory: safetensors' own writer makes files that only their owner may read."""
-    return save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata=dict(metadata))

@@ -102,6 +102,10 @@ def check_options(options: TrainOptions) -> list[str]:
 
 
 def _check_model(options: TrainOptions) -> None:
+    for field in ("drop", "drop_path"):
+        value = getattr(options.model, field)
+        if not 0 <= value < 1:
+            raise EverytokenError(f"{field} is {value}; it is a part, from 0 to less than 1")
     name = options.model.model.split(".")[0]
     if not timm.is_model(name):
         raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")

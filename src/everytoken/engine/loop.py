@@ -12,6 +12,7 @@ Resuming is exact: batches are functions of (seed, epoch, position) and everythi
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -24,7 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everytoken.engine.checkpoint import checkpoints_in, load_state, newest_good, save_checkpoint, write_weights
+from everytoken.engine.checkpoint import (
+    checkpoints_in,
+    load_state,
+    newest_good,
+    problems,
+    save_checkpoint,
+    write_weights,
+)
 from everytoken.engine.checks import check_loop
 from everytoken.engine.distributed import (
     World,
@@ -44,9 +52,10 @@ from everytoken.engine.run_folder import PUBLISHED, Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.engine.track import build_trackers
 from everytoken.errors import EverytokenError
-from everytoken.files import plain_json
+from everytoken.files import plain_json, write_atomically
 from everytoken.keyed import StepKey, generator
 from everytoken.models.open import find_weights
+from everytoken.models.weights import WeightsError, check_weights
 
 _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
@@ -177,11 +186,12 @@ class Loop:
 
     def run(self) -> None:
         """Begin or continue the run, and train to the end."""
-        changes = self._changes()
+        newest, state = self.newest_checkpoint()
+        changes = self._changes(state or {})
         if checkpoints_in(self.folder.checkpoints):
             self._refuse_another_run(changes)
         try:
-            resumed = self.resume()
+            resumed = self.resume(newest, state)
         except (RuntimeError, KeyError) as error:  # a network of another shape
             why = str(error).strip().splitlines()[0]
             raise EverytokenError(
@@ -443,6 +453,7 @@ class Loop:
             "best": self.best,
             "bad_total": self.bad_total,
             "seconds": self.seconds,
+            "options": plain_json(flat(self.options), None),
         }
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
@@ -455,10 +466,14 @@ class Loop:
             for suffix, tensors in self.task.weights(state).items():
                 write_weights(self.folder.path / f"best{suffix}.safetensors", tensors, self.task.metadata())
 
-    def resume(self) -> bool:
-        """Continue from the newest whole checkpoint, if there is one."""
+    def newest_checkpoint(self) -> tuple[Path | None, Mapping[str, Any] | None]:
+        """The newest whole checkpoint and the state that it holds."""
         newest = newest_good(self.folder.checkpoints, self.folder.log)
-        if newest is None:
+        return newest, None if newest is None else load_state(newest)
+
+    def resume(self, newest: Path | None, state: Mapping[str, Any] | None) -> bool:
+        """Continue from what `newest_checkpoint` returned, if there is one."""
+        if newest is None or state is None:
             self._refuse_to_overwrite()
             self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
             return False
@@ -467,7 +482,6 @@ class Loop:
                 f"{self.folder.path} holds a run already (checkpoint {newest.name}); choose another output, or let "
                 "resume be auto to continue it"
             )
-        state = load_state(newest)
         load_module_state(self.task.module, state["module"], self.fsdp)
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
@@ -480,6 +494,10 @@ class Loop:
         self.folder.forget_after(self.step)
         if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
+        elif self.best:
+            whole = self._best_is_whole(newest) if self.world.is_main else None
+            if self.world.gather(whole)[0] is False and not self.is_done:
+                self.best = {}  # the next validation counts as the best
         if self.is_done:
             self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
         elif self.options.optim.iters:
@@ -487,6 +505,28 @@ class Loop:
         else:
             done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
             self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
+        return True
+
+    def _best_is_whole(self, newest: Path) -> bool:
+        """Whether the best weights are there and whole; if not, they are made again from their checkpoint."""
+        stem = "model" if self.ema is None else "ema"
+        source = self.folder.checkpoints / f"step-{self.best['step']:08d}"
+        for name in sorted(path.name for path in newest.glob(f"{stem}*.safetensors")):
+            path = self.folder.path / name.replace(stem, "best", 1)
+            try:
+                check_weights(path)
+                continue
+            except FileNotFoundError:
+                self.folder.log(f"note: {path} is missing")
+            except (OSError, WeightsError) as error:
+                self.folder.log(f"note: {error}")
+            if problems(source) or not (source / name).is_file():
+                self.folder.log(
+                    f"note: the checkpoint that had these weights ({source.name}) is gone, so they cannot be made again"
+                )
+                return False
+            write_atomically(path, (source / name).read_bytes())
+            self.folder.log(f"note: {path.name} is made again from {source.name}")
         return True
 
     def _restore_place(self, state: Mapping[str, Any]) -> None:
@@ -525,9 +565,13 @@ class Loop:
                 "continue from; training would overwrite them. Choose another output, or delete the folder."
             )
 
-    def _changes(self) -> dict[str, tuple[Any, Any]]:
-        """What the run in the folder had, and what it would get now; harmless changes are left out."""
-        before, now = self.folder.read().config, flat(self.options)
+    def _changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What the run in the folder had, and what it would get now; harmless changes are left out.
+
+        A checkpoint knows its options; of older ones `config.yaml` has to be believed, which nothing protects.
+        """
+        before = json.loads(state["options"]) if "options" in state else self.folder.read().config
+        now = flat(self.options)
         return {
             name: (before[name], now[name])
             for name in now

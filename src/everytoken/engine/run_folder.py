@@ -37,7 +37,7 @@ from everytoken._version import version
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, SUBSET
 from everytoken.engine.recipe import current_names
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.files import BusyError, Lock, plain_json, write_atomically
+from everytoken.files import BusyError, Lock, plain_json, remove_temporary, write_atomically
 
 if TYPE_CHECKING:
     from everytoken.engine.track import Tracker
@@ -302,8 +302,10 @@ class RunFolder:
             raise EverytokenError(f"the output {self.path} is a file; a run is a folder")
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = Lock(self.path, "run")
+            remove_temporary(self.path)  # of a writer that was killed
             self._opened = True
-            return Lock(self.path, "run")
+            return lock
         except BusyError as error:
             raise RunBusyError(
                 f"another process is training in {self.path}; wait for it, or choose another output.\n{error}"

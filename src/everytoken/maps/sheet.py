@@ -16,7 +16,7 @@ import tyro
 from PIL import Image, ImageOps
 
 from everytoken import draw
-from everytoken.data.decode import FORMATS
+from everytoken.data.decode import ImageError, naming_errors, open_image
 from everytoken.errors import EverytokenError
 from everytoken.maps.score_map import ScoreMap
 from everytoken.maps.store import Maps
@@ -135,12 +135,12 @@ class Tile:
 def load_photo(path: Path, size: tuple[int, int]) -> tuple[Image.Image | None, str]:
     """An upright RGB image as large as a panel, and a remark when something is odd about it."""
     try:
-        with Image.open(path, formats=FORMATS) as opened:
+        with open_image(path, path.name) as opened, naming_errors(path.name):
             opened.draft("RGB", (2 * draw.PANEL, 2 * draw.PANEL))  # JPEG: decode no more than needed
             full = opened.size
             photo = ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return None, f"cannot show {path.name}: {error}"
+    except ImageError as error:
+        return None, f"cannot show {error}"
     remark = ""
     if size != (0, 0) and abs(photo.width / photo.height - size[0] / size[1]) > 0.02 * size[0] / size[1]:
         remark = f"the image is not the annotated one: it was {size[0]}x{size[1]}, is {full[0]}x{full[1]}"

@@ -299,6 +299,15 @@ def constructor_arguments(architecture: str) -> frozenset[str]:
     return frozenset(name for name in {*names, *_COMMON_ARGUMENTS} - {"args", "kwargs"} if "pretrained" not in name)
 
 
+@contextmanager
+def building(what: str) -> Iterator[None]:
+    """Say which model cannot be built; timm and torch raise whatever the first wrong argument meets."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, AssertionError, LookupError, ArithmeticError, AttributeError) as error:
+        raise WeightsError(f"{what} cannot be built: {error}") from error
+
+
 def create_sized(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[nn.Module, dict[str, Any]]:
     """timm's model, and the arguments that it took: convolutional networks have no `img_size` and work at any."""
     used = dict(arguments)
@@ -547,10 +556,11 @@ def _from_file(
     arguments = {**info.arguments, **({} if size is None else {"img_size": size})}
     if not own:
         arguments["num_classes"] = weights.classes.count or 1000
-    try:
+    with building(f"{path}: {info.architecture} with {arguments}"):
+        if own:  # with the input that it says: a crafted file may contradict itself
+            with torch.device("meta"), torch.no_grad():
+                create_sized(info.architecture, arguments)[0].eval()(torch.empty(1, 3, *(size or info.img_size)))
         backbone, arguments = create_sized(info.architecture, arguments)
-    except (TypeError, ValueError, RuntimeError, AssertionError, LookupError) as error:
-        raise WeightsError(f"{path}: {info.architecture} cannot be built with {arguments}: {error}") from error
     report = load_weights(backbone, weights.read())
     _check_classifier(backbone, report, path)
     info = replace(info, img_size=size or info.img_size, arguments=arguments)

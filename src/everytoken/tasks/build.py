@@ -26,6 +26,7 @@ from everytoken.models import TokenModel, probe
 from everytoken.models.open import (
     Description,
     Weights,
+    building,
     constructor_arguments,
     create_sized,
     open_model,
@@ -105,7 +106,8 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     norm_eval = options.model.norm_eval
     step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval).to(world.device)
     size = options.model.img_size
-    step.grid = grid = probe(model, (size, size))
+    with building(f"{options.model.model} for {size} x {size} pixels"):
+        step.grid = grid = probe(model, (size, size))
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
     if isinstance(patch, tuple) and any(size % side for side in patch):
         notes.append(
@@ -270,10 +272,8 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
         extra["drop_path_rate"] = chosen.drop_path  # also 0: Swin has stochastic depth of its own unless told not to
     if chosen.drop:
         extra["drop_rate"] = chosen.drop
-    try:
+    with building(f"{chosen.model} with {arguments}"):
         backbone, arguments = create_sized(chosen.model, arguments, **extra)
-    except TypeError as error:
-        raise EverytokenError(f"{chosen.model} does not take these arguments: {error}") from error
     if chosen.grad_checkpointing:
         backbone.set_grad_checkpointing(True)  # type: ignore[operator]
     if chosen.channels_last:

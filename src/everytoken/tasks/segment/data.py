@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from typing_extensions import TypedDict
 
 from everytoken import keyed, schema
 from everytoken.data.datasets import DataError, DataSet, Strings, is_image
-from everytoken.data.decode import FORMATS, ImageError, Picture
+from everytoken.data.decode import ImageError, Picture, naming_errors, open_image
 from everytoken.data.loader import Request
 from everytoken.tasks.dense import FileSet, Views, check_relative, split_by_name, whole_set
 from everytoken.tasks.segment.augment import SegmentTransform
@@ -144,14 +143,15 @@ class MaskSet(FileSet):
 def _read_mask(path: Path) -> np.ndarray:
     """A mask file as it is: [H, W] or [H, W, 3]."""
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with open_image(path, str(path)) as image:
             if image.mode not in ("L", "P", "1", "I", "RGB") and not image.mode.startswith("I;16"):
                 raise MaskError(f"{path}: a mask has one channel of whole numbers, and this is of mode {image.mode}.")
-            pixels = np.asarray(image)
-    except FileNotFoundError as error:
-        raise MaskError(f"{path}: the mask is not there.") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise MaskError(f"{path}: the mask cannot be read ({error}).") from error
+            with naming_errors(str(path)):
+                pixels = np.asarray(image)
+    except MaskError:
+        raise
+    except ImageError as error:
+        raise MaskError(f"the mask cannot be read: {error}") from error
     if pixels.dtype == bool:
         return pixels.astype(np.uint8)
     return pixels if pixels.dtype == np.uint8 else pixels.astype(np.int64)
