@@ -225,3 +225,91 @@ def test_wrong_classes_and_methods_are_refused():
         relevance(model, images(1), [4])
     with pytest.raises(EverytokenError, match="no method 'chefer'"):
         relevance(model, images(1), [0], "chefer")
+
+
+def slow_lrp(model, x, number):
+    """Relevance propagation of one image, every rule by autograd in double precision: the map [N] of the patches."""
+    gradient = torch.autograd.grad
+
+    def leaf(value):
+        return value.detach().clone().requires_grad_()
+
+    def safe(a, b):
+        lower, upper = b.clamp(min=1e-9), b.clamp(max=1e-9)
+        return a / (lower + upper + (lower + upper == 0) * 1e-9) * (b != 0)
+
+    def linear(relevance, value, layer):
+        plus, minus = leaf(value.clamp(min=0)), leaf(value.clamp(max=0))
+        out = plus @ layer.weight.clamp(min=0).T + minus @ layer.weight.clamp(max=0).T
+        slopes = gradient(out, (plus, minus), safe(relevance, out))
+        return plus * slopes[0] + minus * slopes[1]
+
+    def product(relevance, a, b):
+        a, b = leaf(a), leaf(b)
+        slopes = gradient(a @ b, (a, b), safe(relevance, a @ b))
+        return a * slopes[0] / 2, b * slopes[1] / 2
+
+    def total(relevance, a, b):
+        parts = [value * safe(relevance, a + b) for value in (a, b)]
+        size = sum(part.sum().abs() for part in parts)
+        return [part * safe(safe(part.sum().abs(), size) * relevance.sum(), part.sum()) for part in parts]
+
+    stages, matrices, divisor = [], [], getattr(model.blocks[0], "divisor", 1)
+    tokens = model._pos_embed(model.patch_embed(x))
+    for block in model.blocks:
+        attn, normed = block.attn, block.norm1(tokens)
+        q, k, v = attn.qkv(normed)[0].view(len(normed[0]), 3, attn.num_heads, -1).permute(1, 2, 0, 3)
+        matrix = (q @ k.mT * attn.scale).softmax(-1)
+        matrices.append(matrix)
+        heads = (matrix @ v).transpose(0, 1).flatten(1)
+        middle = tokens + attn.proj(heads) / divisor
+        hidden = block.mlp.act(block.mlp.fc1(block.norm2(middle)))
+        after = middle + block.mlp.fc2(hidden) / divisor
+        stages.append((tokens, normed, q, k, v, matrix, heads, middle, block.norm2(middle), hidden, after))
+        tokens = after
+    features = model.norm(tokens)[:, 0]
+    logit = model.head(features)[0, number]
+    slopes = gradient(logit, matrices, retain_graph=True)
+    relevance = torch.zeros_like(tokens[0])
+    start = torch.zeros(model.num_classes, dtype=x.dtype)
+    start[number] = 1
+    relevance[0] = linear(start, features[0], model.head)
+    result = torch.eye(len(relevance), dtype=x.dtype)
+    steps = []
+    for block, stage, slope in zip(reversed(model.blocks), reversed(stages), reversed(slopes), strict=True):
+        before, normed, q, k, v, matrix, heads, middle, normed2, hidden, after = (value.detach() for value in stage)
+        skip, branch = total(relevance, middle[0], (after - middle)[0])
+        relevance = skip + linear(linear(branch, hidden[0], block.mlp.fc2), normed2[0], block.mlp.fc1)
+        skip, branch = total(relevance, before[0], (middle - before)[0])
+        branch = linear(branch, heads, block.attn.proj).unflatten(1, (len(v), -1)).transpose(0, 1)
+        of_matrix, of_values = product(branch, matrix, v)
+        of_queries, of_keys = product(of_matrix, q, k.mT)
+        packed = torch.stack((of_queries, of_keys.mT, of_values)).permute(2, 0, 1, 3).flatten(1)
+        relevance = skip + linear(packed, normed[0], block.attn.qkv)
+        steps.append((slope * of_matrix).clamp(min=0).mean(0).detach())
+    for step in reversed(steps):
+        result = result + step @ result
+    return result[0, 1:]
+
+
+@pytest.mark.parametrize("name", ["vit_nano_patch4_32", "lvvit_nano_patch4_32"])
+def test_propagated_relevance_is_that_of_the_rules_one_by_one(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4, depth=3).eval().double()
+    x, classes = images(2).double(), torch.tensor([[0, 2], [3, 1]])
+    heat = relevance(TokenModel(model), x, classes, "lrp").flatten(2)
+    for i in range(2):
+        for j in range(2):
+            expected = slow_lrp(model, x[i : i + 1], int(classes[i, j]))
+            torch.testing.assert_close(heat[i, j], expected, rtol=1e-5, atol=1e-12)
+    assert not torch.allclose(heat, relevance(model, x, classes, "attention").flatten(2), rtol=0.1)
+
+
+def test_propagation_through_other_models_is_refused_with_a_way_out():
+    for name, arguments in (
+        ("swin_nano_patch2_window4_32", {}),
+        ("lvvit_nano_patch4_32", {"norm_position": "post"}),
+        ("vit_nano_patch4_32", {"global_pool": "avg"}),
+    ):
+        with pytest.raises(UnsupportedModelError, match="method='"):
+            choose_method(timm.create_model(name, num_classes=4, **arguments), "lrp")

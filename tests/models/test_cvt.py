@@ -32,7 +32,7 @@ def busy(model: CvT) -> CvT:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "keys", "gmac"),
-    [("cvt_13", 19_997_480, 459, 4.5), ("cvt_21", 31_622_696, 731, 7.1)],
+    [("cvt_13", 19_997_480, 459, 4.5), ("cvt_13_pooled", 19_936_296, 339, 4.5), ("cvt_21", 31_622_696, 731, 7.1)],
 )
 def test_parameters_keys_and_multiply_adds_are_the_published_ones(name, parameters, keys, gmac):
     with torch.device("meta"):
@@ -189,3 +189,42 @@ def test_tokens_can_be_mixed_after_the_first_embedding():
         model.backbone.stage0.patch_embed = torch.nn.Identity()
         wanted = model.backbone(mixed)
     assert torch.allclose(view.logits, wanted, atol=1e-5)
+
+
+def test_the_pooled_form_is_that_of_the_other_port_written_out():
+    """vit-pytorch's form, which drloc's code builds on, on maps and with 1x1 convolutions."""
+    model = busy(tiny(class_token=False, final_norm=False, act_layer="gelu", qkv_bias=False, shared_kv=True))
+    for block in (block for stage in model.stages for block in stage.blocks):
+        block.attn.scale = (block.attn.proj.in_features // block.attn.num_heads) ** -0.5
+    pooled = timm.create_model("cvt_13_pooled", **TINY, embeds=model.embeds).eval()
+    pooled.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+    def over_channels(norm, maps):
+        return norm(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def pointwise(linear, maps):
+        return torch.nn.functional.conv2d(maps, linear.weight[..., None, None], linear.bias)
+
+    maps = x
+    with torch.no_grad():
+        for stage in model.stages:
+            maps = over_channels(stage.patch_embed.norm, stage.patch_embed.proj(maps))
+            for block in stage.blocks:
+                attn, normed = block.attn, over_channels(block.norm1, maps)
+                shared = attn.conv_proj_k(normed)
+                sources = (attn.conv_proj_q(normed), shared, shared)
+                q, k, v = (
+                    pointwise(linear, source).flatten(2).unflatten(1, (attn.num_heads, -1)).transpose(2, 3)
+                    for linear, source in zip((attn.proj_q, attn.proj_k, attn.proj_v), sources, strict=True)
+                )
+                mixed = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+                mixed = mixed.transpose(2, 3).flatten(1, 2).unflatten(2, maps.shape[2:])
+                maps = maps + pointwise(attn.proj, mixed)
+                hidden = torch.nn.functional.gelu(pointwise(block.mlp.fc1, over_channels(block.norm2, maps)))
+                maps = maps + pointwise(block.mlp.fc2, hidden)
+        expected = maps.mean((2, 3)) @ model.head.weight.T + model.head.bias
+        torch.testing.assert_close(pooled(x), expected, rtol=1e-4, atol=1e-5)
+    view = TokenModel(pooled)(x)
+    assert view.prefix is None
+    assert view.grid.shape == (2, 4, 4, 24)

@@ -1,5 +1,7 @@
 """LV-ViT: the published sizes, the timm protocol, and the released state dict."""
 
+import math
+
 import pytest
 import timm
 import torch
@@ -216,3 +218,14 @@ def test_it_exports_and_runs_in_onnx(tmp_path):
     session = onnxruntime.InferenceSession(path)
     (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.allclose(torch.from_numpy(out), model(x), atol=1e-4)
+
+
+def test_positions_can_be_fixed_sinusoids():
+    model = timm.create_model("lvvit_nano_patch4_32", num_classes=3, pos_embed="sinusoid")
+    position, wavelength = 5, 10000 ** (4 / model.embed_dim)
+    assert model.pos_embed[0, position, 4] == pytest.approx(math.sin(position / wavelength), abs=1e-5)
+    assert model.pos_embed[0, position, 5] == pytest.approx(math.cos(position / wavelength), abs=1e-5)
+    model.set_input_size(48)
+    assert not model.pos_embed.requires_grad
+    model(torch.randn(2, 3, 48, 48)).sum().backward()
+    assert model.cls_token.grad is not None

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from everytoken.maps.summary import MapSummary
 
 METHODS = {
-    "attention": "gradient-weighted attention relevance (Chefer et al. 2021)",
+    "attention": "gradient-weighted attention (Chefer et al., ICCV 2021)",
+    "lrp": "relevance propagated through layers (Chefer et al., CVPR 2021)",
     "rollout": "attention rollout, the same for all classes",
     "cam": "Grad-CAM",
 }
@@ -45,9 +46,10 @@ class ExplainOptions:
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="class", metavar="NAME|INDEX")
     ] = ()
     """A class to explain; can be given several times. Default: the two that the model finds most likely."""
-    method: Literal["auto", "attention", "rollout", "cam"] = "auto"
-    """attention: gradient-weighted attention relevance. rollout: attention rollout. cam: Grad-CAM. auto: attention for
-    transformers with a class token, else cam."""
+    method: Literal["auto", "attention", "lrp", "rollout", "cam"] = "auto"
+    """attention: gradient-weighted attention relevance. lrp: relevance propagated through layers, as in the papers'
+    pictures (ViT, DeiT, LV-ViT). rollout: attention rollout. cam: Grad-CAM. auto: attention for transformers with a
+    class token, else cam."""
     maps: Annotated[Path | None, tyro.conf.arg(aliases=["--labels"])] = None
     """A store of score maps: the annotator's map beside what the tokens say, and where they differ."""
     compare: str = ""
@@ -235,7 +237,7 @@ def _explain_mix(
 def _explain_image(
     model: ExplainedModel,
     file: str,
-    method: Literal["attention", "rollout", "cam"],
+    method: Literal["attention", "lrp", "rollout", "cam"],
     classes: list[str],
     maps: Maps | None,
     key: str | None,
@@ -270,7 +272,9 @@ def _explain_image(
         if method == "rollout":
             panels.append(draw.Panel("where attention comes from", picture, "the same for all classes"))
             break
-        panels.append(draw.Panel(f"for {shown_name(name)}", picture, f"says {float(probabilities[c]):.1%}"))
+        panels.append(
+            draw.Panel(f"for {shown_name(name)}", picture, f"says {float(probabilities[c]):.1%} · by {method}")
+        )
     answers = " · ".join(f"{shown_name(name_of(model.classes, c))} {float(probabilities[c]):.1%}" for c in best[:3])
     bars = [("unsure", "sure", "heat"), ("irrelevant", "relevant", "heat")]
     remark = model.remark or ("" if maps is None or key else "no map of this image in the store")

@@ -1,7 +1,9 @@
-"""Which regions of an image support a class: three methods behind one function, `relevance`.
+"""Which regions of an image support a class: four methods behind one function, `relevance`.
 
 "attention": Chefer, Gur and Wolf, "Generic Attention-model Explainability" (2021), self-attention rules. With A of a
     block and its gradient for the class's logit,  Ā = mean over heads of (∇A ⊙ A)⁺,  R ← R + Ā·R,  R = 1 at the start.
+"lrp": Chefer, Gur and Wolf, "Transformer Interpretability Beyond Attention Visualization" (2021), which the papers'
+    pictures were made with: relevance propagated through every layer in the place of A; see `propagation`.
 "rollout":   Abnar and Zuidema, "Quantifying Attention Flow" (2020):  R ← (½·mean over heads of A + ½·1)·R. It does not
     know of classes: all get the same map.
 "cam":       Selvaraju et al., "Grad-CAM" (2017):  (Σ_k α_k·F_k)⁺ with α_k the mean over places of ∂logit/∂F_k.
@@ -32,6 +34,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from everytoken.errors import EverytokenError
+from everytoken.explanation.propagation import attention_relevance, check, record_blocks
 from everytoken.functional.shares import row_normalised
 from everytoken.models.align.aligner import HEADS, pooling
 from everytoken.models.align.attention import self_attention, talking_heads
@@ -39,7 +42,7 @@ from everytoken.models.align.rules import rule_of
 from everytoken.models.families import UnsupportedModelError, family_of
 from everytoken.models.token_model import TokenModel, grid_shape, last_block
 
-Method = Literal["auto", "attention", "rollout", "cam"]
+Method = Literal["auto", "attention", "lrp", "rollout", "cam"]
 Classes = Tensor | Sequence[int]
 
 WAY_OUT = "Use method='cam', which needs no attention."
@@ -63,7 +66,7 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
         inputs = images.detach().clone().requires_grad_()
         if chosen == "cam":
             return _grad_cam(backbone, inputs, indices)
-        with record_attention(backbone) as attention:
+        with record_attention(backbone) as attention, record_blocks(backbone, chosen == "lrp") as blocks:
             logits = class_logits(backbone, inputs)
         size = (images.shape[-2], images.shape[-1])
         if chosen == "rollout":
@@ -76,13 +79,16 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
             score = logits.gather(1, indices[:, i : i + 1]).sum()  # images do not see each other
             grads = torch.autograd.grad(score, attention.matrices, retain_graph=True, allow_unused=True)
             with torch.no_grad():
-                steps = [_relevance_step(a.detach(), g) for a, g in zip(attention.matrices, grads, strict=True)]
+                weights = [a.detach() for a in attention.matrices]
+                if chosen == "lrp":
+                    weights = attention_relevance(backbone, blocks, attention.matrices, indices[:, i])
+                steps = [_relevance_step(a, g) for a, g in zip(weights, grads, strict=True)]
                 start = _identity(1, steps[-1].shape[2], steps[-1])
                 maps.append(_read(backbone, accumulate(steps) - start, size))
         return torch.stack(maps, dim=1)
 
 
-def choose_method(model: nn.Module, method: Method = "auto") -> Literal["attention", "rollout", "cam"]:
+def choose_method(model: nn.Module, method: Method = "auto") -> Literal["attention", "lrp", "rollout", "cam"]:
     """What "auto" means for a model; other methods are checked. A layer that is not known is an error that names it."""
     if method not in get_args(Method):
         raise EverytokenError(f"there is no method {method!r}; there are {', '.join(get_args(Method))}.")
@@ -98,6 +104,8 @@ def choose_method(model: nn.Module, method: Method = "auto") -> Literal["attenti
         raise
     if method == "auto":
         return "cam" if pooled else "attention"
+    if method == "lrp":
+        check(backbone)
     return method
 
 
@@ -121,7 +129,8 @@ def accumulate(steps: Sequence[Tensor], residual: bool = True) -> Tensor:
 
 
 def _relevance_step(attention: Tensor, gradient: Tensor | None) -> Tensor:
-    """Ā: mean over heads of (∇A ⊙ A)⁺, [B, M, N]. No gradient (nothing of it reaches the class): zeros."""
+    """Ā: mean over heads of (∇A ⊙ A)⁺, [B, M, N]; "lrp" has R_A for A. No gradient (nothing of it reaches the class):
+    zeros."""
     if gradient is None:
         return attention.new_zeros(attention.shape[0], *attention.shape[2:])
     return (gradient * attention).clamp(min=0).mean(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import Format
 from timm.layers.trace_utils import _assert
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from everytoken.models.weights import fit_state, read_weights
 
-__all__ = ["ReleasedWeights", "StridedEmbed", "create_variant", "default_cfg"]
+__all__ = ["ReleasedWeights", "StridedEmbed", "create_variant", "default_cfg", "sinusoid_positions"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -87,6 +88,14 @@ class ReleasedWeights:
             model.aux_head = None
         config = {**model.pretrained_cfg, "custom_load": False, "state_dict": fit_state(model, state)}
         load_pretrained(model, config, model.num_classes, model.in_chans)
+
+
+def sinusoid_positions(count: int, dim: int) -> Tensor:
+    """[1, count, dim]: sine in even and cosine in odd channels, wavelengths from 2π to 10000·2π."""
+    position = torch.arange(count, dtype=torch.float64, device="cpu").unsqueeze(1)
+    even = torch.arange(dim, device="cpu") // 2 * 2
+    angle = position / torch.pow(torch.tensor(10000.0, dtype=torch.float64, device="cpu"), even / dim)
+    return torch.where(torch.arange(dim, device="cpu") % 2 == 0, angle.sin(), angle.cos()).float().unsqueeze(0)
 
 
 class StridedEmbed(nn.Module):

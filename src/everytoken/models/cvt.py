@@ -7,8 +7,12 @@ the last stage has a class token, which the convolutions leave alone.
 
 What we do differently from the released code: attention is fused, any image size and shape works, a batch of one works,
 and `forward_features` gives all tokens. Kept, because the released weights were trained with it: attention is divided
-by the root of the stage's width, not of a head's; the activation is x * sigmoid(1.702 x) (`act_layer="gelu"` is that of
-another port). The state-dict keys are the released ones.
+by the root of the stage's width, not of a head's; the activation is x * sigmoid(1.702 x). The state-dict keys are the
+released ones.
+
+`cvt_13_pooled` is the form that "Efficient Training of Visual Transformers with Small Datasets" trained, another
+project's port: no class token and no last norm, the head reads the mean of the tokens; keys and values share one
+convolution; no biases in the projections; attention is divided by the root of a head's width; GELU.
 
 Cost at 224 (multiply-adds, as published): CvT-13 4.5 G, CvT-21 7.1 G; per block of N tokens and width D
 (4 * 2.5/4 + 8) N D² + N² D / 2, of which the convolutions are below 1 %.
@@ -61,21 +65,34 @@ class ConvAttention(nn.Module):
         dim, num_heads: channels and heads.
         prefix: number of tokens in front of the grid.
         stride_kv: stride of the convolution for keys and values: 2 makes a quarter of them.
+        qkv_bias: of the linear maps.
+        shared_kv: keys and values share one convolution (`conv_proj_k`).
+        scale_by_head: divide attention by the root of a head's width, not of all heads' together.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, prefix: int, stride_kv: int, attn_drop: float, proj_drop: float, **dd: Any
+        self,
+        dim: int,
+        num_heads: int,
+        prefix: int,
+        stride_kv: int,
+        attn_drop: float,
+        proj_drop: float,
+        qkv_bias: bool = True,
+        shared_kv: bool = False,
+        scale_by_head: bool = False,
+        **dd: Any,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.prefix = prefix
-        self.scale = dim**-0.5  # of all heads together, as released
+        self.scale = (dim // num_heads if scale_by_head else dim) ** -0.5
         self.conv_proj_q = _projection(dim, 1, **dd)
         self.conv_proj_k = _projection(dim, stride_kv, **dd)
-        self.conv_proj_v = _projection(dim, stride_kv, **dd)
-        self.proj_q = nn.Linear(dim, dim, **dd)
-        self.proj_k = nn.Linear(dim, dim, **dd)
-        self.proj_v = nn.Linear(dim, dim, **dd)
+        self.conv_proj_v = None if shared_kv else _projection(dim, stride_kv, **dd)
+        self.proj_q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.proj_k = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.proj_v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.attn_drop = attn_drop
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -86,10 +103,15 @@ class ConvAttention(nn.Module):
         grid = tokens.transpose(1, 2).unflatten(2, size)
         q = self._heads(self.proj_q, self.conv_proj_q, grid, prefix)
         k = self._heads(self.proj_k, self.conv_proj_k, grid, prefix)
-        v = self._heads(self.proj_v, self.conv_proj_v, grid, prefix)
+        v = self._heads(self.proj_v, self.value_conv, grid, prefix)
         drop = self.attn_drop if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+    @property
+    def value_conv(self) -> nn.Sequential:
+        """The convolution that values are made by."""
+        return self.conv_proj_k if self.conv_proj_v is None else self.conv_proj_v
 
     def _heads(self, linear: nn.Linear, conv: nn.Sequential, grid: Tensor, prefix: Tensor) -> Tensor:
         tokens = conv(grid).flatten(2).transpose(1, 2)
@@ -112,11 +134,12 @@ class CvTBlock(nn.Module):
         attn_drop: float,
         drop_path: float,
         act_layer: type[nn.Module],
+        projections: Mapping[str, bool],
         **dd: Any,
     ) -> None:
         super().__init__()
         self.norm1 = LayerNorm(dim, eps=1e-5, **dd)
-        self.attn = ConvAttention(dim, num_heads, prefix, stride_kv, attn_drop, proj_drop, **dd)
+        self.attn = ConvAttention(dim, num_heads, prefix, stride_kv, attn_drop, proj_drop, **projections, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.norm2 = LayerNorm(dim, eps=1e-5, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
@@ -160,6 +183,8 @@ class CvT(nn.Module):
         global_pool: "token" (class token), "avg" (mean of the patch tokens) or "" (no pooling).
         class_token: whether the last stage has one; without, global_pool is "avg".
         embed_dims, depths, num_heads, embeds, strides_kv: one entry per stage; `embeds` is (kernel, stride, padding).
+        qkv_bias, shared_kv, scale_by_head: of the attention layers, see `ConvAttention`.
+        final_norm: a norm after the last block.
         drop_path_rate: largest rate, reached linearly in the last stage, the other stages having none (as published);
             or one such rate per stage.
     """
@@ -182,6 +207,10 @@ class CvT(nn.Module):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float | Sequence[float] = 0.0,
         act_layer: str | type[nn.Module] = "quick_gelu",
+        qkv_bias: bool = True,
+        shared_kv: bool = False,
+        scale_by_head: bool = False,
+        final_norm: bool = True,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -216,13 +245,14 @@ class CvT(nn.Module):
                 proj_drop=proj_drop_rate,
                 attn_drop=attn_drop_rate,
                 act_layer=get_act_layer(act_layer),
+                projections={"qkv_bias": qkv_bias, "shared_kv": shared_kv, "scale_by_head": scale_by_head},
                 **dd,
             )
             self.add_module(f"stage{i}", stage)
             in_chans = dim
             reduction *= embed[1]
             self.feature_info.append({"num_chs": dim, "reduction": reduction, "module": f"stage{i}"})
-        self.norm = LayerNorm(in_chans, eps=1e-5, **dd)
+        self.norm = LayerNorm(in_chans, eps=1e-5, **dd) if final_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(in_chans, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.init_weights()
@@ -259,7 +289,7 @@ class CvT(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Parameters without weight decay."""
-        return {f"stage{self.num_stages - 1}.cls_token"}
+        return {f"stage{self.num_stages - 1}.cls_token"} if self.num_prefix_tokens else set()
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -365,7 +395,7 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
 _CFG = default_cfg(
     first_conv="stage0.patch_embed.proj", classifier="head", license="mit", crop_pct=0.875, fixed_input_size=False
 )
-default_cfgs = generate_default_cfgs({"cvt_13": _CFG, "cvt_21": _CFG})
+default_cfgs = generate_default_cfgs({"cvt_13": _CFG, "cvt_13_pooled": _CFG, "cvt_21": _CFG})
 
 
 @register_model
@@ -373,6 +403,15 @@ def cvt_13(pretrained: bool = False, **kwargs: Any) -> CvT:
     """CvT-13: 20.0 M parameters."""
     defaults = {"depths": (1, 2, 10)}
     return create_variant(CvT, "cvt_13", pretrained, checkpoint_filter_fn, defaults, kwargs, (0, 1, 2))
+
+
+@register_model
+def cvt_13_pooled(pretrained: bool = False, **kwargs: Any) -> CvT:
+    """CvT-13 without a class token, as dense relative localization was tried on: 19.9 M parameters."""
+    defaults: dict[str, Any] = {"class_token": False, "final_norm": False, "act_layer": "gelu"}
+    defaults |= {"qkv_bias": False, "shared_kv": True, "scale_by_head": True}
+    defaults["embeds"] = ((7, 4, 3), (3, 2, 1), (3, 2, 1))
+    return create_variant(CvT, "cvt_13_pooled", pretrained, checkpoint_filter_fn, defaults, kwargs, (0, 1, 2))
 
 
 @register_model

@@ -27,7 +27,7 @@ from timm.models.vision_transformer import Block, VisionTransformer, init_weight
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 
-from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg
+from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg, sinusoid_positions
 from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["ConvStem", "LVViT", "LVViTDistilled"]
@@ -139,6 +139,7 @@ class LVViT(ReleasedWeights, VisionTransformer):
             The papers' accuracies were measured with 0.5; the method as described is 0.
         block_norm, norm_groups: "layer", or "group" with that many groups, inside the blocks.
         norm_position: "pre" or "post".
+        pos_embed: "learn", "none", or "sinusoid" for fixed ones (Token Labeling: Training a 85.4% ..., 3.1).
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class LVViT(ReleasedWeights, VisionTransformer):
         block_norm: Literal["layer", "group"] = "layer",
         norm_groups: int = 1,
         norm_position: Literal["pre", "post"] = "pre",
+        pos_embed: str = "learn",
         norm_layer: Callable[..., nn.Module] | None = None,
         patch_size: int | None = None,
         weight_init: str = "",
@@ -190,9 +192,13 @@ class LVViT(ReleasedWeights, VisionTransformer):
             block_fn=partial(_block, inner_norm=inner, divisor=residual_divisor, post_norm=norm_position == "post"),
             norm_layer=layer,
             mlp_layer=Mlp,
+            pos_embed="learn" if pos_embed == "sinusoid" else pos_embed,
             weight_init="skip",
             **kwargs,
         )
+        self.fixed_positions = pos_embed == "sinusoid"
+        if self.fixed_positions:
+            self.pos_embed.requires_grad_(False)
         self.token_vote = token_vote
         outputs = num_classes if token_classes is None else token_classes
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
@@ -213,6 +219,14 @@ class LVViT(ReleasedWeights, VisionTransformer):
         for parameter in (self.cls_token, self.pos_embed, self.reg_token, getattr(self, "dist_token", None)):
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=0.02)
+        if self.fixed_positions:
+            self.pos_embed.data.copy_(sinusoid_positions(*self.pos_embed.shape[1:]))
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """As timm's; fixed positions stay fixed."""
+        super().set_input_size(*args, **kwargs)
+        if self.fixed_positions:
+            self.pos_embed.requires_grad_(False)
 
     def reset_classifier(
         self, num_classes: int, global_pool: str | None = None, token_classes: int | None = None

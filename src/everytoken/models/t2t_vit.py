@@ -36,7 +36,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg
+from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg, sinusoid_positions
 from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["SPLITS", "Split", "T2TViT", "TokenPerformer", "TokenTransformer", "TokensToToken", "performer"]
@@ -206,14 +206,6 @@ def _windows(length: int, split: Split) -> int:
     """How many windows fit on an axis of so many pixels or cells."""
     kernel, stride, padding = split
     return (length + 2 * padding - kernel) // stride + 1
-
-
-def sinusoid_positions(count: int, dim: int) -> Tensor:
-    """[1, count, dim]: sine in even and cosine in odd channels, wavelengths from 2π to 10000·2π."""
-    position = torch.arange(count, dtype=torch.float64, device="cpu").unsqueeze(1)
-    even = torch.arange(dim, device="cpu") // 2 * 2
-    angle = position / torch.pow(torch.tensor(10000.0, dtype=torch.float64, device="cpu"), even / dim)
-    return torch.where(torch.arange(dim, device="cpu") % 2 == 0, angle.sin(), angle.cos()).float().unsqueeze(0)
 
 
 class T2TViT(ReleasedWeights, VisionTransformer):

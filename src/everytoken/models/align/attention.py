@@ -178,7 +178,7 @@ def _enter_convolved(state: ShareState, shares: Tensor, layer: Any, args: Args, 
         _enter(state, None)
         return
     assert state.grid is not None
-    values = convolved_by(layer.conv_proj_v.conv, shares[:, layer.prefix :].unflatten(1, state.grid)).flatten(1)
+    values = convolved_by(layer.value_conv.conv, shares[:, layer.prefix :].unflatten(1, state.grid)).flatten(1)
     values = torch.cat((shares[:, : layer.prefix], values), dim=1)
     _enter(state, _sequence_keys(state, values, layer.prefix))
 
