@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,22 +23,31 @@ from torch import Tensor, nn
 
 from everytoken import schema
 from everytoken.data.batch import Batch, Prefetcher
-from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataError, DataSet, Strings, split_off
+from everytoken.data.datasets import (
+    DEFAULT_VAL_SPLIT,
+    DataError,
+    DataSet,
+    Strings,
+    gather_images,
+    result_stems,
+    split_off,
+)
 from everytoken.data.decode import ImageError
 from everytoken.data.loader import BadImages, Loader, Request
 from everytoken.draw import Card, draw_sheet
-from everytoken.engine.distributed import World
+from everytoken.engine.distributed import World, pick_device
 from everytoken.engine.dryrun import plan
-from everytoken.engine.held_out import HeldOut
+from everytoken.engine.held_out import held_out
 from everytoken.engine.loop import run
 from everytoken.engine.progress import watched
 from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
+from everytoken.files import plain_json
 from everytoken.models.open import Description, find_weights, parse_metadata, read_metadata
 from everytoken.models.weights import load_weights
 from everytoken.tasks.backbone import Features, name_weights, rebuild_features
-from everytoken.tasks.options import DenseOptions, check_rate, default_output
+from everytoken.tasks.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 
 A = TypeVar("A")
 V = TypeVar("V")
@@ -200,24 +209,64 @@ def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features
     return model.eval(), info
 
 
+# -- score ------------------------------------------------------------------------------------------------------------
+
+
+class Score(Generic[A]):
+    """Adds up what the answers for the images of a dataset are worth, and draws the first `pictures` of them."""
+
+    def __init__(self, pictures: int = 0) -> None:
+        self.pictures = pictures
+        self.cards: list[Card] = []
+
+    def add(self, batch: Batch, answer: A) -> None:
+        """The answer for a batch of one image."""
+        self.count(batch, answer)
+        if len(self.cards) < self.pictures:
+            self.cards.append(self.card(batch, answer))
+
+    def count(self, batch: Batch, answer: A) -> None:
+        """Compare an answer with the truth."""
+        raise NotImplementedError
+
+    def card(self, batch: Batch, answer: A) -> Card:
+        """Truth and answer."""
+        raise NotImplementedError
+
+    def join(self, world: World) -> None:
+        """Add what the other processes counted."""
+        raise NotImplementedError
+
+    def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Numbers by name, in percent, the most important one first; and a row for each class that occurs."""
+        raise NotImplementedError
+
+    def save_sheet(self, path: str | Path, subtitle: str) -> None:
+        """The pictures, as a JPEG."""
+        if self.cards:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            draw_sheet("Truth and answer", subtitle, self.cards).save(path, quality=88)
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
 class DenseTask(Task):
-    """Trains a dense task. Subclasses make datasets, views and network, and say how a network is used and scored.
+    """Trains a dense task. Subclasses make views and network, and say how a network is used and scored.
 
     Args:
         step: turns a batch into loss terms; its attribute `network_name` is the network that is trained.
-        info: what the weights say about themselves. sets: training and validation images.
+        info: what the weights say about themselves. views: of training and validation images.
     """
 
+    command: ClassVar[str]
     network_name: ClassVar[str]
 
     def __init__(
         self,
         step: nn.Module,
         info: DenseInfo,
-        sets: tuple[DataSet, DataSet],
+        views: tuple[Views[Any], Views[Any]],
         options: DenseOptions,
         world: World,
         folder: RunFolder,
@@ -225,45 +274,61 @@ class DenseTask(Task):
         if world.size > 1 and world.device.type == "cuda":
             step = nn.SyncBatchNorm.convert_sync_batchnorm(step)
         super().__init__(step, options, world, folder)
-        self.info = info
-        self.train_set, self.val_set = sets
-        skip = options.dataset.on_bad_image == "skip"
-        batch_size = options.dataset.batch_size
-        self.train_loader = self.loader(self.train_views(skip), batch_size=batch_size, train=True)
-        self.val_loader = self.loader(self.val_views(skip), train=False)
+        self.info, self.train_set, self.val_set = info, views[0].data, views[1].data
+        self.train_loader = self.loader(views[0], batch_size=options.dataset.batch_size, train=True)
+        self.val_loader = self.loader(views[1], train=False)
         self.batches_per_epoch = len(self.train_loader)
 
-    def network(self, module: nn.Module) -> Any:
-        """The network inside the trained module, or inside a copy of it."""
-        return getattr(module, self.network_name)
+    @staticmethod
+    def complete(options: Any) -> Any:
+        """The options of a new run, with nothing left open."""
+        return options
+
+    def inference(self, network: Any) -> Callable[[Batch], Any]:
+        """How validation uses a network: batch of one image -> answer."""
+        raise NotImplementedError
+
+    def score(self, pictures: int) -> Score[Any]:
+        """An empty score for the validation images."""
+        raise NotImplementedError
 
     @property
     def backbone(self) -> nn.Module:
         """The timm model."""
-        backbone: nn.Module = self.network(self.module).features.backbone
+        network: Any = getattr(self.module, self.network_name)
+        backbone: nn.Module = network.features.backbone
         return backbone
-
-    def train_views(self, skip: bool) -> Views[Any]:
-        """Of the training images."""
-        raise NotImplementedError
-
-    def val_views(self, skip: bool) -> Views[Any]:
-        """Of the validation images."""
-        raise NotImplementedError
-
-    def inference(self, module: nn.Module) -> Callable[[Batch], Any]:
-        """How validation uses a network: batch of one image -> answer."""
-        raise NotImplementedError
-
-    def answers(self, module: nn.Module) -> Iterator[tuple[Batch, Any]]:
-        """This process's validation images, each with the network's answer."""
-        batches = watched(self.val_loader.epoch(0), len(self.val_set), self.world)
-        return answers(self.inference(module), batches, self.autocast)
 
     def train_batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Training batches of an epoch from a position on."""
         info = self.info.backbone
         yield from Prefetcher(self.train_loader.epoch(epoch, start), self.world.device, info.mean, info.std)
+
+    def _scored(self, module: nn.Module, pictures: int = 0) -> Score[Any]:
+        """Every validation image exactly once, over all processes."""
+        score, network = self.score(pictures), self.inference(getattr(module, self.network_name))
+        for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
+            with torch.no_grad(), self.autocast():
+                answer = network(batch)
+            score.add(batch, answer)
+        score.join(self.world)
+        return score
+
+    def validate(self, module: nn.Module) -> dict[str, float]:
+        """All numbers; "score" is the most important one."""
+        numbers, _ = self._scored(module).result()
+        named = {f"val_{name.replace(' ', '_')}": round(value, 4) for name, value in numbers.items()}
+        return {"score": max(next(iter(numbers.values())), 0.0), **named}
+
+    def finish(self, module: nn.Module) -> None:
+        """The table of classes and pictures, of a run of one process."""
+        if self.world.size > 1:
+            return
+        score = self._scored(module, PICTURES)
+        numbers, classes = score.result()
+        self.folder.write("classes.json", plain_json(classes))
+        self.folder.log(", ".join(f"{name} {value:.2f}" for name, value in numbers.items() if not value < 0))
+        score.save_sheet(self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The whole network in one file."""
@@ -274,33 +339,38 @@ class DenseTask(Task):
         """What `load_dense` reads."""
         return self.info.to_metadata()
 
-    def summary(self, network: str) -> str:
-        """Data and model in a few words; `network` names the latter."""
+    def describe(self) -> str:
+        """Data and model in a few words."""
         count = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         return (
             f"{len(self.train_set):,} training and {len(self.val_set):,} validation images, "
-            f"{len(self.info.class_names)} classes; {network}, {count / 1e6:.1f} M parameters"
+            f"{len(self.info.class_names)} classes; {self.network_words()}, {count / 1e6:.1f} M parameters"
         )
 
+    def network_words(self) -> str:
+        """The network in a few words."""
+        raise NotImplementedError
 
-def train_dense(options: Any, name: str, task_type: Callable[[Any, World, RunFolder], DenseTask]) -> Run:
+
+def train_dense(task_type: type[DenseTask], options: Any) -> Run:
     """Train a dense task, or continue the run in the output folder."""
-    options = replace(options, model=name_weights(options.model))
-    return run(partial(task_type, options), options, _checked_output(options, name))
+    options = replace(task_type.complete(options), model=name_weights(options.model))
+    return run(partial(task_type, options), options, _checked_output(task_type, options))
 
 
-def plan_dense(options: Any, name: str, task_type: Callable[[Any, World, RunFolder], DenseTask]) -> dict[str, Any]:
+def plan_dense(task_type: type[DenseTask], options: Any) -> dict[str, Any]:
     """What would be trained, and how long it would take from a few timed steps; nothing is written."""
+    options = task_type.complete(options)
     quick = replace(options, dataset=replace(options.dataset, workers=0))
-    return plan(partial(task_type, quick), options, _checked_output(options, name))
+    return plan(partial(task_type, quick), options, _checked_output(task_type, options))
 
 
-def _checked_output(options: DenseOptions, name: str) -> str:
+def _checked_output(task_type: type[DenseTask], options: DenseOptions) -> str:
     """The run folder; raises on options that do not make a run."""
     if not options.data:
-        raise EverytokenError(f"data is empty: name the images to train on (everytoken {name} train DATA)")
+        raise EverytokenError(f"data is empty: name the images to train on (everytoken {task_type.command} train DATA)")
     check_rate(options.optim)
-    return options.run.output or default_output(options, name)
+    return options.run.output or default_output(options, task_type.command)
 
 
 def held_out_note(data: str, val_split: float) -> str:
@@ -308,19 +378,7 @@ def held_out_note(data: str, val_split: float) -> str:
     return f"note: {data} has no validation part: {val_split or DEFAULT_VAL_SPLIT:.0%} are held out (val_split)"
 
 
-# -- inference --------------------------------------------------------------------------------------------------------
-
-
-def answers(
-    network: Callable[[Batch], A],
-    batches: Iterable[Batch],
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Iterator[tuple[Batch, A]]:
-    """Each batch with the network's answer."""
-    for batch in batches:
-        with torch.no_grad(), autocast():
-            answer = network(batch)
-        yield batch, answer
+# -- evaluation and prediction ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -338,43 +396,67 @@ class Evaluation:
     skipped: dict[str, str]
 
 
-class EvalPass(Generic[A]):
-    """One pass over a dataset, an image at a time: what was answered, how fast, and what could not be read."""
-
-    def __init__(self, views: Views[Any], workers: int, on_bad_image: str = "raise") -> None:
-        self.bad_images = BadImages(on_bad_image)
-        self.loader = Loader(views, train=False, workers=workers, bad_images=self.bad_images)
-        self.images, self.seconds = 0, 0.0
-
-    def run(self, network: Callable[[Batch], A], device: str, amp: bool) -> Iterator[tuple[Batch, A]]:
-        """Each image with its answer."""
-        started = time.perf_counter()
-        precision = partial(torch.autocast, torch.device(device).type, torch.bfloat16, enabled=amp)
-        with contextlib.closing(self.loader):
-            for batch, answer in answers(network, self.loader.epoch(0), precision):
-                self.images += 1
-                self.seconds = time.perf_counter() - started
-                yield batch, answer
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """images, and images_per_second."""
-        return {"images": self.images, "images_per_second": self.images / max(self.seconds, 1e-9)}
+def answer_images(
+    network: Callable[[Batch], A],
+    views: Views[Any],
+    options: EvaluateOptions | PredictOptions,
+    bad_images: BadImages | None = None,
+) -> Iterator[tuple[Batch, A]]:
+    """Each image with the network's answer."""
+    loader = Loader(views, train=False, workers=options.workers, bad_images=bad_images or BadImages("raise"))
+    device = torch.device(pick_device(options.device)).type
+    with contextlib.closing(loader):
+        for batch in loader.epoch(0):
+            with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=options.amp):
+                answer = network(batch)
+            yield batch, answer
 
 
-def unseen_part(origin: HeldOut, data: str, open_data: Callable[[str, float], DataSet]) -> tuple[DataSet, list[str]]:
-    """Of data without parts, the images that the run held out, or all of them; and what to say about that.
+def evaluate_dense(
+    options: EvaluateOptions, network: Callable[[Batch], A], views: Views[Any], score: Score[A], notes: list[str]
+) -> Evaluation:
+    """One pass over a dataset, an image at a time."""
+    bad_images, images, started = BadImages(options.on_bad_image), 0, time.perf_counter()
+    for batch, answer in answer_images(network, views, options, bad_images):
+        score.add(batch, answer)
+        images += 1
+    speed = {"images": images, "images_per_second": images / (time.perf_counter() - started)}
+    numbers, classes = score.result()
+    if options.pictures:
+        score.save_sheet(options.pictures, f"{options.source} on {options.data}")
+    return Evaluation({**numbers, **speed}, classes, notes, dict(bad_images.seen))
+
+
+def open_unseen(
+    options: EvaluateOptions,
+    part: Any,
+    open_data: Callable[[str, str, Any], DataSet],
+    divided: bool,
+    same: Callable[[Run], bool | None],
+    share: Callable[[Run], float] = lambda run: run.val_split,
+) -> tuple[DataSet, list[str]]:
+    """The part of the data that is asked for, and notes; of data without parts, the images that the run held out.
 
     Args:
-        open_data: (split, val_split) -> dataset.
+        part: options of the data, with `val_split`. open_data: (data, split, part) -> dataset.
+        divided: whether the data has a validation part. same, share: see `held_out`.
     """
-    opened = open_data("val" if origin.share else "all", origin.share)
-    note = origin.note(data, len(opened))
+    if options.split != "val" or part.val_split or divided:
+        return open_data(options.data, options.split, part), []
+    origin = held_out([options.source], options.data, same, share)
+    opened = open_data(options.data, "val" if origin.share else "all", replace(part, val_split=origin.share))
+    note = origin.note(options.data, len(opened))
     return opened, [note] if note else []
 
 
-def save_sheet(cards: Sequence[Card], path: str | Path, subtitle: str) -> None:
-    """Truth and answer of some images, as a JPEG."""
-    if cards:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        draw_sheet("Truth and answer", subtitle, cards).save(path, quality=88)
+def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[FileSet, Callable[[str, str], Path]]:
+    """The images, and where to put what is made of each: (key, ending) -> path; never over an image."""
+    root, names = gather_images(options.images)
+    stems = result_stems(root, names, Path(options.output), endings)
+    Path(options.output).mkdir(parents=True, exist_ok=True)
+
+    def place(key: str, ending: str) -> Path:
+        stems[key].parent.mkdir(parents=True, exist_ok=True)
+        return stems[key].with_name(stems[key].name + ending)
+
+    return FileSet(root, names, []), place

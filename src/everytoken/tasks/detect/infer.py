@@ -20,13 +20,20 @@ from PIL import Image
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from everytoken.data.batch import Batch, normalise
-from everytoken.data.datasets import DataSet, gather_images, result_stems
+from everytoken.data.datasets import DataSet
 from everytoken.draw import Card, Panel, Row, object_overlay
-from everytoken.engine.distributed import pick_device
-from everytoken.engine.held_out import held_out
+from everytoken.engine.distributed import World, pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
-from everytoken.tasks.dense import EvalPass, Evaluation, FileSet, save_sheet, unseen_part, whole_set
+from everytoken.tasks.dense import (
+    Evaluation,
+    Score,
+    answer_images,
+    evaluate_dense,
+    open_predicted,
+    open_unseen,
+    whole_set,
+)
 from everytoken.tasks.detect.data import (
     DetectTransform,
     InstanceSet,
@@ -144,15 +151,50 @@ def draw_objects(
     return object_overlay(pixels, detections.boxes, captions, masks, side)
 
 
-def truth_and_answer(data: InstanceSet, i: int, detections: Detections) -> Card:
-    """A card of the objects of an image and those that were detected, side by side."""
-    pixels, names, side = np.asarray(data.picture(i).upright()), data.class_names, 480
-    truth = draw_objects(pixels, truth_of(data, i, detections.masks is not None), names, scores=False, side=side)
-    panels = [Panel("truth", truth), Panel("answer", draw_objects(pixels, detections, names, side=side))]
-    return Card(data.key(i), [Row("", panels)], side=side)
-
-
 # -- evaluate, predict ------------------------------------------------------------------------------------------------
+
+
+class DetectScore(Score[Detections]):
+    """COCO's average precision.
+
+    Args:
+        data: the truth. columns: class of the data for each class of the detector, -1 for none; default: the same.
+        sure: objects with at least this score are drawn.
+    """
+
+    def __init__(
+        self, data: DataSet, columns: Sequence[int] | None = None, pictures: int = 0, sure: float = 0.5
+    ) -> None:
+        super().__init__(pictures)
+        self.data, self.columns, self.sure = data, columns, sure
+        self.whole = whole_set(data, 0, InstanceSet)[0]
+        self.detections: dict[int, Detections] = {}  # by number of the image in `whole`
+
+    def count(self, batch: Batch, answer: Detections) -> None:
+        """They are compared at the end."""
+        assert batch.indices is not None
+        self.detections[whole_set(self.data, int(batch.indices[0]), InstanceSet)[1]] = answer
+
+    def join(self, world: World) -> None:
+        """The detections of all processes."""
+        self.detections = {k: v for part in world.gather(self.detections) for k, v in part.items()}
+
+    def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """AP of masks first, if there are masks."""
+        numbers, classes = average_precision(self.whole, self.detections, self.columns)
+        return dict(sorted(numbers.items(), key=lambda item: not item[0].startswith("mask"))), classes
+
+    def card(self, batch: Batch, answer: Detections) -> Card:
+        """The objects of an image and those that were detected, side by side."""
+        i, names, side = next(reversed(self.detections)), self.whole.class_names, 480
+        shown = answer.better_than(self.sure)
+        if self.columns is not None:
+            shown = shown.take([k for k, label in enumerate(shown.labels.tolist()) if self.columns[label] >= 0])
+            shown = replace(shown, labels=np.array([self.columns[c] for c in shown.labels.tolist()], dtype=np.int64))
+        pixels = np.asarray(self.whole.picture(i).upright())
+        truth = draw_objects(pixels, truth_of(self.whole, i, shown.masks is not None), names, scores=False, side=side)
+        panels = [Panel("truth", truth), Panel("answer", draw_objects(pixels, shown, names, side=side))]
+        return Card(self.whole.key(i), [Row("", panels)], side=side)
 
 
 def class_columns(model_names: Sequence[str], data_names: Sequence[str], where: str) -> list[int]:
@@ -169,8 +211,16 @@ def class_columns(model_names: Sequence[str], data_names: Sequence[str], where: 
 
 def evaluate(options: DetectEval) -> Evaluation:
     """COCO's average precision of a detector, in percent, and a row for each class that occurs."""
-    device = pick_device(options.device)
-    data, notes = _open_data(options)
+    device, coco = pick_device(options.device), options.coco
+
+    def same(run: Run) -> bool | None:
+        option = "annotations" if run.config.get("annotations") else "data"
+        return run.names(coco.annotations or options.data, option, whole_file)
+
+    def share(run: Run) -> float:
+        return 0.0 if run.config.get("val_annotations") else run.val_split
+
+    data, notes = open_unseen(options, coco, open_instances, divided(options.data, coco), same, share)
     if not len(data):
         raise EverytokenError(f"{options.data} has no images for {options.split!r}")
     whole, _ = whole_set(data, 0, InstanceSet)
@@ -182,41 +232,16 @@ def evaluate(options: DetectEval) -> Evaluation:
         notes.append(f"{unknown} of the {whole.num_classes} categories of the data are unknown to the detector")
     inference = Inference.of(detector.to(device), info, options.find)
     views = ObjectViews(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
-    run = EvalPass[Detections](views, options.workers, options.on_bad_image)
-    detections: dict[int, Detections] = {}  # by number of the image in `whole`
-    for batch, answer in run.run(inference.on(device), device, options.amp):
-        assert batch.indices is not None
-        detections[whole_set(data, int(batch.indices[0]), InstanceSet)[1]] = answer
-    result = average_precision(whole, detections, columns)
-    if options.pictures:
-        cards = []
-        for i in sorted(detections)[: options.picture_count]:
-            shown = detections[i].better_than(options.sure)
-            shown = shown.take([k for k, label in enumerate(shown.labels.tolist()) if columns[label] >= 0])
-            labels = np.array([columns[label] for label in shown.labels.tolist()], dtype=np.int64)
-            cards.append(truth_and_answer(whole, i, replace(shown, labels=labels)))
-        save_sheet(cards, options.pictures, f"{options.source} on {options.data}")
+    score = DetectScore(data, columns, options.picture_count if options.pictures else 0, options.sure)
+    evaluation = evaluate_dense(options, inference.on(device), views, score, notes)
     if options.results:
         ids = [whole.category_ids[c] if c >= 0 else None for c in columns]
-        rows = [row for i in sorted(detections) for row in detections[i].rows(int(whole.image_ids[i]), ids)]
+        rows = [
+            row for i, found in sorted(score.detections.items()) for row in found.rows(int(whole.image_ids[i]), ids)
+        ]
         Path(options.results).parent.mkdir(parents=True, exist_ok=True)
         Path(options.results).write_text(json.dumps([row for row in rows if row["category_id"] is not None]))
-    return Evaluation({**result.numbers, **run.numbers}, result.classes, notes, dict(run.bad_images.seen))
-
-
-def _open_data(options: DetectEval) -> tuple[DataSet, list[str]]:
-    data, coco = options.data, options.coco
-    if options.split != "val" or coco.val_split or divided(data, coco):
-        return open_instances(data, options.split, coco), []
-
-    def trained_on(run: Run) -> bool | None:
-        option = "annotations" if run.config.get("annotations") else "data"
-        return run.names(coco.annotations or data, option, whole_file)
-
-    origin = held_out(
-        [options.source], data, trained_on, lambda run: 0.0 if run.config.get("val_annotations") else run.val_split
-    )
-    return unseen_part(origin, data, lambda split, share: open_instances(data, split, replace(coco, val_split=share)))
+    return evaluation
 
 
 def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
@@ -225,24 +250,20 @@ def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
     Returns:
         A row for each image (file, and how many objects of which class), and notes for the user.
     """
-    device, folder = pick_device(options.device), Path(options.output)
-    root, files = gather_images(options.images)
-    stems, data = result_stems(root, files, folder, (".objects.jpg",)), FileSet(root, files, [])
+    device = pick_device(options.device)
+    images, place = open_predicted(options, (".objects.jpg",))
     detector, info = load_detector(options.source)
     names = list(info.class_names)
     inference = Inference.of(detector.to(device), info, options.find)
-    folder.mkdir(parents=True, exist_ok=True)
-    run = EvalPass[Detections](ObjectViews(data, inference.transform, None, truth=False), options.workers)
     rows: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
-    for batch, answer in run.run(inference.on(device), device, options.amp):
+    views = ObjectViews(images, inference.transform, None, truth=False)
+    for batch, answer in answer_images(inference.on(device), views, options):
         assert batch.indices is not None
         key, shown = batch.keys[0], answer.better_than(options.sure)
-        picture = draw_objects(np.asarray(data.picture(int(batch.indices[0])).upright()), shown, names)
-        stem = stems[key]
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(stem.with_name(stem.name + ".objects.jpg"), quality=90)
+        picture = draw_objects(np.asarray(images.picture(int(batch.indices[0])).upright()), shown, names)
+        picture.save(place(key, ".objects.jpg"), quality=90)
         objects += answer.rows(key, names)
         rows.append({"image": key, **dict(Counter(names[label] for label in shown.labels.tolist()).most_common())})
-    (folder / "predictions.json").write_text(json.dumps(objects))
+    (Path(options.output) / "predictions.json").write_text(json.dumps(objects))
     return rows, []

@@ -60,27 +60,18 @@ class Detections:
         return rows
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Numbers of a detector on a data set.
-
-    Attributes:
-        numbers: "box AP", "box AP50", ..., "mask AP", ... in percent; -1 where no object is of that kind.
-        classes: of each class that occurs: class, objects, and AP and AP50 of boxes and masks.
-    """
-
-    numbers: dict[str, float]
-    classes: list[dict[str, Any]]
-
-
 def average_precision(
     data: InstanceSet, detections: Mapping[int, Detections], columns: Sequence[int] | None = None
-) -> Precision:
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Compare detections with the truth.
 
     Args:
         data: the truth. detections: by number of the image in `data`; images that are not there do not count.
         columns: class of the data for each class of the detector, -1 for none; default: the same.
+
+    Returns:
+        "box AP", "box AP50", ..., "mask AP", ... in percent, -1 where no object is of that kind; and a row for each
+        class that occurs: class, objects, and AP and AP50 of boxes and masks.
     """
     api, evaluator = (need(f"pycocotools.{name}", "detect", "everytoken detect") for name in ("coco", "cocoeval"))
     samples = sorted(detections)
@@ -118,7 +109,7 @@ def average_precision(
                 if category in table:
                     table[category][f"{kind} AP"] = _mean(curves[:, :, k, 0, -1])
                     table[category][f"{kind} AP50"] = _mean(curves[0, :, k, 0, -1])
-    return Precision(numbers, [table[c] for c in sorted(table)])
+    return numbers, [table[c] for c in sorted(table)]
 
 
 def _mean(values: np.ndarray) -> float:

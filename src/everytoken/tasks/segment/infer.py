@@ -24,13 +24,20 @@ from torch import Tensor
 
 from everytoken.classes import exact_lookup, mapped_names
 from everytoken.data.batch import Batch, normalise
-from everytoken.data.datasets import DataSet, gather_images, result_stems
 from everytoken.draw import Card, Panel, Row, fit_photo, mask_legend, mask_overlay, palette_image
-from everytoken.engine.distributed import pick_device
-from everytoken.engine.held_out import held_out
+from everytoken.engine.distributed import World, pick_device
+from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
 from everytoken.models.open import find_weights
-from everytoken.tasks.dense import EvalPass, Evaluation, FileSet, resized, save_sheet, unseen_part
+from everytoken.tasks.dense import (
+    Evaluation,
+    Score,
+    answer_images,
+    evaluate_dense,
+    open_predicted,
+    open_unseen,
+    resized,
+)
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import LONGEST
 from everytoken.tasks.segment.data import WholeViews, divided, open_masks
@@ -225,43 +232,47 @@ def open_inference(
     return inference, list(data_names), [note]
 
 
+class SegmentScore(Score[Tensor]):
+    """mIoU, mAcc and aAcc from one confusion matrix."""
+
+    def __init__(self, class_names: Sequence[str], pictures: int = 0) -> None:
+        super().__init__(pictures)
+        self.class_names, self.confusion = class_names, Confusion(len(class_names))
+
+    def count(self, batch: Batch, answer: Tensor) -> None:
+        """Pixel by pixel."""
+        self.confusion.add(batch.targets[0], answer)
+
+    def join(self, world: World) -> None:
+        """The sum of all matrices."""
+        self.confusion.counts = world.add(self.confusion.counts.to(world.device)).cpu()
+
+    def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """mIoU first."""
+        return self.confusion.summary(), self.confusion.per_class(self.class_names)
+
+    def card(self, batch: Batch, answer: Tensor) -> Card:
+        """The image, its mask and the answer."""
+        pixels, side, count = batch.images[0].permute(1, 2, 0).numpy(), 360, len(self.class_names)
+        masks = {"truth": batch.targets[0].numpy(), "answer": answer.numpy()}
+        pictures = {"image": Image.fromarray(pixels)}
+        pictures |= {title: mask_overlay(pixels, mask, count) for title, mask in masks.items()}
+        panels = [Panel(title, fit_photo(picture, side)) for title, picture in pictures.items()]
+        return Card(batch.keys[0], [Row("", panels, mask_legend(list(masks.values()), self.class_names))], side=side)
+
+
 def evaluate(options: SegmentEval) -> Evaluation:
     """mIoU, mAcc and aAcc of a segmenter on a dataset, in percent, and a row for each class that occurs."""
-    device = pick_device(options.device)
-    data, notes = _open_data(options)
+    device, masks = pick_device(options.device), options.masks
+
+    def same(run: Run) -> bool | None:
+        return run.names(options.data) if (run.config.get("images") or "") == masks.images else None
+
+    data, notes = open_unseen(options, masks, open_masks, divided(options.data, masks), same)
     inference, class_names, more = open_inference(options, data.class_names, device)
-    confusion = Confusion(len(class_names))
-    run = EvalPass[Tensor](WholeViews(data, options.on_bad_image == "skip"), options.workers, options.on_bad_image)
-    cards: list[Card] = []
-    for batch, answer in run.run(inference.on(device), device, options.amp):
-        confusion.add(batch.targets[0], answer)
-        if options.pictures and len(cards) < options.picture_count:
-            cards.append(truth_and_answer(batch, answer, class_names))
-    save_sheet(cards, options.pictures, f"{options.source} on {options.data}")
-    numbers = {**confusion.summary(), **run.numbers}
-    return Evaluation(numbers, confusion.per_class(class_names), [*notes, *more], dict(run.bad_images.seen))
-
-
-def _open_data(options: SegmentEval) -> tuple[DataSet, list[str]]:
-    data, masks = options.data, options.masks
-    if options.split != "val" or masks.val_split or divided(data, masks):
-        return open_masks(data, options.split, masks), []
-    origin = held_out(
-        [options.source],
-        data,
-        lambda run: run.names(data) if (run.config.get("images") or "") == masks.images else None,
-    )
-    return unseen_part(origin, data, lambda split, share: open_masks(data, split, replace(masks, val_split=share)))
-
-
-def truth_and_answer(batch: Batch, answer: Tensor, class_names: Sequence[str]) -> Card:
-    """A card of a batch of one image: the image, its mask and the answer."""
-    pixels, side = batch.images[0].permute(1, 2, 0).numpy(), 360
-    masks = {"truth": batch.targets[0].numpy(), "answer": answer.numpy()}
-    pictures = {"image": Image.fromarray(pixels)}
-    pictures |= {title: mask_overlay(pixels, mask, len(class_names)) for title, mask in masks.items()}
-    panels = [Panel(title, fit_photo(picture, side)) for title, picture in pictures.items()]
-    return Card(batch.keys[0], [Row("", panels, mask_legend(list(masks.values()), class_names))], side=side)
+    views = WholeViews(data, options.on_bad_image == "skip")
+    score = SegmentScore(class_names, options.picture_count if options.pictures else 0)
+    return evaluate_dense(options, inference.on(device), views, score, [*notes, *more])
 
 
 def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
@@ -271,21 +282,16 @@ def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
         A row for each image (file, classes with their share in percent), and notes for the user.
     """
     device = pick_device(options.device)
-    root, names = gather_images(options.images)
-    folder = Path(options.output)
-    stems = result_stems(root, names, folder, (".png", ".overlay.jpg"))
+    images, place = open_predicted(options, (".png", ".overlay.jpg"))
     inference, class_names, notes = open_inference(options, None, device)
-    folder.mkdir(parents=True, exist_ok=True)
-    run = EvalPass[Tensor](WholeViews(FileSet(root, names, []), masks=False), options.workers)
     rows: list[dict[str, Any]] = []
-    for batch, answer in run.run(inference.on(device), device, options.amp):
-        mask, stem = answer.numpy(), stems[batch.keys[0]]
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        palette_image(mask, len(class_names)).save(stem.with_name(stem.name + ".png"))
+    for batch, answer in answer_images(inference.on(device), WholeViews(images, masks=False), options):
+        mask, key = answer.numpy(), batch.keys[0]
+        palette_image(mask, len(class_names)).save(place(key, ".png"))
         picture = mask_overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(class_names))
-        picture.save(stem.with_name(stem.name + ".overlay.jpg"), quality=90)
+        picture.save(place(key, ".overlay.jpg"), quality=90)
         shares = np.bincount(mask.reshape(-1), minlength=len(class_names)) / mask.size
         order = [i for i in np.argsort(-shares, kind="stable").tolist() if shares[i] > 0]
-        rows.append({"image": batch.keys[0], **{class_names[i]: round(100 * float(shares[i]), 2) for i in order}})
-    (folder / "classes.json").write_text(json.dumps(dict(enumerate(class_names)), indent=1))
+        rows.append({"image": key, **{class_names[i]: round(100 * float(shares[i]), 2) for i in order}})
+    (Path(options.output) / "classes.json").write_text(json.dumps(dict(enumerate(class_names)), indent=1))
     return rows, notes
