@@ -29,9 +29,9 @@ def choose(data: InstanceSet, images: int) -> list[int]:
     """The images whose smallest object is largest, of those with two to six objects and no crowd."""
     scored = []
     for i in range(len(data)):
-        objects = list(data.objects(i))
-        if 2 <= len(objects) <= _OBJECTS and not data.annotations.crowd[objects].any():
-            scored.append((float(data.annotations.area[objects].min() / data.sizes[i].prod()), i))
+        objects = data.objects(i)
+        if 2 <= len(objects) <= _OBJECTS and not any(o.crowd for o in objects):
+            scored.append((min(o.area for o in objects) / float(data.sizes[i].prod()), i))
     return [i for _, i in sorted(scored, reverse=True)[:images]]
 
 

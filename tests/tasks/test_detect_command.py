@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -245,7 +246,8 @@ def test_perfect_answers_score_100_and_answers_in_crowds_do_not_count(shapes, tm
     )
     wrong_before_right = (67 + 34 * 0.75) / 1.01  # precision 1 up to recall 2/3, then 3/4, at 101 places
     assert average_precision(data, {**perfect, 0: doubled})[0]["box AP"] == pytest.approx(wrong_before_right)
-    data.annotations.crowd[:] = True
+    crowds = [[replace(o, crowd=True) for o in data.objects(i)] for i in range(4)]
+    data.objects = lambda i: crowds[i]
     assert average_precision(data, perfect)[0]["box AP"] == -1  # nothing to find, and nothing wrong
     nothing = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64), [])
     assert average_precision(data, {0: nothing})[0]["mask AP50"] == 0

@@ -109,11 +109,11 @@ def test_a_coco_file_is_read_with_its_categories_and_empty_images(data):
     assert found.class_names == ["disc", "square"]
     assert len(found) == 2
     assert [len(found.objects(i)) for i in range(2)] == [2, 0]
-    assert found.annotations.labels.tolist() == [0, 1]
+    assert [o.label for o in found.objects(0)] == [0, 1]
     content = json.loads((data / "val" / "instances.json").read_text())
     x, y, w, h = content["annotations"][0]["bbox"]
-    assert found.annotations.boxes[0].tolist() == [x, y, x + w, y + h]
-    assert found.segmentation(1)["size"] == [64, 96]
+    assert found.objects(0)[0].box == [x, y, x + w, y + h]
+    assert found.objects(0)[1].segmentation["size"] == [64, 96]
 
 
 def test_layouts_are_found(data, tmp_path):
@@ -237,14 +237,14 @@ def test_degenerate_objects_are_counted_and_left_out(data, tmp_path):
         ]
 
     found = open_changed(data, tmp_path, edit)
-    assert found.annotations.ids.tolist() == [1, 2]
+    assert [o.id for o in found.objects(0)] == [1, 2]
     assert "3 annotations" in found.notes[0]
     assert "(50, 51, 52)" in found.notes[0]
 
 
 def test_crowds_are_not_trained_on_but_stay_in_the_truth(data, tmp_path):
     found = open_changed(data, tmp_path, lambda c: c["annotations"][1].update(iscrowd=1))
-    assert found.trained(0) == [0]
+    assert [o.id for o in found.trained(0)] == [1]
     truth = found.as_coco([0, 1], masks=True)
     assert [a["iscrowd"] for a in truth["annotations"]] == [0, 1]
     assert truth["annotations"][1]["category_id"] == 2

@@ -388,6 +388,23 @@ def test_at_test_time_logits_are_averaged_and_boxes_are_those_of_the_last_stage(
         assert torch.allclose(torch.cat([o["masks"] for o in found]), expected, atol=1e-5)
 
 
+@torch.no_grad()
+def test_detectors_of_the_first_version_average_probabilities_and_code_with_whole_numbers():
+    made = heads(True, rule="torchvision").eval()
+    assert [stage.coder.weights for stage in made.stages] == [
+        pytest.approx(code) for code in ((10, 10, 5, 5), (20, 20, 10, 10), (30, 30, 15, 15))
+    ]
+    for stage in made.stages:
+        stage.regress.weight.zero_()  # so that all stages see the same boxes
+    boxes, size = torch.tensor([[10.0, 8, 50, 40]]), (64, 96)
+    (found,) = made.detect(
+        {k: v[:1] for k, v in levels().items()}, [boxes], [size], FindOptions(None, None, 0.0, 0.5, 9)
+    )
+    pooled = pool_regions({k: v[:1] for k, v in levels().items()}, [boxes], 7, aligned=False)
+    expected = sum(stage(pooled)[0].softmax(-1) for stage in made.stages)[0, 1:] / 3
+    assert sorted(found["scores"].tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-5)
+
+
 def test_masks_are_trained_on_what_is_inside_the_region():
     made = heads(True, detector="mask")
     objects = truth()

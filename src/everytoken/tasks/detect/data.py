@@ -9,10 +9,10 @@ What is wrong is an error that names the file and the annotation: a category tha
 listed or not there, run lengths of another size than the image. Objects that are degenerate (no width or height,
 outside of the image, polygons with fewer than three corners) are counted and left out, with a note.
 
-Objects are kept as arrays, and segmentations as text in one block of memory, so that a large dataset costs little and
-worker processes share it. Images of a batch have different sizes; they lie in the top left corner of a canvas that
-holds the largest. Training draws a crop, a short side (the papers: 480 to 800 in steps of 32) and a flip, keyed by
-(seed, epoch, key); the long side is at most 1333. Evaluation takes one size of the whole image.
+Objects are kept as text in one block of memory, so that a large dataset costs little and worker processes share it.
+Images of a batch have different sizes; they lie in the top left corner of a canvas that holds the largest. Training
+draws a crop, a short side (the papers: 480 to 800 in steps of 32) and a flip, keyed by (seed, epoch, key); the long
+side is at most 1333. Evaluation takes one size of the whole image.
 """
 
 from __future__ import annotations
@@ -53,26 +53,16 @@ _LARGEST = 2**20  # pixels along a side of an image
 
 
 @dataclass(frozen=True)
-class Annotations:
-    """Objects of a dataset, sorted by image.
+class Annotation:
+    """An object: its id in the file, its box x0, y0, x1, y1 in pixels of the source, its class from 0, whether it is a
+    crowd (many objects that are not told apart), its area as in the file, and its mask, if it has one."""
 
-    Attributes:
-        first: int64 [images + 1]; the objects of image i are first[i] to first[i + 1].
-        ids: int64 [n], of the annotations in their file.
-        boxes: float64 [n, 4], x0, y0, x1, y1 in pixels of the source, as in the file.
-        labels: int64 [n], classes from 0.
-        crowd: bool [n], regions of many objects that are not told apart.
-        area: float64 [n], as in the file.
-        segments: JSON of each segmentation, "" where there is none.
-    """
-
-    first: np.ndarray
-    ids: np.ndarray
-    boxes: np.ndarray
-    labels: np.ndarray
-    crowd: np.ndarray
-    area: np.ndarray
-    segments: Strings
+    id: int
+    box: list[float]
+    label: int
+    crowd: bool
+    area: float
+    segmentation: Segmentation | None
 
 
 class InstanceSet(FileSet):
@@ -82,7 +72,7 @@ class InstanceSet(FileSet):
         root: the folder; images: paths below it. sizes: int64 [n, 2], (width, height) of each.
         image_ids: of the images in `source`, the file of the annotations.
         category_ids, class_names: of the classes.
-        annotations: the objects.
+        annotations: of each image, JSON of the fields of its objects; "" where there are none.
         notes: what the reader left out, in words.
     """
 
@@ -91,51 +81,40 @@ class InstanceSet(FileSet):
         root: Path,
         images: Sequence[str],
         sizes: np.ndarray,
-        image_ids: np.ndarray,
+        image_ids: Sequence[int],
         category_ids: Sequence[int],
         class_names: Sequence[str],
-        annotations: Annotations,
+        annotations: Sequence[str],
         source: str,
         notes: Sequence[str] = (),
     ) -> None:
         super().__init__(root, images, class_names, source)
-        self.source, self.sizes, self.image_ids = source, sizes, image_ids
-        self.category_ids, self.notes = list(category_ids), list(notes)
-        self.annotations = annotations
+        self.source, self.sizes, self.image_ids = source, sizes, np.array(image_ids, dtype=np.int64)
+        self.category_ids, self.notes, self.annotations = list(category_ids), list(notes), Strings(annotations)
 
     def size(self, i: int) -> tuple[int, int]:
         """(width, height) of image i, as the annotations say."""
         return int(self.sizes[i][0]), int(self.sizes[i][1])
 
-    def objects(self, i: int) -> range:
-        """Numbers of the objects of image i."""
-        return range(int(self.annotations.first[i]), int(self.annotations.first[i + 1]))
+    def objects(self, i: int) -> list[Annotation]:
+        """The objects of image i."""
+        text = self.annotations[i]
+        return [Annotation(*fields) for fields in json.loads(text)] if text else []
 
-    def trained(self, i: int) -> list[int]:
+    def trained(self, i: int) -> list[Annotation]:
         """Objects of image i that are trained on: no crowds, and at least a pixel wide and high inside the image."""
         width, height = self.size(i)
-        numbers = []
-        for k in self.objects(i):
-            x0, y0, x1, y1 = self.annotations.boxes[k].tolist()
-            large = min(x1, width) - max(x0, 0) >= 1 and min(y1, height) - max(y0, 0) >= 1
-            if large and not self.annotations.crowd[k]:
-                numbers.append(k)
-        return numbers
+        return [o for o in self.objects(i) if not o.crowd and min(_inside(o.box, width, height)) >= 1]
 
-    def segmentation(self, k: int) -> Segmentation | None:
-        """Of object k."""
-        text = self.annotations.segments[k]
-        return json.loads(text) if text else None
+    def run_lengths(self, i: int, annotation: Annotation) -> dict[str, Any]:
+        """The mask of an object of image i, which is its box if it has no segmentation, as COCO's run lengths."""
+        x0, y0, x1, y1 = annotation.box
+        shape = annotation.segmentation or [[x0, y0, x1, y0, x1, y1, x0, y1]]
+        return encode(shape, self.size(i), self.describe(annotation))
 
-    def run_lengths(self, i: int, k: int) -> dict[str, Any]:
-        """The mask of object k of image i, which is its box if it has no segmentation, as COCO's run lengths."""
-        x0, y0, x1, y1 = self.annotations.boxes[k].tolist()
-        shape = self.segmentation(k) or [[x0, y0, x1, y0, x1, y1, x0, y1]]
-        return encode(shape, self.size(i), self.describe(k))
-
-    def describe(self, k: int) -> str:
+    def describe(self, annotation: Annotation) -> str:
         """File and annotation, for messages."""
-        return f"{self.source}: annotation {int(self.annotations.ids[k])}"
+        return f"{self.source}: annotation {annotation.id}"
 
     def check_size(self, i: int, picture: Picture) -> None:
         """The image must have the size that its annotations were made for."""
@@ -150,24 +129,21 @@ class InstanceSet(FileSet):
     def as_coco(self, samples: Sequence[int], masks: bool) -> dict[str, Any]:
         """Truth for the COCO evaluator: images `samples`, whose ids become their place in the list (from 1)."""
         rows: list[dict[str, Any]] = []
-        for number, i in enumerate(samples):
-            for k in self.objects(i):
-                x0, y0, x1, y1 = self.annotations.boxes[k].tolist()
-                row: dict[str, Any] = {
-                    "id": len(rows) + 1,
-                    "image_id": number + 1,
-                    "category_id": int(self.annotations.labels[k]) + 1,
-                    "bbox": [x0, y0, x1 - x0, y1 - y0],
-                    "area": float(self.annotations.area[k]),
-                    "iscrowd": int(self.annotations.crowd[k]),
-                }
-                if masks:
-                    row["segmentation"] = self.run_lengths(i, k)
-                rows.append(row)
+        for number, i in enumerate(samples, 1):
+            for o in self.objects(i):
+                x0, y0, x1, y1 = o.box
+                row = {"id": len(rows) + 1, "image_id": number, "category_id": o.label + 1, "iscrowd": int(o.crowd)}
+                runs = {"segmentation": self.run_lengths(i, o)} if masks else {}
+                rows.append({**row, "area": o.area, "bbox": [x0, y0, x1 - x0, y1 - y0], **runs})
         sizes = [self.size(i) for i in samples]
-        images = [{"id": n + 1, "width": width, "height": height} for n, (width, height) in enumerate(sizes)]
-        categories = [{"id": c + 1, "name": name} for c, name in enumerate(self.class_names)]
+        images = [{"id": n, "width": width, "height": height} for n, (width, height) in enumerate(sizes, 1)]
+        categories = [{"id": c, "name": name} for c, name in enumerate(self.class_names, 1)]
         return {"info": {}, "images": images, "annotations": rows, "categories": categories}
+
+
+def _inside(box: Sequence[float], width: int, height: int) -> tuple[float, float]:
+    """Width and height of the part of a box x0, y0, x1, y1 that lies inside an image."""
+    return min(box[2], width) - max(box[0], 0), min(box[3], height) - max(box[1], 0)
 
 
 # -- where it lies ----------------------------------------------------------------------------------------------------
@@ -310,8 +286,7 @@ def read_coco(path: Path, images: Path) -> InstanceSet:
     sizes = np.array([[row["width"], row["height"]] for row in rows], dtype=np.int64).reshape(-1, 2)
     annotations, notes = _read_annotations(path, content["annotations"], image_ids, sizes, category_ids)
     names = [str(c.get("name", c["id"])) for c in categories]
-    numbers = np.array(image_ids, dtype=np.int64)
-    return InstanceSet(images, files, sizes, numbers, category_ids, names, annotations, str(path), notes)
+    return InstanceSet(images, files, sizes, image_ids, category_ids, names, annotations, str(path), notes)
 
 
 def _check_unique(path: Path, what: str, values: Sequence[str] | Sequence[int]) -> None:
@@ -341,11 +316,11 @@ def _check_present(path: Path, images: Path, names: Sequence[str]) -> None:
 
 def _read_annotations(
     path: Path, rows: Sequence[_Annotation], image_ids: Sequence[int], sizes: np.ndarray, category_ids: Sequence[int]
-) -> tuple[Annotations, list[str]]:
-    """The objects, sorted by image, and what was left out."""
+) -> tuple[list[str], list[str]]:
+    """The objects of each image, see `InstanceSet`, and what was left out."""
     positions = {number: i for i, number in enumerate(image_ids)}
     classes = {number: k for k, number in enumerate(category_ids)}
-    kept: list[tuple[int, _Annotation, str]] = []
+    objects: list[list[Any]] = [[] for _ in image_ids]
     left_out: list[Any] = []
     for row in rows:
         number = row.get("id", "(without id)")
@@ -365,36 +340,20 @@ def _read_annotations(
         size = (int(sizes[i][0]), int(sizes[i][1]))
         segmentation = row.get("segmentation")
         usable = check(segmentation, size, where) if segmentation else None
-        if not _has_area(row["bbox"], size) or (segmentation and usable is None):
+        x, y, width, height = row["bbox"]
+        box, area = [x, y, x + width, y + height], row.get("area")
+        empty = not np.isfinite(box).all() or min(width, height, *_inside(box, *size)) <= 0
+        if empty or (segmentation and usable is None):
             left_out.append(number)
             continue
-        kept.append((i, row, json.dumps(usable) if usable else ""))
-    kept.sort(key=lambda entry: entry[0])
-    boxes = np.array([row["bbox"] for _, row, _ in kept], dtype=np.float64).reshape(-1, 4)
-    area = [a if (a := row.get("area")) is not None else row["bbox"][2] * row["bbox"][3] for _, row, _ in kept]
-    counts = np.bincount(np.array([i for i, _, _ in kept], dtype=np.int64), minlength=len(image_ids))
-    annotations = Annotations(
-        first=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        ids=np.array([row.get("id", -1) for _, row, _ in kept], dtype=np.int64),
-        boxes=np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1),
-        labels=np.array([classes[row["category_id"]] for _, row, _ in kept], dtype=np.int64),
-        crowd=np.array([bool(row.get("iscrowd", 0)) for _, row, _ in kept], dtype=bool),
-        area=np.array(area, dtype=np.float64),
-        segments=Strings([text for _, _, text in kept]),
-    )
+        fields = (row.get("id", -1), box, classes[row["category_id"]], bool(row.get("iscrowd", 0)))
+        objects[i].append((*fields, width * height if area is None else area, usable))
+    texts = [json.dumps(of_image) if of_image else "" for of_image in objects]
     if not left_out:
-        return annotations, []
+        return texts, []
     numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
     note = f"{len(left_out)} annotations without width, height or area inside their image are left out ({numbers})"
-    return annotations, [f"{path}: {note}"]
-
-
-def _has_area(box: Sequence[float], size: tuple[int, int]) -> bool:
-    """Whether a box x, y, width, height has an area inside the image."""
-    x, y, width, height = box
-    if not np.isfinite(box).all() or width <= 0 or height <= 0:
-        return False
-    return x < size[0] and y < size[1] and x + width > 0 and y + height > 0
+    return texts, [f"{path}: {note}"]
 
 
 # -- views and batches ------------------------------------------------------------------------------------------------
@@ -518,22 +477,22 @@ class ObjectViews(Views[_View]):
             return nothing
         data, i = whole_set(self.data, request.sample, InstanceSet)
         data.check_size(i, picture)
-        numbers = data.trained(i)
-        if not numbers:
+        objects = data.trained(i)
+        if not objects:
             return nothing
         height, width = pixels.shape[:2]
-        boxes = boxes_through(data.annotations.boxes[numbers], matrix)
-        boxes[:, 0::2] = boxes[:, 0::2].clip(0, width)
-        boxes[:, 1::2] = boxes[:, 1::2].clip(0, height)
+        boxes = boxes_through(np.array([o.box for o in objects]), matrix).clip(0, [width, height] * 2)
         inside = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
-        chosen = [k for k, has_area in zip(numbers, inside.tolist(), strict=True) if has_area]
+        objects = [o for o, has_area in zip(objects, inside.tolist(), strict=True) if has_area]
         masks = []
-        for k in chosen if self.masks else ():
-            segmentation, where = data.segmentation(k), data.describe(k)
-            if segmentation is None:
-                raise AnnotationError(f"{where} has no segmentation. With masks off, boxes alone are trained on.")
-            masks.append(through(segmentation, picture.size, matrix, (height, width), where))
-        return _View(pixels, boxes[inside], data.annotations.labels[chosen] + 1, masks, matrix, picture.size)
+        for o in objects if self.masks else ():
+            if o.segmentation is None:
+                raise AnnotationError(
+                    f"{data.describe(o)} has no segmentation. With masks off, boxes alone are trained on."
+                )
+            masks.append(through(o.segmentation, picture.size, matrix, (height, width), data.describe(o)))
+        labels = np.array([o.label + 1 for o in objects], dtype=np.int64)
+        return _View(pixels, boxes[inside], labels, masks, matrix, picture.size)
 
     def collate(self, views: list[_View]) -> tuple[np.ndarray, np.ndarray, Objects]:
         """All on one canvas."""

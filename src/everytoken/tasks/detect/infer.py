@@ -134,10 +134,10 @@ def paste(mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> to
 
 def truth_of(data: InstanceSet, i: int, masks: bool) -> Detections:
     """The objects that an image has, as if they had been detected; crowds are left out."""
-    annotations = data.annotations
-    numbers = [k for k in data.objects(i) if not annotations.crowd[k]]
-    runs = [data.run_lengths(i, k) for k in numbers] if masks else None
-    return Detections(annotations.boxes[numbers], np.ones(len(numbers)), annotations.labels[numbers], runs)
+    objects = [o for o in data.objects(i) if not o.crowd]
+    runs = [data.run_lengths(i, o) for o in objects] if masks else None
+    boxes = np.array([o.box for o in objects], dtype=np.float64).reshape(-1, 4)
+    return Detections(boxes, np.ones(len(objects)), np.array([o.label for o in objects], dtype=np.int64), runs)
 
 
 def draw_objects(

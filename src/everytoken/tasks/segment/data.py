@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +233,22 @@ def open_masks(data: str, split: str, options: MaskOptions | None = None) -> Dat
 
 
 def _read(root: Path, layout: str, split: str, options: MaskOptions) -> MaskSet | None:
-    if layout == "coco":
-        return _coco(root, split, options)
-    return _voc(root, split, options) if layout == "voc" else _folders(root, split, options, layout)
+    """A part of the data, None if it is not there; "all" is the folder without parts, or all parts together."""
+    read = {"coco": _coco, "voc": _voc}.get(layout, partial(_folders, layout=layout))
+    part = read(root, "" if split == "all" else split, options)
+    if part is not None or split != "all":
+        return part
+    parts = [p for name in SPLITS if (p := read(root, name, options)) is not None]
+    if not parts and layout != "coco":
+        raise DataError(
+            f"{root} has no pair of folders images/ and masks/ (or annotations/). Name yours with the "
+            "options images and masks; docs/segment.md shows the layouts"
+        )
+    if not parts:
+        return None
+    segments = [s for p in parts for s in p.segments or ()]
+    first, images, masks = parts[0], [i for p in parts for i in p.images], [m for p in parts for m in p.masks]
+    return MaskSet(first.root, images, masks, first.class_names, first.values, first.ignored, segments or None)
 
 
 def divided(data: str, options: MaskOptions) -> bool:
@@ -253,19 +267,14 @@ def _layout(data: str, options: MaskOptions) -> tuple[Path, str]:
     if not root.is_dir():
         raise DataError(f"{data} is not a folder; segmentation wants a folder of images and masks")
     root = next((p for p in (root / "VOCdevkit" / "VOC2012", root / "VOC2012") if p.is_dir()), root)
-    return root, options.layout if options.layout != "auto" else _guess(root)
-
-
-def _guess(root: Path) -> str:
+    if options.layout != "auto":
+        return root, options.layout
     if (root / "SegmentationClass").is_dir() and (root / "JPEGImages").is_dir():
-        return "voc"
+        return root, "voc"
     if any(root.glob("panoptic_*.json")) or any(root.glob("annotations/panoptic_*.json")):
-        return "coco"
-    if (root / "annotations").is_dir() and (
-        any(root.glob("objectInfo150.*")) or (root / "annotations" / "training").is_dir()
-    ):
-        return "ade20k"
-    return "folders"
+        return root, "coco"
+    ade20k = any(root.glob("objectInfo150.*")) or (root / "annotations" / "training").is_dir()
+    return root, "ade20k" if ade20k and (root / "annotations").is_dir() else "folders"
 
 
 def _pair(root: Path, split: str, options: MaskOptions, layout: str) -> tuple[Path, Path] | None:
@@ -281,21 +290,10 @@ def _pair(root: Path, split: str, options: MaskOptions, layout: str) -> tuple[Pa
 
 
 def _folders(root: Path, split: str, options: MaskOptions, layout: str) -> MaskSet | None:
-    pair = _pair(root, "" if split == "all" else split, options, layout)
-    if pair is not None:
-        return _pairs(root, *pair, options, layout)
-    if split != "all":
+    pair = _pair(root, split, options, layout)
+    if pair is None:
         return None
-    whole = _joined([p for s in SPLITS if (p := _folders(root, s, options, layout)) is not None])
-    if whole is None:
-        raise DataError(
-            f"{root} has no pair of folders images/ and masks/ (or annotations/). Name yours with the "
-            "options images and masks; docs/segment.md shows the layouts"
-        )
-    return whole
-
-
-def _pairs(root: Path, images: Path, masks: Path, options: MaskOptions, layout: str) -> MaskSet:
+    images, masks = pair
     names = sorted(p.relative_to(images).as_posix() for p in images.rglob("*") if is_image(p.name) and p.is_file())
     if not names:
         raise DataError(f"{images} has no images")
@@ -306,12 +304,12 @@ def _pairs(root: Path, images: Path, masks: Path, options: MaskOptions, layout: 
             f"{len(missing)} of {len(names)} images in {images} have no mask, such as {missing[0]}: its mask should be "
             f"{masks / (_stem(missing[0]) + '.png')}. Add the masks, or move these images elsewhere."
         )
-    classes, reduce = _class_names(root, options, layout)
+    reduce = layout == "ade20k" if options.reduce_zero_label is None else options.reduce_zero_label
     return MaskSet(
         root,
         [(images / name).relative_to(root).as_posix() for name in names],
         [by_stem[_stem(name)].relative_to(root).as_posix() for name in names],
-        *_numbered(classes, options, reduce),
+        *_numbered(read_classes(_class_file(root, options, layout, int(reduce)), int(reduce)), options, reduce),
     )
 
 
@@ -334,44 +332,44 @@ def _numbered(
     return [names[v] for v in values], {v: i for i, v in enumerate(values)}, tuple(dict.fromkeys(ignored))
 
 
-def _class_names(root: Path, options: MaskOptions, layout: str) -> tuple[dict[int, str], bool]:
-    """Value in a mask -> name, and whether 0 means nothing."""
-    ade = layout == "ade20k"
-    reduce = ade if options.reduce_zero_label is None else options.reduce_zero_label
-    if options.classes:
-        path = Path(options.classes)
-        if not path.is_file():
-            raise DataError(f"there is no class file {path}")
-    else:
-        wanted = ("objectInfo150.txt", "objectInfo150.csv") if ade else ()
-        wanted = (*wanted, "classes.txt", "classes.json")
-        path = next((root / name for name in wanted if (root / name).is_file()), root / "-")
-        if not path.is_file():
-            raise DataError(
-                f"{root} has no class file ({', '.join(wanted)}). Write the names of the classes into "
-                f"{root / 'classes.txt'}, one per line, value {int(reduce)} first, or name another file (classes)"
-            )
-    return read_classes(path, int(reduce)), reduce
+def _class_file(root: Path, options: MaskOptions, layout: str, first: int) -> Path:
+    wanted = ("objectInfo150.txt", "objectInfo150.csv") if layout == "ade20k" else ()
+    wanted = (*wanted, "classes.txt", "classes.json")
+    files = [Path(options.classes)] if options.classes else [root / name for name in wanted]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None and options.classes:
+        raise DataError(f"there is no class file {options.classes}")
+    if path is None:
+        raise DataError(
+            f"{root} has no class file ({', '.join(wanted)}). Write the names of the classes into "
+            f"{root / 'classes.txt'}, one per line, value {first} first, or name another file (classes)"
+        )
+    return path
 
 
 def read_classes(path: Path, first: int = 0) -> dict[int, str]:
     """Value -> name, of a text file with a name per line, JSON (a list, or {"value": "name"}), or ADE20K's table."""
     if path.suffix == ".json":
-        content = schema.read_json(path, object)
-        if isinstance(content, dict):
-            names = {_value(key, path): name for key, name in schema.parse(dict[str, str], content, str(path)).items()}
-        else:
-            names = {first + i: name for i, name in enumerate(schema.parse(list[str], content, str(path)))}
+        content = schema.parse(dict[str, str] | list[str], schema.read_json(path, object), str(path))
+        pairs = content.items() if isinstance(content, dict) else ((str(first + i), n) for i, n in enumerate(content))
     else:
         lines = [line for line in _read_text(path).splitlines() if line.strip()]
-        if lines and lines[0].startswith("Idx"):
-            names = _read_table(path, lines)
-        else:
-            names = {first + i: line.strip() for i, line in enumerate(lines)}
+        pairs = ((str(first + i), line.strip()) for i, line in enumerate(lines))
+        if lines and lines[0].startswith("Idx"):  # ADE20K's objectInfo150
+            table = csv.DictReader(lines, delimiter="\t" if "\t" in lines[0] else ",")
+            if not {"Idx", "Name"} <= set(table.fieldnames or ()):
+                raise DataError(f"{path}: a table of classes has the columns Idx and Name, not {lines[0][:60]!r}")
+            pairs = ((row["Idx"], (row["Name"] or "").strip()) for row in table)
+    names = {}
+    for value, name in pairs:
+        if not value.strip().isdecimal() or len(value) > 9 or int(value) >= _VALUES:
+            raise DataError(
+                f"{path}: {value[:40]!r} is not the value of a class, which are 0 to {_VALUES - 1}; class files look "
+                'like {"0": "sky"}'
+            )
+        names[int(value)] = name
     if not names:
         raise DataError(f"{path} names no classes")
-    if max(names) >= _VALUES:
-        raise DataError(f"{path}: {max(names)} is not a value that a mask can have, which are 0 to {_VALUES - 1}")
     return names
 
 
@@ -382,24 +380,10 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{path} cannot be read as UTF-8 text ({error})") from error
 
 
-def _read_table(path: Path, lines: Sequence[str]) -> dict[int, str]:
-    """ADE20K's objectInfo150."""
-    reader = csv.DictReader(lines, delimiter="\t" if "\t" in lines[0] else ",")
-    if "Idx" not in (reader.fieldnames or ()) or "Name" not in (reader.fieldnames or ()):
-        raise DataError(f"{path}: a table of classes has the columns Idx and Name, not {lines[0][:60]!r}")
-    return {_value(row["Idx"], path): (row["Name"] or "").strip() for row in reader}
-
-
-def _value(text: str, path: Path) -> int:
-    if not text.strip().isdecimal() or len(text) > 9:
-        raise DataError(f'{path}: {text[:40]!r} is not the value of a class; class files look like {{"0": "sky"}}')
-    return int(text)
-
-
 def _voc(root: Path, split: str, options: MaskOptions) -> MaskSet | None:
     lists = root / "ImageSets" / "Segmentation"
     _first(root, ("JPEGImages",), "images")
-    if split == "all":
+    if not split:
         keys = sorted(p.stem for p in (root / "SegmentationClass").glob("*.png"))
     elif (lists / f"{split}.txt").is_file():
         keys = _read_text(lists / f"{split}.txt").split()
@@ -454,8 +438,6 @@ def _coco_json(root: Path, split: str) -> Path | None:
 
 
 def _coco(root: Path, split: str, options: MaskOptions) -> MaskSet | None:
-    if split == "all":
-        return _joined([p for s in SPLITS if (p := _coco(root, s, options)) is not None])
     path = _coco_json(root, split)
     if path is None:
         return None
@@ -491,14 +473,6 @@ def _coco(root: Path, split: str, options: MaskOptions) -> MaskSet | None:
         ignored,
         segments if panoptic is not None else None,
     )
-
-
-def _joined(parts: Sequence[MaskSet]) -> MaskSet | None:
-    if not parts:
-        return None
-    segments = [s for p in parts for s in p.segments or ()]
-    first, images, masks = parts[0], [i for p in parts for i in p.images], [m for p in parts for m in p.masks]
-    return MaskSet(first.root, images, masks, first.class_names, first.values, first.ignored, segments or None)
 
 
 def _first(root: Path, names: Sequence[str], what: str) -> Path:
