@@ -19,7 +19,7 @@ from everytoken.errors import EverytokenError
 from everytoken.tasks.backbone import Features, build_features
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.infer import Inference, best_class, slide, starts
-from everytoken.tasks.segment.metrics import Confusion
+from everytoken.tasks.segment.metrics import SegmentScore
 from everytoken.tasks.segment.model import (
     LVVIT,
     FcnHead,
@@ -185,11 +185,11 @@ def test_the_loss_is_the_mean_over_all_pixels_and_ignored_ones_give_none():
 def test_metrics_equal_counting_pixel_by_pixel(seed):
     rng = np.random.default_rng(seed)
     k = int(rng.integers(2, 6))
-    counts = Confusion(k)
+    counts = SegmentScore([str(c) for c in range(k)])
     pairs = []
     for _ in range(3):
         truth, found = rng.integers(-1, k - 1, (4, 5)), rng.integers(0, k, (4, 5))
-        counts.add(torch.from_numpy(truth), torch.from_numpy(found))
+        counts.count_pixels(torch.from_numpy(truth), torch.from_numpy(found))
         pairs += [(t, f) for t, f in zip(truth.ravel(), found.ravel(), strict=True) if t >= 0]
     iou, accuracy = [], []
     for c in range(k):
@@ -200,25 +200,25 @@ def test_metrics_equal_counting_pixel_by_pixel(seed):
             iou.append(both / union)
         if mine:
             accuracy.append(both / mine)
-    numbers = counts.summary()
+    numbers, rows = counts.result()
     if pairs:
         assert numbers["mIoU"] == pytest.approx(100 * np.mean(iou))
         assert numbers["mAcc"] == pytest.approx(100 * np.mean(accuracy))
         assert numbers["aAcc"] == pytest.approx(100 * np.mean([t == f for t, f in pairs]))
-    assert len(counts.per_class([str(c) for c in range(k)])) == len(iou)
+    assert len(rows) == len(iou)
 
 
 def test_the_confusion_matrix_is_one_for_the_whole_set_and_names_what_is_taken_for_what():
-    counts = Confusion(3)
-    counts.add(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1]))
-    counts.add(torch.tensor([0]), torch.tensor([0]))
-    rows = counts.per_class(["sky", "sea", "sun"])
+    counts = SegmentScore(["sky", "sea", "sun"])
+    counts.count_pixels(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1]))
+    counts.count_pixels(torch.tensor([0]), torch.tensor([0]))
+    _, rows = counts.result()
     assert [row["class"] for row in rows] == ["sky", "sea"]  # the sun does not occur
     assert rows[0] == {"class": "sky", "IoU": pytest.approx(200 / 3), "accuracy": pytest.approx(200 / 3),
                        "pixels": 60.0, "taken for": "sea"}  # fmt: skip
     assert rows[1]["taken for"] == ""
-    counts.add(torch.tensor([0]), torch.tensor([2]))
-    assert counts.per_class(["sky", "sea", "sun"])[2]["accuracy"] is None  # as in JSON, which has no NaN
+    counts.count_pixels(torch.tensor([0]), torch.tensor([2]))
+    assert counts.result()[1][2]["accuracy"] is None  # as in JSON, which has no NaN
 
 
 @pytest.mark.parametrize(

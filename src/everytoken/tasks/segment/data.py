@@ -15,7 +15,7 @@ errors that name the file (`on_bad_image=skip` leaves the image out instead).
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -349,9 +349,13 @@ def _class_file(root: Path, options: MaskOptions, layout: str, first: int) -> Pa
 
 def read_classes(path: Path, first: int = 0) -> dict[int, str]:
     """Value -> name, of a text file with a name per line, JSON (a list, or {"value": "name"}), or ADE20K's table."""
+    pairs: Iterable[tuple[str, str]]
     if path.suffix == ".json":
-        content = schema.parse(dict[str, str] | list[str], schema.read_json(path, object), str(path))
-        pairs = content.items() if isinstance(content, dict) else ((str(first + i), n) for i, n in enumerate(content))
+        content = schema.read_json(path, object)
+        if isinstance(content, dict):
+            pairs = schema.parse(dict[str, str], content, str(path)).items()
+        else:
+            pairs = ((str(first + i), n) for i, n in enumerate(schema.parse(list[str], content, str(path))))
     else:
         lines = [line for line in _read_text(path).splitlines() if line.strip()]
         pairs = ((str(first + i), line.strip()) for i, line in enumerate(lines))

@@ -19,19 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from everytoken.classes import exact_lookup, mapped_names
 from everytoken.data.batch import Batch, normalise
-from everytoken.draw import Card, Panel, Row, fit_photo, mask_legend, mask_overlay, palette_image
-from everytoken.engine.distributed import World, pick_device
+from everytoken.draw import mask_overlay, palette_image
+from everytoken.engine.distributed import pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
 from everytoken.models.open import find_weights
 from everytoken.tasks.dense import (
     Evaluation,
-    Score,
     answer_images,
     evaluate_dense,
     open_predicted,
@@ -41,7 +39,7 @@ from everytoken.tasks.dense import (
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import LONGEST
 from everytoken.tasks.segment.data import WholeViews, divided, open_masks
-from everytoken.tasks.segment.metrics import Confusion
+from everytoken.tasks.segment.metrics import SegmentScore
 from everytoken.tasks.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
 from everytoken.tasks.segment.options import (
     NEW_RUN,
@@ -230,35 +228,6 @@ def open_inference(
         f"{len(used)} of its {len(mapping)} classes, in windows of {width} pixels"
     )
     return inference, list(data_names), [note]
-
-
-class SegmentScore(Score[Tensor]):
-    """mIoU, mAcc and aAcc from one confusion matrix."""
-
-    def __init__(self, class_names: Sequence[str], pictures: int = 0) -> None:
-        super().__init__(pictures)
-        self.class_names, self.confusion = class_names, Confusion(len(class_names))
-
-    def count(self, batch: Batch, answer: Tensor) -> None:
-        """Pixel by pixel."""
-        self.confusion.add(batch.targets[0], answer)
-
-    def join(self, world: World) -> None:
-        """The sum of all matrices."""
-        self.confusion.counts = world.add(self.confusion.counts.to(world.device)).cpu()
-
-    def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """mIoU first."""
-        return self.confusion.summary(), self.confusion.per_class(self.class_names)
-
-    def card(self, batch: Batch, answer: Tensor) -> Card:
-        """The image, its mask and the answer."""
-        pixels, side, count = batch.images[0].permute(1, 2, 0).numpy(), 360, len(self.class_names)
-        masks = {"truth": batch.targets[0].numpy(), "answer": answer.numpy()}
-        pictures = {"image": Image.fromarray(pixels)}
-        pictures |= {title: mask_overlay(pixels, mask, count) for title, mask in masks.items()}
-        panels = [Panel(title, fit_photo(picture, side)) for title, picture in pictures.items()]
-        return Card(batch.keys[0], [Row("", panels, mask_legend(list(masks.values()), self.class_names))], side=side)
 
 
 def evaluate(options: SegmentEval) -> Evaluation:

@@ -23,7 +23,8 @@ from everytoken.tasks.dense import DenseTask, fill_colour, held_out_note, plan_d
 from everytoken.tasks.options import fill
 from everytoken.tasks.segment.augment import SegmentTransform
 from everytoken.tasks.segment.data import TrainViews, WholeViews, divided, open_masks
-from everytoken.tasks.segment.infer import SegmentScore, segmenter_inference
+from everytoken.tasks.segment.infer import segmenter_inference
+from everytoken.tasks.segment.metrics import SegmentScore
 from everytoken.tasks.segment.model import Segmenter, SegmenterInfo, build_segmenter
 from everytoken.tasks.segment.options import NEW_RUN, EvalOptions, InferOptions, SegmentOptions
 
