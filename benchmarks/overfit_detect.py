@@ -77,7 +77,18 @@ def run() -> int:
             [
                 *("detect", "train", str(folder), "--output", str(output), "--model", "resnet10t", "--drop-path", "0"),
                 *("--batch-size", str(chosen.images), "--sizes", str(side * 15 // 16), str(side)),
-                *("--longest", str(side * 2), "--channels", "32", "--hidden", "128", "--box-head", "mlp"),
+                *(
+                    "--crop",
+                    "0",
+                    "--longest",
+                    str(side * 2),
+                    "--channels",
+                    "32",
+                    "--hidden",
+                    "128",
+                    "--box-head",
+                    "mlp",
+                ),
                 *("--regions", "32", "--proposals", "200", "--anchor-scale", "4", "--epochs", str(epochs)),
                 *(
                     "--decay-milestones",
