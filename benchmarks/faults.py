@@ -117,10 +117,9 @@ class Job:
 
 def _annotate_in_small_shards(words: Sequence[str]) -> int:
     """`annotate` with four images per shard, which the command line does not offer."""
-    data, out, annotator, workers = words
-    everytoken.annotate(
-        data, out, annotator, workers=int(workers), shard_size=4, batch_size=4, img_size=128, device="cpu"
-    )
+    data, out, weights, workers = words
+    more = {"shard_size": 4, "batch_size": 4, "img_size": 128, "device": "cpu", "workers": int(workers)}
+    everytoken.annotate(data, out, "timm:vit_tiny_patch16_224", weights=weights, **more)
     return 0
 
 
@@ -236,8 +235,8 @@ class Killing:
         return tally
 
 
-def kills(work: Path, share: float, rng: random.Random) -> Iterator[Tally]:
-    """60 of them."""
+def kills(work: Path, share: float, rng: random.Random, only: str = "") -> Iterator[Tally]:
+    """60 of them, or those of one command."""
     photos, shapes = make_photos(work / "photos"), make_shapes(work / "shapes")
     teacher = work / "teacher"
     job = Job(
@@ -250,7 +249,7 @@ def kills(work: Path, share: float, rng: random.Random) -> Iterator[Tally]:
         return ["train", str(photos), *TINY, "--epochs", "4", "--workers", str(workers), "--output", str(out)]
 
     def annotate(out: Path, workers: int) -> list[str]:
-        return ["small-shards", str(photos), str(out), f"self:{teacher}", str(workers)]
+        return ["small-shards", str(photos), str(out), str(teacher), str(workers)]
 
     def fit(out: Path, workers: int) -> list[str]:
         words = ["--annotator", "fit", "--fit-model", "cnn", "--fit-epochs", "2", "--fit-size", "32", "--folds", "2"]
@@ -271,8 +270,10 @@ def kills(work: Path, share: float, rng: random.Random) -> Iterator[Tally]:
         ("segment", segment, fuzz.end_state, 8),
         ("detect", detect, fuzz.end_state, 5),
     ):
-        yield Killing(name, words, state).run(max(1, round(count * share)), work, rng)
-    yield kill_ranks(max(1, round(5 * share)), photos, work, rng)
+        if only in ("", name):
+            yield Killing(name, words, state).run(max(1, round(count * share)), work, rng)
+    if only in ("", "ranks"):
+        yield kill_ranks(max(1, round(5 * share)), photos, work, rng)
 
 
 def kill_ranks(count: int, photos: Path, work: Path, rng: random.Random) -> Tally:
@@ -544,7 +545,11 @@ def main() -> int:
     """Try everything, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="of all trials")
-    parser.add_argument("--only", default="kills,disks,scarce,fuzz", help="parts, with commas between them")
+    parser.add_argument(
+        "--only",
+        default="kills,disks,scarce,fuzz",
+        help="parts, with commas between them; kills:detect for the kills of one command",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="", help="also write the table here")
     options = parser.parse_args()
@@ -558,13 +563,14 @@ def main() -> int:
         for work in works.values():
             work.mkdir()
         makers: dict[str, Callable[[], Iterator[Tally]]] = {
-            "kills": lambda: kills(works["kills"], options.share, rng),
+            "kills": lambda: kills(works["kills"], options.share, rng, only),
             "disks": lambda: disks(works["disks"], mounts),
             "scarce": lambda: scarce(works["scarce"], mounts),
             "fuzz": lambda: in_a_child(works["fuzz"], lambda work: fuzz.attacks(work, options.share, options.seed)),
         }
         print(f"{'':28}{'tried':>7}{'survived':>10}{'lost':>6}{'tracebacks':>12}")
-        for name in parts:
+        for part in parts:
+            name, _, only = part.partition(":")
             for tally in makers[name]():
                 tallies.append(tally)
                 print(row(tally), flush=True)

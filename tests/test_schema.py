@@ -91,3 +91,16 @@ def test_yaml_numbers_are_numbers_and_python_objects_are_refused():
         with pytest.raises(schema.SchemaError, match=r"r\.yaml"):
             schema.read_yaml(text, "r.yaml")
     json.dumps(schema.read_yaml("a: {b: [1, 2]}", "r.yaml"))
+
+
+def test_text_that_is_not_unicode_is_spelt_with_backslashes():
+    """A class folder may have a name in Latin-1; its model must open all the same."""
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    assert schema.parse(list[str], [name, "\U0001f600", "\ud800"], "x") == ["caf\\xe9", "\U0001f600", "\\xed\\xa0\\x80"]
+
+
+def test_numbers_that_no_machine_integer_holds_are_refused():
+    with pytest.raises(schema.SchemaError, match="too large"):
+        schema.parse(dict[str, float], {"beta": 10**20}, "x")
+    assert schema.parse(dict[str, str], {"a": "1" * 30, "b": f"number {10**30} of many"}, "x")
+    assert schema.parse(list[float], [0.12345678901234567890123, 1e300], "x")

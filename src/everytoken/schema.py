@@ -5,8 +5,8 @@
 The types are our own dataclasses, which refuse names that they do not have; TypedDicts (of typing_extensions) for
 foreign formats, which ignore them; or any type hint. pydantic does the checking, and what it finds is said in one
 sentence that names the file, the setting and the value. Nothing is guessed: "yes" is not a bool, "5" is not a number,
-true is not 1; a whole number passes for a float and a list for a tuple. Numbers that no machine integer holds, and text
-that is not Unicode (lone surrogates), are refused.
+true is not 1; a whole number passes for a float and a list for a tuple. Numbers that no machine integer holds are
+refused. Text that is not Unicode (lone surrogates, as in names of files that are not UTF-8) is spelt with backslashes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,43 @@ def parse(kind: type[T], value: Any, where: str) -> T:
 
     try:
         text = json.dumps(value, allow_nan=True)
+        if "\\ud" in text:
+            text = json.dumps(_printable(json.loads(text)))
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"{where}: holds a value that is not plain data ({error}).") from error
-    if large := re.search(r'(?<![\w."])-?\d{20,}(?![\w."])', text):
-        raise SchemaError(f"{where}: {large[0][:_LONGEST]} is too large a number.")
+    if re.search(r"\d{19}", text):
+        json.loads(text, parse_int=lambda digits: _check_integer(digits, where))
     try:
         checked: T = _adapter(kind).validate_json(text, strict=True)
         return checked
     except pydantic.ValidationError as error:
         raise SchemaError(f"{where}: {_explain(kind, json.loads(text), error.errors()[0])}") from error
+
+
+def _check_integer(digits: str, where: str) -> None:
+    if len(digits) > 20 or abs(int(digits)) >= 2**63:
+        raise SchemaError(f"{where}: {digits[:_LONGEST]} is too large a number.")
+
+
+def printable(text: str) -> str:
+    """The same text if it is Unicode; else with what is not (bytes of a file's name) spelt as in ``caf\\xe9``."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        try:
+            raw = text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raw = text.encode("utf-8", "surrogatepass")
+        return raw.decode("utf-8", "backslashreplace")
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(name): _printable(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def from_keywords(kind: type[T], keywords: Mapping[str, Any], where: str) -> T:

@@ -424,7 +424,8 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
         )
     number = {name: k for k, name in enumerate(class_names)}
     labels = [number[path.split("/", 1)[0]] for path, _ in in_folders]
-    return ReaderSet(tree.name, reader, [i for _, i in in_folders], (p for p, _ in in_folders), labels, class_names)
+    names = list(map(schema.printable, class_names))  # folders need not be; weights and stores keep these
+    return ReaderSet(tree.name, reader, [i for _, i in in_folders], (p for p, _ in in_folders), labels, names)
 
 
 class NoClassFoldersError(DataError):

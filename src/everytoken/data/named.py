@@ -120,7 +120,12 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
             raise DataError(
                 f"torchvision:{name} is not in {root}: {error}{'' if download else _ways(name, split, root)}"
             ) from error
-        return TorchvisionSet(name, str(choice.get("split", split)), data)
+        except Exception as error:  # wants other arguments, or its files are damaged: many kinds
+            raise DataError(f"torchvision:{name} cannot be opened in {root} ({error}).") from error
+        try:
+            return TorchvisionSet(name, str(choice.get("split", split)), data)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"torchvision:{name} has no class for each image, so it cannot be used here.") from error
     raise DataError(f"torchvision:{name} has no images for {split}: {refusal}")
 
 

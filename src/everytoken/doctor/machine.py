@@ -20,7 +20,7 @@ LITTLE_DISK = 5e9
 
 def examine_machine(places: Sequence[Path]) -> list[Finding]:
     """What training here would meet; `places` are folders that will be written to."""
-    return [*_versions(), *_device(), *_compiling(), *_inference(), *_workers(), *_disk(places)]
+    return [*_versions(), *_system(), *_device(), *_compiling(), *_inference(), *_workers(), *_disk(places)]
 
 
 def _versions() -> list[Finding]:
@@ -39,6 +39,14 @@ def _versions() -> list[Finding]:
             what = f"{name} {version} is older than {needed[name]}, the oldest that is supported"
             findings.append(Finding("error", "package-old", what, "Python packages", todo))
     return [*findings, Finding("note", "versions", ", ".join(found), "Python packages")]
+
+
+def _system() -> list[Finding]:
+    name = platform.system()
+    if name == "Linux":
+        return []
+    what = f"everytoken is tested on Linux only; it is written to run on {name or 'this system'}, too"
+    return [Finding("note", "system", what, "system", "Please report what does not work; docs/trust.md says more.")]
 
 
 def _lower_bounds() -> dict[str, str]:
@@ -66,7 +74,8 @@ def _device() -> list[Finding]:
         todo = f"Use --amp --amp-dtype {kind}." + (" torchrun uses all GPUs." if len(names) > 1 else "")
         return [Finding("note", "gpu", what, "GPU", todo)]
     if torch.backends.mps.is_available():
-        return [Finding("note", "gpu", "an Apple GPU", "GPU", "It is used by default (--device mps).")]
+        todo = "It is used by default, but nobody has tested it: compare with --device cpu before you rely on it."
+        return [Finding("note", "gpu", "an Apple GPU (--device mps)", "GPU", todo)]
     built = torch.version.cuda or getattr(torch.version, "hip", None)
     nvidia = shutil.which("nvidia-smi") is not None
     cores = os.cpu_count() or 1

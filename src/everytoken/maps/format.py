@@ -251,7 +251,7 @@ class Manifest(StoreMeta):
                 "Update everytoken, or make the store again."
             )
         try:
-            schema.parse(_ManifestEntries, _printable(content), str(path))
+            schema.parse(_ManifestEntries, content, str(path))
             names = {f.name for f in fields(cls)} - {"shards"}
             shards = tuple(map(ShardInfo.of, content["shards"]))
             manifest = cls(**{name: content[name] for name in names}, shards=shards)
@@ -268,11 +268,6 @@ class Manifest(StoreMeta):
             words = str(error).removeprefix(f"{path}: ")
             raise StoreDamagedError(f"{path} is not what a store has there: {words} {RESTORE}") from error
         return manifest
-
-
-def _printable(content: Any) -> Any:
-    """A copy without lone surrogates, which stand for file names that are not UTF-8; the schema layer refuses them."""
-    return json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -513,7 +508,7 @@ def read_sidecar(folder: Path, manifest: Manifest, index: int, plan_id: str | No
         content = files.unseal(path)
         if content.get("plan") != (plan_id or manifest.plan_id()):
             return None
-        schema.parse(_ShardEntry, _printable(content), str(path))
+        schema.parse(_ShardEntry, content, str(path))
         info = ShardInfo.of(content)
         whole = (folder / shard_name(index)).stat().st_size == shard_bytes(manifest, index)
         return info if whole and info.fits(manifest.shard_range(index)) else None
