@@ -548,7 +548,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         default="kills,disks,scarce,fuzz",
-        help="parts, with commas between them; kills:detect for the kills of one command",
+        help="parts; kills:detect is one command",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="", help="also write the table here")
