@@ -129,8 +129,12 @@ def main() -> int:
         if run.key in read_rows(work / "results.jsonl"):
             continue
         print(f"{time.strftime('%d %H:%M')} {run.key}", flush=True)
+        from everytoken.engine.loop import Stopped  # imports torch, which a list of what is to do can do without
+
         try:
             append(work / "results.jsonl", train(run, work, options.flowers))
+        except Stopped as stopped:  # by a signal; the run's state is saved
+            return stopped.exit_code
         except Exception as error:
             append(work / "failures.jsonl", {"key": run.key, "code": version(), "error": repr(error)})
             traceback.print_exc()
