@@ -19,8 +19,9 @@ from the test set: first learning rate and augmentation, then the number of epoc
 the best by a rule that was fixed in advance. All arms share rate, augmentation and 150 epochs; if the plain network is
 better with another number of epochs, it has a row with that number too.
 
-**Order.** Seed by seed within a part, so that a study that is stopped has whole pairs. Part a, the methods; then three
-seeds of b (why token labels help), c (other networks) and d (photos), about 20 core-hours in all; then the other seeds.
+**Order.** Seed by seed within a part, so that a study that is stopped has whole pairs. Part a, the methods, first those
+of which the pilot saw differences; then three seeds of b (why token labels help), c (other networks) and d (photos),
+about 20 core-hours in all; then the other seeds.
 """
 
 from __future__ import annotations
@@ -199,7 +200,8 @@ def plan(rows: Rows) -> list[Run]:
     family: Settings = {**HARD, "drloc": {}}  # λ of the paper for this family, 0.5
     swin = {name: a[name] for name in ("plain", "CutMix")}
     swin |= {"drloc": Arm(family, {}), "CutMix + drloc": Arm(family, CUTMIX)}
-    runs += part("a", a, "ViT", SEEDS)
+    first = winners | {"drloc": a["drloc"]}
+    runs += part("a", first, "ViT", SEEDS) + part("a", {n: arm for n, arm in a.items() if n not in first}, "ViT", SEEDS)
     if plain_epochs != EPOCHS:
         other = settings_of("ViT", "cifar", rate, augmentation, plain_epochs) | {"objectives": HARD, "mixing": {}}
         runs += [Run("a", f"plain, {plain_epochs} epochs", seed, "cifar", other) for seed in SEEDS]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import plan as study
 
-HOURS = {"cifar": 0.15, "flowers": 0.15}  # of one core per 150 epochs of the ViT, measured without other load
+HOURS = {"cifar": 0.2, "flowers": 0.2}  # of one core per 150 epochs of the ViT, measured on a busy machine
 COST = {"c, LV-ViT": 2.0, "c, Swin": 1.0}
 
 

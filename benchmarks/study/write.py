@@ -1,4 +1,4 @@
-"""Write docs/results.md and its figure from the rows: `python benchmarks/study/write.py [WORK]`.
+"""Write docs/results.md and its figure from the rows: `python benchmarks/study/write.py [WORK] [--pretrained DIR]`.
 
 With WORK, its finished rows are first copied into results.jsonl beside this file. Numbers come from the rows alone;
 what they mean is in page.md. Rows with one seed are in no table. `short-trainings.jsonl` is the log of an older study
@@ -7,8 +7,8 @@ in another regime (3,000 images, 15 epochs), of which the rows of faults that we
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,16 +150,15 @@ def sentence(rows: Rows, regime: str, line: Line) -> str:
     return f"{where} it {verdict} {interval(values)} points against {against}"
 
 
-def table(rows: Rows, lines: Sequence[Line]) -> list[str]:
-    """Comparisons as Markdown; those with fewer than two seeds are left out."""
-    known = [(line, values) for line in lines if len(values := rows.differences(line)) > 1]
-    if not known:
-        return []
+def table(rows: Rows) -> list[str]:
+    """All comparisons as Markdown; those with fewer than two seeds are left out."""
     out = ["|  | top-1 | difference | p | seeds |", "|---|---|---|---|---|"]
-    for line, values in known:
-        top1 = mean_of(rows[line.row], "top1")
-        p = stats.sign_flip(values)
-        out.append(f"| {line.title} | {top1:.1f} | {interval(values)} | {p:.2f} | {len(values)} |")
+    for title, lines in TABLES.items():
+        known = [(line, values) for line in lines if len(values := rows.differences(line)) > 1]
+        out += [f"| **{title}** |  |  |  |  |"] if known else []
+        for line, values in known:
+            top1, p = mean_of(rows[line.row], "top1"), stats.sign_flip(values)
+            out.append(f"| {line.title} | {top1:.1f} | {interval(values)} | {p:.2f} | {len(values)} |")
     return out
 
 
@@ -221,7 +220,7 @@ def progress(done: dict[str, dict]) -> str:
     parts = sorted({r.part for r in left})
     if "tune" in parts:
         return (
-            f"**The study is under way**: {len(done)} runs are done, all of them to tune the plain network. Parts A "
+            f"**The study is under way**: {len(done)} of about 190 runs, all of them to tune the plain network. Parts A "
             "to D have no rows yet, so what this page says about methods comes from the short trainings alone."
         )
     return (
@@ -229,39 +228,54 @@ def progress(done: dict[str, dict]) -> str:
     )
 
 
-def tuning(done: dict[str, dict]) -> list[str]:
-    tried = [row for row in done.values() if row["part"] == "tune"]
-    if not tried:
-        return []
-    lines = ["| plain network, on its own split | top-1 |", "|---|---|"]
-    return ["", *lines, *(f"| {row['name']} | {row['top1']:.1f} |" for row in tried)]
+def tuning(done: dict[str, dict]) -> str:
+    """What was tried for the plain network, and what was chosen."""
+    tried = "; ".join(f"{row['name']}: {row['top1']:.1f}" for row in done.values() if row["part"] == "tune")
+    chosen = study.tuning(done)[1]
+    return f" ({tried}; chosen: {', '.join(f'{k} {v}' for k, v in chosen.items())})" if chosen else ""
+
+
+def pretrained() -> str:
+    """The table of the study that starts from pretrained weights: arms with two seeds or more."""
+    from pretrained import read_rows as read_list
+    from pretrained import table as pretrained_table
+
+    rows = read_list(HERE / "pretrained.jsonl")
+    seeds: dict[tuple, set[int]] = {}
+    for row in rows:
+        seeds.setdefault((row["dataset"], row["per_class"], row["arm"], row["rate"]), set()).add(row["seed"])
+    rows = [r for r in rows if len(seeds[r["dataset"], r["per_class"], r["arm"], r["rate"]]) > 1]
+    return pretrained_table(rows) if rows else "No rows with two seeds yet (`benchmarks/study/pretrained.py`)."
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path, nargs="?", help="copy the rows of run.py's folder first")
+    parser.add_argument("--pretrained", type=Path, help="copy the rows of pretrained.py's folder first")
+    options = parser.parse_args()
     results = HERE / "results.jsonl"
-    if len(sys.argv) > 1:
-        done = read_rows(results) | read_rows(Path(sys.argv[1]) / "results.jsonl")
+    if options.work:
+        done = read_rows(results) | read_rows(options.work / "results.jsonl")
         results.write_text("".join(json.dumps(row) + "\n" for row in done.values()))
+    if options.pretrained and (options.pretrained / "results.jsonl").exists():
+        (HERE / "pretrained.jsonl").write_text((options.pretrained / "results.jsonl").read_text())
     done = read_rows(results)
     rows = Rows(results, HERE / "short-trainings.jsonl")
     figure(rows)
-    page = [(HERE / "page.md").read_text()]
     sentences = [
         f"- **{method}**: " + "; ".join(sentence(rows, regime, line) for regime, line in lines) + "."
         for method, lines in METHODS.items()
     ]
-    tables: list[str] = []
-    for title, lines in TABLES.items():
-        body = table(rows, lines)
-        tables += ["", f"### {title}", "", *body] if body else []
-    text = page[0].format(
+    text = (HERE / "page.md").read_text()
+    text = text.format(
         sentences="\n".join(sentences),
         progress=progress(done),
-        tables="\n".join(tables).strip(),
+        pretrained=pretrained(),
+        table="\n".join(table(rows)),
         mechanisms="\n".join(mechanisms(rows)) or "No rows yet.",
-        tuning="\n".join(tuning(done)),
+        tuning=tuning(done),
     )
-    PAGE.write_text(text.rstrip() + "\n")
+    PAGE.write_text(text)
     print(f"written: {PAGE}, {len(done)} rows")
 
 
