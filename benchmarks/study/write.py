@@ -220,7 +220,7 @@ def progress(done: dict[str, dict]) -> str:
     parts = sorted({r.part for r in left})
     if "tune" in parts:
         return (
-            f"**The study is under way**: {len(done)} of about 190 runs, all of them to tune the plain network. Parts A "
+            f"**The study is under way**: {len(done)} of about 190 runs, all to tune the plain network. Parts A "
             "to D have no rows yet, so what this page says about methods comes from the short trainings alone."
         )
     return (
