@@ -53,6 +53,46 @@ def test_the_verdict_is_honest(gains, words):
     assert words in runner.verdict(gains)
 
 
+@pytest.fixture(autouse=True)
+def _no_weights(monkeypatch):
+    """From scratch, unless a test says otherwise."""
+    monkeypatch.setattr(runner, "available_weights", list)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "no time to fine-tune"),
+        ({"gain": [2.0, 0.5, 3.5], "tokens_gain": [0.2, -1.0, 1.4]}, "masks (where the object is), not accuracy: +0.2"),
+        ({"gain": [2.0, 0.5, 3.5], "tokens_gain": [1.2, 0.1, 2.3]}, "every token gained +1.2"),
+    ],
+)
+def test_the_verdict_from_pretrained_weights_says_what_tokens_add(more, words):
+    assert words in runner.pretrained_verdict({"top1": 76.0, "held_out": 1000, **more})
+
+
+def test_with_pretrained_weights_the_demo_is_train_without_a_recipe(tmp_path, capsys, photos, monkeypatch):
+    monkeypatch.setattr(runner, "available_weights", lambda: ["registry:efficientnet_lite0"])
+    called = []
+
+    def run(words: list[str]) -> int:
+        called.append(words)
+        if words[0] == "train":
+            (tmp_path / "run/linear").mkdir(parents=True)
+            for place in ("run", "run/linear"):
+                (tmp_path / place / "best.safetensors").touch()
+            (tmp_path / "run/result.json").write_text(json.dumps({"top1": 76.0, "held_out": 12}))
+        return 0
+
+    assert runner.demo(tmp_path, run, "minutes", data=str(photos)) == 0
+    assert [words[0] for words in called] == ["train", "maps", "report"]
+    assert called[0][1] == str(photos)
+    assert "--compare" in called[0]
+    assert called[2][1:3] == [str(tmp_path / "run/linear"), str(tmp_path / "run")]
+    assert "76.0 % of 12 held-out images are right" in capsys.readouterr().out
+    assert json.loads((tmp_path / "result.json").read_text())["top1"] == 76.0
+
+
 def test_the_two_kinds_are_trained_alike_but_for_the_objective(tmp_path):
     words = {
         k: runner.train_words(runner.SCALES["minutes"], k, "i", tmp_path, 1, tmp_path / k, ()) for k in runner.KINDS

@@ -23,7 +23,7 @@ from everytoken.engine.run_folder import read_run
 from everytoken.maps import Maps
 from everytoken.models.open import Description, open_model
 from everytoken.tasks import auto as auto_module
-from everytoken.tasks.auto import decides_itself
+from everytoken.tasks.classify import decides_itself
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
 
@@ -179,6 +179,8 @@ def test_a_budget_with_a_recipe_is_a_contradiction(folder, capsys):
         train(folder, recipe="small_32", minutes=3)
     assert main(["train", str(folder), "--recipe", "small_32", "--compare"]) == 2
     assert "without a recipe" in capsys.readouterr().err
+    assert main(["train", str(folder), "--dry-run"]) == 2
+    assert "recipe.yaml" in capsys.readouterr().err
 
 
 def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,11 @@ class FrozenBackbone:
         noise = torch.randn(3, 3, *self.info.img_size, generator=torch.Generator().manual_seed(0))
         return faster(module, noise.to(self.device))
 
+    @cached_property
+    def fast_pooled(self) -> Callable[[Tensor], Tensor]:
+        """`pooled` for many images."""
+        return self.accelerated(self.model.backbone)
+
     def accelerate_cells(self) -> None:
         """Make `cells` faster."""
         self._cells = self.accelerated(CellScores(self.model))
@@ -279,7 +285,7 @@ def compute_features(
             waiting.clear()
 
     reader = BatchReader(data, order, backbone.view)
-    pooled = backbone.accelerated(backbone.model.backbone) if len(order) >= _MANY else backbone.pooled
+    pooled = backbone.fast_pooled if len(order) >= _MANY else backbone.pooled
     spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
     few = default_workers() if workers is None else workers
     for batch in read_batches(reader, spans, few if len(spans) > 2 else 0):
@@ -363,7 +369,7 @@ def choose_backbone(
         backbone = FrozenBackbone(candidate.name, candidate.img_size, device)
         candidate = replace(candidate, img_size=backbone.info.img_size[0])
         if len(offered) > 1:
-            rate = _seconds_per_image(backbone)
+            rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
             left = seconds - (time.perf_counter() - started)
             if trials and rate * len(data) > left:
                 skipped.append(
@@ -407,13 +413,13 @@ def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.n
     return np.sort(np.lexsort((draws, rank))[:most])
 
 
-def _seconds_per_image(backbone: FrozenBackbone, images: int = 8) -> float:
+def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor], images: int = 8) -> float:
     """Time of the network alone, from the second of two small batches."""
     pixels = torch.zeros(images, 3, *backbone.info.img_size, device=backbone.device)
     pixels = pixels.to(memory_format=torch.channels_last)
     for _ in range(2):
         started = time.perf_counter()
         with torch.inference_mode():
-            backbone.pooled(pixels).sum().item()
+            pooled(pixels).sum().item()
         spent = time.perf_counter() - started
     return spent / images

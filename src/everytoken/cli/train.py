@@ -12,6 +12,7 @@ import tyro
 from everytoken.cli._parse import current_flags, given_options, parse, values_of
 from everytoken.engine.options import AutoOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
+from everytoken.errors import EverytokenError
 
 
 class Overridable(Protocol):
@@ -63,6 +64,11 @@ def train(config: type[Train], argv: list[str], prog: str) -> int:
     from everytoken.tasks.start import complete
 
     plain, asked = TrainOptions(**values_of(options, TrainOptions)), given_options(argv)
+    if options.dry_run and classify.decides_itself(plain, options.auto) and not options.set:
+        raise EverytokenError(
+            "--dry-run shows the plan of a recipe, a model or weights; without these, the plan is made by looking at "
+            "the photos: leave --dry-run out, the decisions come first and are written to recipe.yaml"
+        )
     if options.dry_run:
         print_plan(classify.dry_run(complete(plain, asked, options.set)))
     else:

@@ -1,5 +1,8 @@
 """`everytoken demo`: the whole way on real images, with the same commands that a user would type.
 
+In minutes, if there are pretrained weights: `everytoken train images --minutes 4 --compare`, what the tokens say, and a
+page. Otherwise, and for an hour or a GPU, from scratch, which is what the method was made for:
+
 Find images and show some, fit an annotator, annotate, train the plain model and the every-token model with the same
 budget and seeds, evaluate, write a page, and say honestly what was gained. Every part can be rerun alone by the command
 that is printed; an interrupted demo resumes where it stopped.
@@ -14,15 +17,16 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from everytoken import draw, stats
+from everytoken.annotators.features import available_weights
 from everytoken.demo.images import find_images, write_tree
 from everytoken.errors import EverytokenError
 
@@ -63,6 +67,7 @@ SCALES = {
     "gpu": Scale(50_000, 10_000, 100, 30, 2, 5, 256, 2e-3, ("--model", "lvvit_mini_patch4_32", "--amp")),
 }
 KINDS = ("plain", "every-token")
+PRETRAINED_IMAGES, PRETRAINED_MINUTES = 4000, 4.0
 
 
 def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int:
@@ -76,8 +81,10 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
         seeds: runs of each model; 0: the scale's.
     """
     chosen = SCALES[scale]
-    count = seeds or chosen.seeds
     started = time.monotonic()
+    if scale == "minutes" and not seeds and available_weights():
+        return _from_pretrained(out, run, data, started)
+    count = seeds or chosen.seeds
     own = bool(data) and not _has_val(data)
     images = Path(data) if data else _prepare(out, chosen)
     chosen = budget(chosen, _show(out, str(images)))
@@ -100,6 +107,47 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
     _do(run, ["report", *places, "--out", str(page), "--title", title, "--workers", "1"])
     _tell(out, page, scores, time.monotonic() - started)
     return 0
+
+
+def _from_pretrained(out: Path, run: Run, data: str, started: float) -> int:
+    """The way of most people: `train` without a recipe, from pretrained weights, with its plain twin."""
+    images = Path(data) if data else _prepare(out, replace(SCALES["minutes"], train=PRETRAINED_IMAGES))
+    _show(out, str(images))
+    place, page, sheet = out / "run", out / "report.html", out / "tokens.png"
+    print(f"\n2. Train, from pretrained weights: everything is decided by looking at the photos -> {place}")
+    budget = ["--minutes", str(PRETRAINED_MINUTES), "--compare"]
+    _do(run, ["train", str(images), "--output", str(place), *budget])
+    print(f"\n3. What the tokens say, from image labels alone -> {sheet}")
+    _do(run, ["maps", "sheet", str(place / "maps"), "--images", str(images), "--out", str(sheet)])
+    print(f"\n4. A page about the models -> {page}")
+    runs = [str(p) for p in (place / "linear", place, place / "plain") if (p / "best.safetensors").is_file()]
+    title = f"everytoken demo: {images.name if data else (images / 'origin.txt').read_text()}"
+    _do(run, ["report", *runs, "--out", str(page), "--title", title])
+    result = json.loads((place / "result.json").read_text())
+    result["seconds"] = round(time.monotonic() - started, 1)
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+    print(f"\n{pretrained_verdict(result)}")
+    print(f"This took {result['seconds'] / 60:.1f} minutes. The same on your photos: everytoken train PHOTOS")
+    print(f"Open {page.resolve()} to see classes and predictions, and {sheet.resolve()} to see what tokens say.")
+    return 0
+
+
+def pretrained_verdict(result: Mapping[str, Any]) -> str:
+    """What was reached, and what token labels added to it, with their intervals."""
+    text = f"{result['top1']:.1f} % of {result['held_out']:,} held-out images are right"
+    if "gain" in result:
+        value, low, high = result["gain"]
+        text += f", {value:+.1f} points ({low:+.1f} to {high:+.1f}) to the linear head that was ready first"
+    else:
+        text += ", by a linear head on frozen features"
+    masks = "What every token adds here are the masks (where the object is), not accuracy"
+    if "tokens_gain" not in result:
+        return f"{text}. {masks}: there was no time to fine-tune with and without token labels."
+    value, low, high = result["tokens_gain"]
+    interval = f"{value:+.1f} points (95 % interval {low:+.1f} to {high:+.1f}, one seed)"
+    if low > 0:
+        return f"{text}. Training on every token gained {interval} on the plain twin."
+    return f"{text}. {masks}: {interval} against the plain twin."
 
 
 def train_words(

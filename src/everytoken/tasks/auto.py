@@ -77,21 +77,6 @@ _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 _MACHINE = ("output", "device", "threads", "workers", "resume", "tensorboard", "wandb", "keep", "log_interval")
 
 
-def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
-    """Whether it is left open what to train: no recipe, no model, no objectives, no mixing, and no weights.
-
-    With weights, they are the backbone if a budget, a comparison or `maps="auto"` says that the rest is open.
-    """
-    open_choice = not (options.recipe or options.model.model or options.objectives or options.mixing)
-    wanted = bool(auto.minutes) or auto.compare or options.maps == "auto"
-    if wanted and not open_choice:
-        raise EverytokenError(
-            "minutes, compare and maps='auto' are for training without a recipe, which decides itself; leave out "
-            "recipe, model, objectives and mixing, or leave these out"
-        )
-    return open_choice and (wanted or not (options.model.weights or options.maps))
-
-
 def _device(options: TrainOptions) -> torch.device:
     return torch.device(options.run.device or best_device())
 
@@ -149,7 +134,7 @@ def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: Aut
 def keys_of(options: TrainOptions) -> str:
     """Changes with the names and labels of the images, training and held-out ones."""
     if not options.data:
-        raise EverytokenError("data is empty: name the images to train on")
+        raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
     train, val, _ = open_splits(options)
     return keys_hash(train) + keys_hash(val)
 
@@ -236,8 +221,8 @@ def _decide(
         "backbone": photos.choice.backbone.name,
         "img_size": photos.choice.backbone.info.img_size[0],
     }
-    write_atomically(output / "recipe.yaml", text.encode())
     write_atomically(output / "decisions.json", plain_json(facts).encode())
+    write_atomically(output / "recipe.yaml", text.encode())  # last: it ends the deciding
 
 
 def _look(

@@ -21,6 +21,7 @@ from everytoken.engine.progress import watched
 from everytoken.engine.recipe import apply, read_recipe
 from everytoken.engine.run_folder import Run, RunFolder, read_run
 from everytoken.engine.task import Task
+from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.maps import Maps
 from everytoken.objectives import ALIASES, required_by
@@ -205,6 +206,21 @@ def train(
     return start(settings, set(given), automatic)
 
 
+def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
+    """Whether it is left open what to train: no recipe, no model, no objectives, no mixing, and no weights.
+
+    With weights, they are the backbone if a budget, a comparison or `maps="auto"` says that the rest is open.
+    """
+    open_choice = not (options.recipe or options.model.model or options.objectives or options.mixing)
+    wanted = bool(auto.minutes) or auto.compare or options.maps == "auto"
+    if wanted and not open_choice:
+        raise EverytokenError(
+            "minutes, compare and maps='auto' are for training without a recipe, which decides itself; leave out "
+            "recipe, model, objectives and mixing, or leave these out"
+        )
+    return open_choice and (wanted or not (options.model.weights or options.maps))
+
+
 def start(options: TrainOptions, asked: Set[str], auto: AutoOptions, assignments: Sequence[str] = ()) -> Run:
     """Train what was asked for; if that is left open, decide it first.
 
@@ -214,10 +230,10 @@ def start(options: TrainOptions, asked: Set[str], auto: AutoOptions, assignments
         auto: for training that decides itself.
         assignments: of the kind `objectives.drloc.weight=0.1`.
     """
-    from everytoken.tasks import auto as deciding  # which trains by this module
+    if not assignments and decides_itself(options, auto):
+        from everytoken.tasks.auto import train_photos  # which trains by this module
 
-    if not assignments and deciding.decides_itself(options, auto):
-        return deciding.train_photos(options, asked, auto)
+        return train_photos(options, asked, auto)
     return train_with(complete(options, asked, assignments))
 
 
