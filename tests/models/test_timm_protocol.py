@@ -20,13 +20,15 @@ MODELS = {
     "t2t_vit_t_14": {**VIT, "token_dim": 16},
     "cvt_13": CVT,
 }
+PREFIX = {"lvvit_s_distilled": 2, "cvt_13_pooled": 0}
+MORE = {"lvvit_s_distilled": {**VIT, "stem_width": 8}, "cvt_13_pooled": CVT}
 every_model = pytest.mark.parametrize("name", MODELS)
 X = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
 
 def tiny(name, **more):
     torch.manual_seed(0)
-    return timm.create_model(name, **{**MODELS[name], **more})
+    return timm.create_model(name, **{**(MODELS | MORE)[name], **more})
 
 
 @every_model
@@ -48,7 +50,20 @@ def test_features_heads_and_intermediates_follow_timm(name):
     assert model(X).shape == (2, 48)
 
 
-@every_model
+@pytest.mark.parametrize("name", MORE)
+def test_variants_without_and_with_more_prefix_tokens_follow_timm_too(name):
+    model = tiny(name).eval()
+    features = model.forward_features(X)
+    assert features.shape == (2, PREFIX[name] + 16, 48)
+    assert torch.allclose(model.forward_head(features), model(X))
+    assert torch.allclose(model.forward_intermediates(X)[0], features, atol=1e-6)
+    backbone = tiny(name, features_only=True, out_indices=(0, 1))
+    assert [f.shape[1] for f in backbone(X)] == backbone.feature_info.channels()
+    model.reset_classifier(9)
+    assert model(X).shape == (2, 9)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
 def test_the_default_configuration_names_real_layers(name):
     weights = tiny(name).state_dict()
     config = tiny(name).pretrained_cfg
@@ -64,7 +79,7 @@ def test_the_default_configurations_of_small_models_name_real_layers():
         assert f"{model.pretrained_cfg['first_conv']}.weight" in model.state_dict()
 
 
-@every_model
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
 def test_plain_training_gives_every_trained_weight_a_gradient(name):
     model = tiny(name).train()
     model(X).sum().backward()
@@ -118,13 +133,13 @@ def test_the_model_compiles_as_one_graph(name):
     assert torch.allclose(compiled(X), model(X), atol=1e-5)
 
 
-@every_model
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
 def test_torch_fx_can_trace_it(name):
     model = tiny(name).eval()
     last = get_graph_node_names(model)[1][-1]
     traced = create_feature_extractor(model, [last])
     assert torch.allclose(traced(X)[last], model(X), atol=1e-5)
-    if name != "cvt_13":  # it takes images of any size
+    if not name.startswith("cvt"):  # it takes images of any size
         with pytest.raises(AssertionError, match="set_input_size"):
             traced(torch.randn(1, 3, 32, 64))
 

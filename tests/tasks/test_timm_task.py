@@ -178,6 +178,11 @@ def test_timms_script_trains_with_score_maps_as_the_documentation_shows(photos, 
     timm.create_model("lvvit_micro_patch4_32", num_classes=3).load_state_dict(state["state_dict"])
 
 
+def test_smoothing_is_that_of_timms_argument():
+    assert task({"hard": {}}, smoothing=0.3).get_trainable_module().objectives["hard"].smoothing == 0.3
+    assert task({"hard": {}}).get_trainable_module().objectives["hard"].smoothing == 0.1
+
+
 def test_what_a_task_lacks_is_said_when_it_is_built_or_called():
     with pytest.raises(EverytokenError, match="TokenModel"):
         task({"token_labeling": {}})

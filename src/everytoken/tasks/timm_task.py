@@ -38,6 +38,7 @@ class TokenTask(TrainingTask):
         mixing: name -> settings, as in a recipe, or a mixer.
         teacher: for objectives that need one.
         seed: key of all randomness.
+        smoothing: label smoothing of objectives that do not say their own: timm's `args.smoothing`.
         steps: batches in the whole training, epochs · len(loader); only objectives that follow the progress of the
             training ask for it. It may be set later: `task.steps = ...`.
 
@@ -59,13 +60,14 @@ class TokenTask(TrainingTask):
         dtype: torch.dtype | None = None,
         verbose: bool = True,
         steps: int | None = None,
+        smoothing: float = 0.1,
     ) -> None:
         super().__init__(device=device, dtype=dtype, verbose=verbose)
         view = model if isinstance(model, TokenModel) else TokenModel(model)
         built = {name: given for name, given in objectives.items() if isinstance(given, nn.Module)}
         settings = {name: given for name, given in objectives.items() if not isinstance(given, nn.Module)}
         if settings or not built:
-            built |= build_objectives(settings, view)
+            built |= build_objectives(settings, view, smoothing)
         for name, objective in built.items():
             required = required_by(objective)
             if "token_logits" in required and view.token_head is None and not view.uses_own_head:
