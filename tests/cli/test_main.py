@@ -49,9 +49,9 @@ def test_a_command_that_is_gone_names_the_new_way(command, capsys):
 
 
 def test_a_flag_that_is_gone_names_the_new_way(capsys, monkeypatch):
-    monkeypatch.setitem(_parse.REMOVED, "model --old", "Use --img-size")
+    monkeypatch.setitem(_parse.REMOVED, "models --old", "Use --img-size")
     with pytest.raises(SystemExit):
-        main(["model", "lvvit_t", "--old"])
+        main(["models", "lvvit_t", "--old"])
     assert "there is no option --old. Use --img-size." in capsys.readouterr().err
 
 
@@ -62,7 +62,7 @@ def test_old_names_of_flags_work(photos, capsys):
 
 def test_a_wrong_flag_gets_a_suggestion(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["model", "lvvit_t", "--img-sise", "64"])
+        main(["models", "lvvit_t", "--img-sise", "64"])
     assert stop.value.code == 2
     assert "--img-size" in capsys.readouterr().err
 
@@ -87,7 +87,7 @@ def test_every_command_names_an_option_that_it_does_not_have(command, capsys):
 
 def test_wrong_values_are_still_explained(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["model", "lvvit_t", "--seconds", "many"])
+        main(["models", "lvvit_t", "--seconds", "many"])
     assert stop.value.code == 2
     assert "--seconds" in capsys.readouterr().err
 
@@ -121,7 +121,9 @@ def test_models_lists_families_and_names(capsys):
 
 
 def test_model_prints_what_it_costs(capsys):
-    assert main(["model", "lvvit_t", "--json", "--batch-size", "1", "--seconds", "0.01", "--img-size", "64", "96"]) == 0
+    assert (
+        main(["models", "lvvit_t", "--json", "--batch-size", "1", "--seconds", "0.01", "--img-size", "64", "96"]) == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     assert facts["token grid"] == "4 x 6"
     assert facts["prefix tokens"] == 1
@@ -129,7 +131,7 @@ def test_model_prints_what_it_costs(capsys):
 
 
 def test_model_takes_arguments_of_the_architecture(capsys):
-    words = ["model", "lvvit_t", "--seconds", "0", "--img-size", "64", "--num-classes", "10", "--json"]
+    words = ["models", "lvvit_t", "--seconds", "0", "--img-size", "64", "--num-classes", "10", "--json"]
     sizes = ["--set", "depth=2", "--set", "stem_kernels=[16]", "--set", "stem_strides=[16]", "--set", "token_classes=0"]
     assert main([*words, *sizes]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -142,9 +144,9 @@ def test_model_takes_arguments_of_the_architecture(capsys):
 
 
 def test_an_unknown_or_unsupported_model_is_explained(capsys):
-    assert main(["model", "lvvit_x"]) == 2
+    assert main(["models", "lvvit_x"]) == 2
     assert "lvvit_" in capsys.readouterr().err
-    assert main(["model", "crossvit_tiny_240", "--seconds", "0"]) == 2
+    assert main(["model", "crossvit_tiny_240", "--seconds", "0"]) == 2  # its old name
     assert "no token view" in capsys.readouterr().err
 
 
