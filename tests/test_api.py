@@ -19,7 +19,7 @@ NAMES = {
     *("Maps", "ScoreMap", "MapWriter", "with_maps", "collate", "Batch", "TokenModel", "TokenView"),
     *("HardLabels", "TokenLabeling", "ReLabel", "OnlineTokenLabeling", "Distillation", "Drloc", "TLAlign", "TransMix"),
     *("CutMix", "MixUp", "MixToken", "Mix", "aligned", "TokenTask"),
-    *("annotate", "train", "evaluate", "predict", "explain", "report", "load"),
+    *("annotate", "train", "evaluate", "predict", "explain", "export", "report", "load"),
     *("EverytokenError", "__version__"),
 }
 

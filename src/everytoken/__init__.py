@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from everytoken.annotators import annotate
     from everytoken.data.adapter import collate, with_maps
     from everytoken.data.batch import Batch
-    from everytoken.evaluation import evaluate, load, predict
+    from everytoken.evaluation import evaluate, export, load, predict
     from everytoken.explanation import explain
     from everytoken.maps import Maps, MapWriter, ScoreMap
     from everytoken.mixing import CutMix, Mix, MixToken, MixUp
@@ -47,7 +47,7 @@ __getattr__, __dir__ = lazy(
         "everytoken.annotators": ["annotate"],
         "everytoken.data.adapter": ["collate", "with_maps"],
         "everytoken.data.batch": ["Batch"],
-        "everytoken.evaluation": ["evaluate", "load", "predict"],
+        "everytoken.evaluation": ["evaluate", "export", "load", "predict"],
         "everytoken.explanation": ["explain"],
         "everytoken.maps": ["MapWriter", "Maps", "ScoreMap"],
         "everytoken.mixing": ["CutMix", "Mix", "MixToken", "MixUp"],
@@ -95,6 +95,7 @@ __all__ = [
     "collate",
     "evaluate",
     "explain",
+    "export",
     "load",
     "predict",
     "report",

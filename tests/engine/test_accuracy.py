@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from everytoken.calibration import calibration_error
 from everytoken.classes import ClassList, imagenet_numbers
-from everytoken.engine.accuracy import Predictions, calibration_error, read_real, real_accuracy
+from everytoken.engine.accuracy import Predictions, read_real, real_accuracy
 from everytoken.errors import EverytokenError
 
 

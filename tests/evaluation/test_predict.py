@@ -7,11 +7,20 @@ import numpy as np
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+from everytoken.classes import ClassList
 from everytoken.cli import main
+from everytoken.engine.run_folder import read_run
+from everytoken.errors import EverytokenError
 from everytoken.evaluation import evaluate, load, predict
-from everytoken.models.open import Description
+from everytoken.evaluation.locate import box_of, guided_filter
+from everytoken.evaluation.predictions import run_lengths
+from everytoken.models import TokenView
+from everytoken.models.open import Description, OpenModel
 
 NAMES = ("class-0", "class-1", "class-2")
 
@@ -149,3 +158,204 @@ def test_markup_in_class_names_is_shown_as_it_is(capsys):
     assert "[/red]" in text
     assert "[bold]x" in text
     assert "[/blue]" in text
+
+
+# -- confidence -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(weights, photos, tmp_path):
+    """A run that held out 24 images, with a network that is far too sure."""
+    data = tmp_path / "photos"
+    for i in range(3):
+        for split, part in (("train", slice(0, 4)), ("val", slice(4, 12))):
+            (data / split / f"class-{i}").mkdir(parents=True)
+            for file in sorted((photos / f"train/class-{i}").iterdir())[part]:
+                (data / split / f"class-{i}" / file.name).symlink_to(file)
+    folder = tmp_path / "runs/first"
+    folder.mkdir(parents=True)
+    state = load_file(weights)
+    state |= {name: 6 * value for name, value in state.items() if name.startswith("head.")}
+    about = Description("test_vit", {"num_classes": 3, "img_size": 32}, NAMES, img_size=(32, 32))
+    save_file(state, folder / "best.safetensors", metadata=about.to_metadata())
+    (folder / "config.yaml").write_text(yaml.safe_dump({"data": str(data), "seed": 0}))
+    return folder
+
+
+def test_probabilities_of_a_run_are_calibrated_on_what_it_held_out_once(run, monkeypatch, capsys):
+    photos = run.parents[1] / "photos/val"
+    raw = predict(run, photos, calibrate=False, workers=0)
+    first = predict(run, photos, workers=0)
+    assert "calibrated on 24 images" in first.notes[0]
+    kept = json.loads((run / "calibration.json").read_text())["calibration"]
+    assert kept["temperature"] > 2
+    assert kept["error_after"] < kept["error_before"]
+    assert [image.classes[0] for image in first] == [image.classes[0] for image in raw]
+    for calm, sure in zip(first, raw, strict=True):
+        tempered = np.array(sure.probabilities) ** (1 / kept["temperature"])
+        np.testing.assert_allclose(calm.probabilities, tempered / tempered.sum(), atol=1e-3)
+
+    monkeypatch.setattr("everytoken.evaluation.run.run_evaluation", None)  # the second time needs no images
+    again = read_run(run).load().predict(photos, workers=0)
+    assert again.images == first.images
+    assert not again.notes
+    (run / "calibration.json").write_text("{")  # torn: it would be made again
+    with pytest.raises(TypeError):
+        predict(run, photos, workers=0)
+
+
+def test_answers_that_are_not_likely_enough_are_unsure(run, tmp_path, capsys):
+    photos = run.parents[1] / "photos/val"
+    predict(run, photos, workers=0)
+    kept = json.loads((run / "calibration.json").read_text())["calibration"]
+    rate = kept["accuracy"][len(kept["accuracy"]) // 3] / 100
+    result = predict(run, photos, sure=rate, workers=0)
+    held_out = {image.path: image.path.split("/")[-2] for image in result}
+    answered = [image for image in result if image.sure]
+    assert 0 < len(answered) < 24
+    assert np.mean([image.answer == held_out[image.path] for image in answered]) >= rate - 1e-4
+    assert all(image.probabilities[0] < result.threshold for image in result if image.answer == "unsure")
+    out = tmp_path / "answers.csv"
+    words = ["predict", str(run), str(photos), "--sure", str(rate), *FAST]
+    assert main([*words, "--out", str(out)]) == 0
+    rows = list(csv.DictReader(out.open()))
+    assert [row["answer"] for row in rows] == [image.answer for image in result]
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    output = capsys.readouterr()
+    assert [json.loads(line)["answer"] for line in output.out.splitlines()] == [image.answer for image in result]
+    assert "are unsure" in output.err
+
+
+def test_what_cannot_be_calibrated_says_so_and_still_answers(run, weights, photos, capsys):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": str(photos)}))
+    result = predict(run, photos / "val", workers=0)
+    assert "fewer than 20" in result.notes[0]
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": "/nowhere"}))
+    assert "cannot be used" in predict(run, photos / "val", workers=0).notes[0]
+    alone = predict(weights, photos / "val", sure=0.5, workers=0)  # weights without a run
+    assert alone.threshold == 0.5
+    assert all(image.sure == (image.probabilities[0] >= 0.5) for image in alone)
+    assert main(["predict", str(weights), str(photos / "val"), "--sure", "95", *FAST]) == 2
+    assert "sure is 95" in capsys.readouterr().err
+
+
+# -- where the object is ----------------------------------------------------------------------------------------------
+
+
+class Colours(nn.Module):
+    """Answers red, green or blue, and its cells (8 x 8 pixels) how red, green or blue they are."""
+
+    backbone, uses_own_head, token_head = nn.Identity(), False, None
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def class_and_cell_logits(self, images):
+        contrast = images - images.mean(1, keepdim=True)
+        cells = nn.functional.avg_pool2d(contrast, 8).permute(0, 2, 3, 1)
+        return cells.amax((1, 2)), cells
+
+    def forward(self, images):
+        return TokenView(*self.class_and_cell_logits(images))
+
+
+@pytest.fixture
+def disc(tmp_path):
+    """A red disc on a bluish ground, wider than high; and the model that sees colours."""
+    rows, columns = np.mgrid[:120, :180]
+    inside = (rows - 40) ** 2 + (columns - 120) ** 2 < 25**2
+    pixels = np.where(inside[..., None], (220, 40, 40), (90, 100, 120)).astype(np.uint8)
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "photos/disc.png")
+    classes = ClassList(3, ("red", "green", "blue"))
+    info = Description("test_vit", class_names=classes.names, img_size=(64, 64))
+    return OpenModel(Colours(), info, "colours", classes, classes), tmp_path / "photos", inside
+
+
+def test_an_object_is_located_in_the_whole_photo(disc, tmp_path):
+    model, folder, inside = disc
+    result = predict(model, folder, locate=True, workers=0)
+    (image,) = result
+    assert image.classes[0] == "red"
+    mask = image.location.mask()
+    assert mask.shape == (120, 180)
+    assert (mask & inside).sum() / (mask | inside).sum() > 0.8
+    np.testing.assert_allclose(image.location.pixels, (95, 15, 146, 66), atol=6)
+    assert inside[int(image.location.peak[1] * 120), int(image.location.peak[0] * 180)]
+
+    result.to_csv(tmp_path / "a.csv")
+    row = next(csv.DictReader((tmp_path / "a.csv").open()))
+    np.testing.assert_allclose(
+        [float(row[edge]) for edge in ("left", "top", "right", "bottom")], image.location.pixels, atol=0.6
+    )
+    result.to_coco(tmp_path / "a.json")
+    coco = json.loads((tmp_path / "a.json").read_text())
+    (annotation,) = coco["annotations"]
+    assert coco["images"][0] | {"id": 1} == {"id": 1, "file_name": "disc.png", "width": 180, "height": 120}
+    left, top, right, bottom = image.location.pixels
+    assert annotation["bbox"] == pytest.approx([left, top, right - left, bottom - top])
+    counts = annotation["segmentation"]["counts"]
+    decoded = np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(180, 120).T
+    assert (decoded == mask).all()
+    (picture,) = result.save_pictures(tmp_path / "pictures")
+    assert Image.open(picture).size == (640, 427)
+    with pytest.raises(EverytokenError, match="locate=True"):
+        predict(model, folder, workers=0).to_coco(tmp_path / "b.json")
+
+
+def test_boxes_come_with_every_kind_of_network_on_the_command_line(weights, photos, tmp_path, capsys):
+    """Of a transformer without a token head, and of a CNN, which looks twice as closely."""
+    network = timm.create_model("test_resnet", num_classes=3)
+    about = Description("test_resnet", {"num_classes": 3}, NAMES, img_size=(32, 32))
+    save_file(network.state_dict(), tmp_path / "cnn.safetensors", metadata=about.to_metadata())
+    image = sorted((photos / "val/class-0").iterdir())[0]
+    for file in (weights, tmp_path / "cnn.safetensors"):
+        coco, pictures = tmp_path / f"{file.stem}.json", tmp_path / file.stem
+        words = ["predict", str(file), str(image), "--json", "--coco", str(coco), "--pictures", str(pictures), *FAST]
+        assert main(words) == 0
+        row = json.loads(capsys.readouterr().out)
+        left, top, right, bottom = row["box"]
+        assert 0 <= left < right <= 40
+        assert 0 <= top < bottom <= 36
+        assert json.loads(coco.read_text())["annotations"][0]["bbox"][0] == left
+        assert (pictures / f"{image.stem}.jpg").is_file()
+
+
+def test_run_lengths_are_cocos():
+    mask = np.zeros((3, 4), bool)
+    mask[1:, 1] = mask[0, 2] = True
+    assert run_lengths(mask) == {"size": [3, 4], "counts": [4, 3, 5]}
+    assert run_lengths(np.ones((2, 2), bool))["counts"] == [0, 4]
+    coco = pytest.importorskip("pycocotools.mask")
+    runs = coco.frPyObjects(run_lengths(mask), 3, 4)
+    assert (coco.decode(runs) == mask).all()
+
+
+def test_the_guided_filter_equals_a_regression_in_every_window():
+    generator = torch.Generator().manual_seed(0)
+    colours, values = torch.rand(1, 3, 9, 9, generator=generator), torch.rand(1, 1, 9, 9, generator=generator)
+    radius, smoothness = 1, 0.01
+    out = guided_filter(values, colours, radius, smoothness)[0, 0]
+    fits = np.zeros((9, 9, 4))
+    for y in range(1, 8):
+        for x in range(1, 8):
+            c = colours[0, :, y - 1 : y + 2, x - 1 : x + 2].reshape(3, 9).T.numpy()
+            v = values[0, 0, y - 1 : y + 2, x - 1 : x + 2].reshape(9).numpy()
+            centred = c - c.mean(0)
+            slope = np.linalg.solve(centred.T @ centred / 9 + smoothness * np.eye(3), centred.T @ (v - v.mean()) / 9)
+            fits[y, x] = (*slope, v.mean() - slope @ c.mean(0))
+    for y in range(2, 7):
+        for x in range(2, 7):
+            mean = fits[y - 1 : y + 2, x - 1 : x + 2].mean((0, 1))
+            assert float(out[y, x]) == pytest.approx(mean[:3] @ colours[0, :, y, x].numpy() + mean[3], abs=1e-4)
+
+
+def test_the_box_is_that_of_the_part_with_the_peak():
+    mask = np.zeros((10, 20), bool)
+    mask[1:4, 2:6] = mask[6:9, 10:18] = True
+    assert box_of(mask, (0.15, 0.2)) == (0.1, 0.1, 0.3, 0.4)
+    assert box_of(mask, (0.9, 0.9)) == (0.5, 0.6, 0.9, 0.9)
+    assert box_of(np.zeros((4, 4), bool), (0.5, 0.5)) == (0, 0, 1, 1)

@@ -206,20 +206,6 @@ def test_initial_weights_follow_the_papers():
     assert model.norm.eps == 1e-5
 
 
-def test_it_exports_and_runs_in_onnx(tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    model = tiny(depth=1).eval()
-    x = torch.randn(3, 3, 64, 64)
-    program = torch.export.export(model, (x[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    assert torch.allclose(program.module()(x), model(x), atol=1e-5)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(program, (), path, dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    assert torch.allclose(torch.from_numpy(out), model(x), atol=1e-4)
-
-
 def test_positions_can_be_fixed_sinusoids():
     model = timm.create_model("lvvit_nano_patch4_32", num_classes=3, pos_embed="sinusoid")
     position, wavelength = 5, 10000 ** (4 / model.embed_dim)

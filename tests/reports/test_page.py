@@ -12,9 +12,10 @@ import pytest
 from everytoken import stats
 from everytoken.cli import main
 from everytoken.engine.run_folder import read_run
+from everytoken.evaluation.calibrated import validation_set
 from everytoken.reports.charts import Series, interval_chart, line_chart, thin, ticks
 from everytoken.reports.page import contrast, level_colours
-from everytoken.reports.predictions import CACHE, predict_run, validation_set
+from everytoken.reports.predictions import CACHE, predict_run
 
 
 class Page(HTMLParser):

@@ -22,7 +22,8 @@ COMMANDS: dict[str, str] = {
     "train": "train a classifier on every token",
     "finetune": "continue from trained weights, at another resolution or on other classes",
     "eval": "accuracy of a trained model, with a table of classes",
-    "predict": "predict the classes of unlabelled images",
+    "predict": "predict the classes of unlabelled images, and where the objects are",
+    "export": "write a model for timm and the Hugging Face Hub, ONNX or torch.export, with a model card",
     "robust": "one table of shifted data, corruptions and attacks; two models compared",
     "transfer": "fine-tune on several datasets (CIFAR, Flowers, Cars, your own) and tabulate",
     "report": "one page about runs: result, comparison, curves, classes, sample predictions",
@@ -31,12 +32,11 @@ COMMANDS: dict[str, str] = {
     "segment": "train, evaluate and use segmenters: a class for every pixel",
     "detect": "train, evaluate and use detectors: boxes and masks of objects",
     "recipes": "list and print recipes",
-    "models": "list the backbones that are supported",
-    "model": "one model: parameters, multiply-adds, token grid, throughput here",
+    "models": "the backbones that are supported; of one: parameters, multiply-adds, token grid, throughput here",
     "annotate": "give every image of a dataset a score map: labels for every cell",
     "maps": "look at, check, import and export stores of score maps",
 }
-ALIASES = {"labels": "maps"}  # old names, which work and are not shown
+ALIASES = {"labels": "maps", "model": "models"}  # old names, which work and are not shown
 REMOVED = {  # commands that are gone -> the way now
     "plan": "docs/scale.md has the figures and the arithmetic; `everytoken train ... --dry-run` times your own machine",
 }

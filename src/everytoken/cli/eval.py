@@ -40,7 +40,8 @@ class EvalCommand(EvalOptions):
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
-    """A run folder, a weights file, timm:NAME (pretrained weights), hf-hub:USER/NAME, registry:efficientnet_lite0."""
+    """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
+    registry:efficientnet_lite0."""
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME."""
     classes: int = 10

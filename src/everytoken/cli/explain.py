@@ -26,7 +26,8 @@ class ExplainCommand(ExplainOptions):
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
-    """A run folder, a weights file, timm:NAME (pretrained weights) or registry:efficientnet_lite0|1|2."""
+    """A run folder, a weights file, an exported folder, timm:NAME (pretrained weights), hf-hub:USER/NAME,
+    registry:efficientnet_lite0."""
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE ...")]
     """Image files."""
     out: Path

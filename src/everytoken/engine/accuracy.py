@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from everytoken import schema
+from everytoken.calibration import calibration_error
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
 from everytoken.stats import Estimate, percentage
@@ -126,14 +127,6 @@ class Predictions:
                 return Predictions(**{field.name: arrays[field.name] for field in fields(Predictions)}), skipped
         except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
             return None  # torn or of an older version: it is made again
-
-
-def calibration_error(confidence: np.ndarray, correct: np.ndarray, bins: int = 15) -> float:
-    """Expected calibration error: |accuracy - confidence| per bin of confidence, weighted by the bin's size."""
-    which = np.minimum((confidence * bins).astype(int), bins - 1)
-    count = np.bincount(which, minlength=bins)
-    gap = np.bincount(which, correct - confidence.astype(np.float64), minlength=bins)
-    return float(np.abs(gap).sum() / max(1, count.sum()))
 
 
 def real_accuracy(

@@ -41,7 +41,7 @@ from everytoken.files import BusyError, Lock, plain_json, remove_temporary, writ
 
 if TYPE_CHECKING:
     from everytoken.engine.track import Tracker
-    from everytoken.models.open import OpenModel
+    from everytoken.evaluation.run import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +99,11 @@ class Run:
         report(self.path, path)
         return Path(path)
 
-    def load(self) -> OpenModel:
-        """The model with the best weights, ready to use."""
-        from everytoken.models.open import open_model
+    def load(self) -> LoadedModel:
+        """The model with the best weights, ready to use, as `et.load` gives it."""
+        from everytoken.evaluation import load
 
-        return open_model(str(self.path))
+        return load(self.path)
 
     @property
     def seed(self) -> int | None:

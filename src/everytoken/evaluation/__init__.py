@@ -3,9 +3,10 @@
     result = et.evaluate("runs/first", "photos")
     result.numbers["top1"], result.per_class(), result.notes
 
-    model = et.load("runs/first")          # or a weights file, timm:NAME, hf-hub:USER/NAME, registry:NAME
-    for image in model.predict("new-photos"):
-        print(image.path, image.classes[0], image.probabilities[0])
+    model = et.load("runs/first")          # or a weights file, model.onnx, timm:NAME, hf-hub:USER/NAME, registry:NAME
+    for image in model.predict("new-photos", sure=0.95, locate=True):
+        print(image.path, image.answer, image.probabilities[0], image.location.pixels)
+    model.export("my-model", to=("timm", "onnx"))
 
 The options are dataclasses that the commands share. Nothing heavy is imported until something is done.
 """
@@ -24,10 +25,21 @@ from everytoken.machine import default_workers
 
 if TYPE_CHECKING:
     from everytoken.data.datasets import DataSet
-    from everytoken.evaluation.run import Evaluation, ImagePredictions, LoadedModel
+    from everytoken.evaluation.exporting import Exported
+    from everytoken.evaluation.predictions import ImagePredictions
+    from everytoken.evaluation.run import Evaluation, LoadedModel
     from everytoken.models.open import OpenModel
 
-__all__ = ["EvalOptions", "InferenceOptions", "PredictOptions", "evaluate", "load", "predict"]
+__all__ = [
+    "EvalOptions",
+    "ExportOptions",
+    "InferenceOptions",
+    "PredictOptions",
+    "evaluate",
+    "export",
+    "load",
+    "predict",
+]
 
 Progress = Callable[[int, int], None]
 """Hears how many images are done, of how many."""
@@ -77,8 +89,41 @@ class PredictOptions(InferenceOptions):
 
     top: int = 3
     """Classes for each image."""
+    sure: float = 0.0
+    """Answer "unsure" where the answer is not likely enough: the least probability is chosen so that the other answers
+    are right at this rate (such as 0.95) on the images that the run held out. For models without held-out images it is
+    the least probability itself. 0: always answer."""
+    calibrate: bool = True
+    """Calibrate probabilities on the images that the run held out (once, then kept in the run)."""
+    locate: bool = False
+    """Also say where the object is: a box and a mask, from what the network says about every cell of the image."""
     amp: bool = False
     """Mixed precision (bfloat16)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a model is exported."""
+
+    to: tuple[Literal["timm", "onnx", "torch-export", "hf"], ...] = ("timm",)
+    """timm, or hf, which is the same: weights and config.json for timm, transformers and the Hugging Face Hub. onnx: an
+    ONNX file. torch-export: a program for torch.export.load."""
+    cells: bool = False
+    """onnx, torch-export: a second output with the logits of every cell, so that objects can be located."""
+    images: str = ""
+    """Photos to check the exported files on; default: photos that the run held out."""
+    license: str = ""
+    """Licence of the weights, for the model card: apache-2.0, cc-by-4.0, ..."""
+    push: str = ""
+    """USER/NAME of a repository on the Hugging Face Hub, to which the folder is uploaded."""
+    private: bool = False
+    """push: make a new repository private."""
+    model: str = ""
+    """timm model name, for weights without metadata."""
+    weights: str = ""
+    """Weights for timm:NAME, instead of the pretrained ones."""
+    img_size: int = 0
+    """Another input size; position embeddings are resized. 0: the model's own."""
 
 
 def load(source: str | Path, **options: Any) -> LoadedModel:
@@ -90,7 +135,8 @@ def load(source: str | Path, **options: Any) -> LoadedModel:
         >>> model.model(images).token_logits        # the TokenModel itself
 
     Args:
-        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:efficientnet_lite0|1|2.
+        source: a run folder, a weights file, an exported folder or .onnx file, timm:NAME, hf-hub:USER/NAME or
+            registry:efficientnet_lite0|1|2.
         options: of `everytoken.models.open.open_model`: architecture, weights, img_size, crop_pct, device, ...
     """
     from everytoken.evaluation.run import LoadedModel
@@ -137,9 +183,32 @@ def predict(
         progress: hears how many images are done, of how many.
         options: fields of `PredictOptions`.
     """
-    from everytoken.evaluation.run import run_prediction
+    from everytoken.evaluation.predictions import run_prediction
 
     files = [images] if isinstance(images, str | Path) else images
     return run_prediction(
         source, [str(file) for file in files], schema.from_keywords(PredictOptions, options, "predict()"), progress
     )
+
+
+def export(source: str | Path | OpenModel, out: str | Path | None = None, **options: Any) -> Exported:
+    """Write a folder that others use without this package: for timm and the Hub, ONNX, torch.export; with a model card.
+
+    Example:
+        >>> et.export("runs/first", "flowers", to=("timm", "onnx")).differences
+        {'model.safetensors': 0.0, 'model.onnx': 4.8e-06}
+        >>> timm.create_model("local-dir:flowers", pretrained=True)
+
+    Every file is compared with the model on real images before it takes its place.
+
+    Args:
+        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME, registry:NAME, or a loaded model.
+        out: the folder; default: `export` in the run.
+        options: fields of `ExportOptions`; `to` may be one name.
+    """
+    from everytoken.evaluation.exporting import run_export
+
+    if isinstance(options.get("to"), str):
+        options["to"] = (options["to"],)
+    settings = schema.from_keywords(ExportOptions, options, "export()")
+    return run_export(source, None if out is None else Path(out), settings)

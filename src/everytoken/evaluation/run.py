@@ -9,25 +9,33 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken.calibration import Calibration, calibrate
 from everytoken.classes import imagenet_numbers, match_classes
 from everytoken.data.augment import EvalTransform
 from everytoken.data.batch import Batch, Prefetcher
-from everytoken.data.datasets import DataSet, FolderReader, ReaderSet, gather_images
+from everytoken.data.datasets import DataSet
 from everytoken.data.loader import BadImages, Loader
 from everytoken.engine.accuracy import Predictions, read_real, real_accuracy
 from everytoken.engine.distributed import pick_device
 from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
-from everytoken.evaluation import EvalOptions, InferenceOptions, PredictOptions, Progress
+from everytoken.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken.files import write_atomically
 from everytoken.models.open import Description, OpenModel, open_model
 from everytoken.stats import Estimate
+
+if TYPE_CHECKING:
+    from everytoken.evaluation.exporting import Exported
+    from everytoken.evaluation.predictions import ImagePredictions
+    from everytoken.explanation import Explanation
+
+LOGITS = 50_000_000  # numbers that are kept at most, to calibrate
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,20 @@ class LoadedModel(OpenModel):
         from everytoken.evaluation import predict
 
         return predict(self, images, **options)
+
+    def explain(
+        self, images: str | Path | Sequence[str | Path], out: str | Path | None = None, **options: Any
+    ) -> Explanation:
+        """Pictures of what it sees in images. Options: fields of `ExplainOptions`."""
+        from everytoken.explanation import explain
+
+        return explain(self, images, out, **options)
+
+    def export(self, out: str | Path, **options: Any) -> Exported:
+        """Write a folder for timm, the Hub, ONNX or torch.export. Options: fields of `ExportOptions`."""
+        from everytoken.evaluation import export
+
+        return export(self, out, **options)
 
     def evaluate(self, data: str | Path | DataSet, **options: Any) -> Evaluation:
         """Accuracy on labelled images. Options: fields of `EvalOptions`."""
@@ -58,6 +80,7 @@ class Evaluation:
         keys: of the images.
         skipped: unreadable images, key -> reason.
         notes: what to know about the images that were used.
+        calibration: what these images say about the model's probabilities, if it was asked for.
     """
 
     numbers: dict[str, float]
@@ -66,6 +89,7 @@ class Evaluation:
     keys: list[str]
     skipped: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    calibration: Calibration | None = None
 
     @property
     def top1(self) -> Estimate:
@@ -84,42 +108,6 @@ class Evaluation:
             for i, label, top, confidence, loss in zip(p.index, p.label, p.top, p.confidence, p.loss, strict=True)
         ]
         write_csv(Path(path), ["key", "label", "prediction", "confidence", "loss"], rows)
-
-
-@dataclass(frozen=True)
-class ImagePrediction:
-    """The most likely classes of one image, best first."""
-
-    path: str
-    classes: tuple[str, ...]
-    probabilities: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class ImagePredictions(Sequence[ImagePrediction]):
-    """Predictions in the order of the images; `skipped` says which images could not be read, and why."""
-
-    images: tuple[ImagePrediction, ...]
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.images[i]
-
-    def __iter__(self) -> Iterator[ImagePrediction]:
-        return iter(self.images)
-
-    def to_csv(self, path: str | Path) -> None:
-        """One line per image: its path, class, probability, and the next best classes."""
-        count = max((len(image.classes) for image in self.images), default=1)
-        more = [f"{what} {i}" for i in range(2, count + 1) for what in ("class", "probability")]
-        rows = []
-        for image in self.images:
-            pairs = zip(image.classes, image.probabilities, strict=True)
-            rows.append([image.path, *(cell for name, p in pairs for cell in (name, f"{p:.4f}"))])
-        write_csv(Path(path), ["image", "class", "probability", *more], rows)
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -216,23 +204,35 @@ class Inference:
 
     @torch.no_grad()
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
-        """Every image once."""
+        """Every image once, with its logits."""
+        for batch in self.views():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+                logits = self.model(batch.images)
+            yield batch, logits.float()
+
+    @torch.no_grad()
+    def views(self) -> Iterator[Batch]:
+        """Every image once, as the network sees it, on the device."""
         done = 0
         with closing(self.loader):
             for batch in Prefetcher(self.loader.epoch(0), self.device, self.view.mean, self.view.std):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-                    logits = self.model(batch.images)
-                yield batch, logits.float()
+                yield batch
                 done += len(batch)
                 if self.progress is not None:
                     self.progress(done, len(self.data))
 
-    def predictions(self, labels: Tensor, columns: Tensor | None = None) -> Predictions:
+    def predictions(
+        self,
+        labels: Tensor,
+        columns: Tensor | None = None,
+        keep: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    ) -> Predictions:
         """What each image got.
 
         Args:
             labels: the class of the model (or column) for each class of the data.
             columns: outputs that may be answered; None: all.
+            keep: called with the positions, labels and logits of each batch.
         """
         parts = []
         labels = labels.to(self.device)
@@ -241,13 +241,38 @@ class Inference:
             assert batch.indices is not None
             chosen = logits if columns is None else logits[:, columns.to(logits.device)]
             parts.append(Predictions.of_batch(batch.indices, labels[batch.labels], chosen))
+            if keep is not None:
+                keep(batch.indices, labels[batch.labels], chosen)
         return Predictions.join(parts)
 
 
+class _LogitSample:
+    """Logits of the images of a dataset, or evenly of a part of them that fits into memory."""
+
+    def __init__(self, images: int, classes: int) -> None:
+        self.step = -(-images * classes // LOGITS)
+        self.parts: list[tuple[np.ndarray, ...]] = []
+
+    def keep(self, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """Of one batch."""
+        chosen = indices % self.step == 0
+        self.parts.append(tuple(values[chosen.to(values.device)].cpu().numpy() for values in (indices, labels, logits)))
+
+    def calibration(self) -> Calibration:
+        """What they say about the probabilities, whatever the order of the batches was."""
+        indices, labels, logits = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
+        order = np.argsort(indices)
+        return calibrate(logits[order], labels[order])
+
+
 def run_evaluation(
-    source: str | Path | OpenModel, data: str | Path | DataSet, options: EvalOptions, progress: Progress | None
+    source: str | Path | OpenModel,
+    data: str | Path | DataSet,
+    options: EvalOptions,
+    progress: Progress | None,
+    calibrates: bool = False,
 ) -> Evaluation:
-    """See `evaluate`."""
+    """See `evaluate`; `calibrates`: also say what the images tell about the model's probabilities."""
     opened = open_with(source, options)
     notes: tuple[str, ...] = ()
     if isinstance(data, DataSet):
@@ -261,7 +286,8 @@ def run_evaluation(
     model = Voter(opened, options.token_vote).eval()
     inference = Inference(model, dataset, eval_view(opened.info), options, options.amp, progress)
     started = time.perf_counter()
-    predictions = inference.predictions(labels)
+    sample = _LogitSample(len(dataset), opened.num_classes) if calibrates else None
+    predictions = inference.predictions(labels, keep=None if sample is None else sample.keep)
     seconds = time.perf_counter() - started
     keys = [dataset.key(i) for i in range(len(dataset))]
     numbers: dict[str, float] = predictions.summary()
@@ -273,25 +299,5 @@ def run_evaluation(
     if not opened.classes.or_imagenet().names:
         for folder, output in zip(dataset.class_names, labels.tolist(), strict=True):
             names[output] = folder
-    return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes)
-
-
-def run_prediction(
-    source: str | Path | OpenModel, images: Sequence[str], options: PredictOptions, progress: Progress | None
-) -> ImagePredictions:
-    """See `predict`."""
-    if options.top < 1:
-        raise EverytokenError(f"top is {options.top}; it takes 1 or more")
-    root, names = gather_images(images)
-    opened = open_with(source, options)
-    data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
-    model = Voter(opened, options.token_vote).eval()
-    inference = Inference(model, data, eval_view(opened.info), options, options.amp, progress)
-    out: dict[int, ImagePrediction] = {}
-    for batch, logits in inference.batches():
-        assert batch.indices is not None
-        values, classes = logits.softmax(-1).topk(min(options.top, logits.shape[1]))
-        for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), classes.tolist(), strict=True):
-            named = tuple(opened.class_names[number] for number in numbers)
-            out[i] = ImagePrediction(str(root / names[i]), named, tuple(row))
-    return ImagePredictions(tuple(out[i] for i in sorted(out)), dict(inference.bad_images.seen))
+    calibration = None if sample is None else sample.calibration()
+    return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes, calibration)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from everytoken.explanation.tokens import AnnotatorMap
     from everytoken.maps import Maps
     from everytoken.maps.summary import MapSummary
+    from everytoken.models.open import OpenModel
 
 METHODS = {
     "attention": "gradient-weighted attention (Chefer et al., ICCV 2021)",
@@ -94,7 +95,7 @@ class Explanation:
 
 
 def explain(
-    source: str | Path,
+    source: str | Path | OpenModel,
     images: str | Path | Sequence[str | Path],
     out: str | Path | None = None,
     **options: Any,
@@ -105,7 +106,8 @@ def explain(
         >>> et.explain("runs/first", "cat.jpg").cards[0].show()
 
     Args:
-        source: a run folder, a weights file, timm:NAME or registry:NAME.
+        source: a run folder, a weights file, an exported folder, timm:NAME, hf-hub:USER/NAME, registry:NAME, or a
+            loaded model.
         images: image files.
         out: folder for the pictures and explain.json; None: write nothing.
         options: fields of `ExplainOptions`.
@@ -113,18 +115,27 @@ def explain(
     from everytoken.classes import read_class_names
     from everytoken.engine.distributed import pick_device
     from everytoken.explanation.model import open_explained
+    from everytoken.models.open import OpenModel
 
     settings = schema.from_keywords(ExplainOptions, options, "explain()")
     files = [str(images)] if isinstance(images, str | Path) else [str(image) for image in images]
-    sources = [(str(source), settings.weights, settings.model)]
+    sources: list[tuple[str | OpenModel, str, str]] = [
+        (source if isinstance(source, OpenModel) else str(source), settings.weights, settings.model)
+    ]
     if settings.compare:
         sources.append((settings.compare, settings.compare_weights, ""))
-    if settings.untrained and not any(name.startswith("timm:") for name, _, _ in sources):
+    if settings.untrained and not any(str(name).startswith("timm:") for name, _, _ in sources):
         raise EverytokenError(f"untrained goes with timm:NAME; {source} brings its weights.")
     device, names = pick_device(settings.device), read_class_names(settings.names)
     models = [
         open_explained(
-            name, weights, model, settings.img_size, names, settings.untrained and name.startswith("timm:"), device
+            name,
+            weights,
+            model,
+            settings.img_size,
+            names,
+            settings.untrained and str(name).startswith("timm:"),
+            device,
         )
         for name, weights, model in sources
     ]

@@ -17,7 +17,7 @@ from everytoken.data.decode import Picture
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import eval_view
 from everytoken.models import TokenModel
-from everytoken.models.open import open_model
+from everytoken.models.open import OpenModel, open_model
 
 Area = tuple[float, float, float, float]
 
@@ -91,7 +91,7 @@ def name_of(classes: ClassList, number: int) -> str:
 
 
 def open_explained(
-    source: str,
+    source: str | OpenModel,
     weights: str = "",
     architecture: str = "",
     img_size: int = 0,
@@ -102,16 +102,30 @@ def open_explained(
     """The model that `source` names.
 
     Args:
-        source: a run folder, a weights file, timm:NAME or registry:efficientnet_lite0|1|2.
+        source: whatever `open_model` takes, or a loaded model, which is used as it is.
         weights: with timm:NAME, the weights to use instead of pretrained ones.
         architecture: timm name, for a weights file that does not say it itself.
         img_size: side of the input; 0: the model's own.
         names: of the classes, where the weights do not say them.
         untrained: with timm:NAME, random weights. To see that a method works, not what a model has learnt.
     """
-    opened = open_model(
-        source, architecture=architecture, weights=weights, img_size=img_size, untrained=untrained, device=device
-    )
+    if isinstance(source, OpenModel):
+        opened, source = source, source.source
+        opened.model.to(device)
+    else:
+        opened = open_model(
+            source,
+            architecture=architecture,
+            weights=weights,
+            img_size=img_size,
+            untrained=untrained,
+            device=device,
+        )
+    if not hasattr(opened.model.backbone, "forward_features"):
+        raise EverytokenError(
+            f"{source} has no gradients, which an explanation needs. Explain the run or the weights that it was "
+            "exported from."
+        )
     classes, token_classes = opened.classes, opened.token_classes
     if classes.count < 1:
         raise EverytokenError(f"{source} has no classifier (0 classes), so there is nothing to explain.")

@@ -14,7 +14,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -65,19 +65,18 @@ class _Session:
         return torch.from_numpy(logits)
 
 
-def export_onnx(module: nn.Module, example: Tensor) -> bytes:
-    """The module as an ONNX file with one input, `images`, of any batch size.
+def export_onnx(module: nn.Module, example: Tensor, outputs: Sequence[str] = ("logits",)) -> bytes:
+    """The module as an ONNX file with one input, `images`, of any batch size, and `outputs`.
 
     Torch's older exporter, where it still exists, takes a second for a network for which the new one takes ten.
     """
     content: Any = io.BytesIO()  # torch says it takes a path, and takes this too
-    how: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    axes = {name: {0: "batch"} for name in ("images", *outputs)}
+    how: dict[str, Any] = {"input_names": ["images"], "output_names": list(outputs)}
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         try:
-            torch.onnx.export(
-                module, (example.clone(),), content, dynamo=False, dynamic_axes={"images": {0: "batch"}}, **how
-            )
+            torch.onnx.export(module, (example.clone(),), content, dynamo=False, dynamic_axes=axes, **how)
         except Exception:
             batch = {0: torch.export.Dim("batch")}
             program = torch.onnx.export(

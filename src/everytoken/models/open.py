@@ -4,6 +4,7 @@
 |---|---|
 | a run folder | its best weights, else those of its newest checkpoint |
 | a weights file | `.safetensors` written here says what it is; for others, name the architecture |
+| a folder or `.onnx` file of `export` | the exported model |
 | `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `weights` those of a file |
 | `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
@@ -20,6 +21,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,7 @@ from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
 
 from everytoken import schema
+from everytoken.calibration import Calibration
 from everytoken.classes import ClassList, imagenet_classes
 from everytoken.errors import EverytokenError, did_you_mean, need
 from everytoken.models.families import UnsupportedModelError, family_of_name
@@ -65,6 +68,7 @@ class Description:
         token_class_names: of the token head, if there is one.
         img_size: (height, width); mean, std, crop_pct, interpolation: evaluation preprocessing.
         token_vote: in evaluation, this much of the strongest token logit of each class is added to the class logits.
+        calibration: what held-out images say about its probabilities, if that is known.
     """
 
     architecture: str
@@ -77,10 +81,15 @@ class Description:
     crop_pct: float = 0.875
     interpolation: str = "bicubic"
     token_vote: float = 0.0
+    calibration: Calibration | None = None
+
+    def values(self) -> dict[str, Any]:
+        """As plain data, which `from_values` reads."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def to_metadata(self) -> dict[str, str]:
         """As safetensors keeps it. One entry only: several are written in random order, so equal runs would differ."""
-        return {DESCRIPTION: json.dumps(asdict(self))}
+        return {DESCRIPTION: json.dumps(self.values())}
 
     @staticmethod
     def from_values(values: Any, where: str) -> Description:
@@ -96,6 +105,8 @@ class Description:
                 )
         sizes = all(0 < side <= 1 << 14 for side in info.img_size)
         colours = len(info.mean) == len(info.std) == 3 and min(info.std) > 0
+        if info.calibration is not None and not 0 < info.calibration.temperature < math.inf:
+            raise schema.SchemaError(f"{where}: its description has the temperature {info.calibration.temperature}.")
         if not sizes or not colours or not 0 < info.crop_pct <= 1 or info.interpolation not in INTERPOLATIONS:
             raise schema.SchemaError(
                 f"{where}: its description has img_size {info.img_size}, mean {info.mean}, std {info.std}, crop_pct "
@@ -154,7 +165,8 @@ def open_model(
     """Open the model that `source` names, in evaluation mode.
 
     Args:
-        source: a run folder, a weights file, "timm:NAME", "hf-hub:USER/NAME", or "registry:efficientnet_lite0|1|2".
+        source: a run folder, a weights file, an exported folder or .onnx file, "timm:NAME", "hf-hub:USER/NAME", or
+            "registry:efficientnet_lite0|1|2".
         architecture: timm name, for a weights file that does not say it itself.
         weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         num_classes: of the class head of weights from elsewhere; 0: found from the file.
@@ -173,9 +185,12 @@ def open_model(
     elif kind == "timm" and weights:
         opened = _from_file(find_weights(weights), text.removeprefix("timm:"), num_classes, size, exact=True)
     elif kind == "timm" or text.startswith(HUB):
-        opened = _from_timm(text.removeprefix("timm:"), size, untrained)
+        name = text.removeprefix("timm:")
+        exported = _exported_weights(name)
+        opened = _from_timm(name, size, untrained) if exported is None else _from_file(exported, "", num_classes, size)
     else:
-        opened = _from_file(find_weights(source), architecture, num_classes, size)
+        path = find_weights(source)
+        opened = _from_onnx(path, size) if path.suffix == ".onnx" else _from_file(path, architecture, num_classes, size)
     if crop_pct:
         opened = replace(opened, info=replace(opened.info, crop_pct=crop_pct))
     opened.model.to(device).eval()
@@ -398,6 +413,26 @@ def _from_timm(name: str, size: tuple[int, int] | None, untrained: bool) -> Open
     return OpenModel(with_own_head(backbone, None), info, source, classes, classes)
 
 
+def _exported_weights(name: str) -> Path | None:
+    """The weights file in a folder or hub repository that `export` wrote, with its token head beside it, else None."""
+    if name.startswith("local-dir:"):
+        path = Path(name.removeprefix("local-dir:")).expanduser() / "model.safetensors"
+        return path if path.is_file() and describe(path) is not None else None
+    if not name.startswith("hf-hub:"):
+        return None
+    from timm.models._hub import download_from_hf
+
+    with _downloading(name):
+        download = partial(download_from_hf, name.removeprefix("hf-hub:"))
+        config = schema.read_json(Path(download("config.json")), dict[str, Any])
+        if DESCRIPTION not in config:
+            return None
+        path = Path(download("model.safetensors"))
+        if config.get("token_head"):
+            download(token_head_file(path).name)
+    return path
+
+
 def create_pretrained(name: str, arguments: Mapping[str, Any], **more: Any) -> tuple[nn.Module, dict[str, Any]]:
     """`create_sized` with pretrained weights; when they cannot be downloaded, the error says what else can be done."""
     with _downloading(name):
@@ -462,14 +497,17 @@ def weights_at_hand() -> list[str]:
 
 
 def find_weights(source: str | Path) -> Path:
-    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's."""
+    """The weights file that a path means: itself; for a run folder its best weights, else the newest checkpoint's.
+
+    For the folder of an exported model, its weights, else the ONNX file.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         candidates = [path / "best.safetensors", path / "ema.safetensors", path / "model.safetensors"]
         steps = [p for p in path.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
         for folder in sorted(steps, reverse=True):
             candidates += [folder / "ema.safetensors", folder / "model.safetensors"]
-        for candidate in candidates:
+        for candidate in (*candidates, path / "model.onnx"):
             if candidate.is_file():
                 return candidate
         raise EverytokenError(f"{path} holds no weights: it is neither a run folder nor a checkpoint")
@@ -579,6 +617,21 @@ def _from_file(
             raise WeightsError(f"the token head of {path} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
     return replace(opened, token_classes=ClassList(len(info.token_class_names), info.token_class_names))
+
+
+def _from_onnx(path: Path, size: tuple[int, int] | None) -> OpenModel:
+    from everytoken.models.onnx import OnnxModel
+
+    model = OnnxModel(path)
+    values = parse_metadata(model.metadata, DESCRIPTION, path)
+    if values is None:
+        raise WeightsError(f"{path} does not say how images are prepared for it: everytoken did not export it.")
+    info = Description.from_values(values, str(path))
+    if size not in (None, model.size):
+        raise EverytokenError(f"{path} takes images of {model.size[1]} x {model.size[0]} pixels only (img_size).")
+    classes = _named_classes(model.num_classes, info.class_names, str(path))
+    names = info.token_class_names
+    return OpenModel(model, info, str(path), classes, ClassList(len(names), names) if names else classes)
 
 
 def _classifier_size(backbone: nn.Module, state: Mapping[str, Tensor]) -> int | None:

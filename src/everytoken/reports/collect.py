@@ -12,6 +12,7 @@ import numpy as np
 import tyro
 
 from everytoken import schema
+from everytoken.calibration import Calibration
 from everytoken.classes import shown_name
 from everytoken.engine.run_folder import Run, find_runs
 from everytoken.errors import EverytokenError
@@ -32,6 +33,7 @@ class Classes:
     Attributes:
         confusion: [classes, classes], rows are labels; runs: how many were added.
         top1: of a single run over its images, percent, with Wilson's interval.
+        calibration: of that run.
     """
 
     group: Group
@@ -39,6 +41,7 @@ class Classes:
     confusion: np.ndarray
     runs: int
     top1: Estimate
+    calibration: Calibration
 
     def recall(self) -> np.ndarray:
         """[classes] percent of each class's images that were found; nan without images."""
@@ -213,6 +216,7 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
                     np.sum([predicted.confusion() for predicted in same_classes], axis=0),
                     len(same_classes),
                     first.predictions.accuracy,
+                    first.calibration,
                 )
             )
     # pictures are of the same images for all groups
@@ -225,8 +229,8 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
 
 
 def _add_agreements(report: Report, data: str) -> None:
+    from everytoken.evaluation.calibrated import splits
     from everytoken.maps import Maps
-    from everytoken.reports.predictions import splits
     from everytoken.reports.samples import annotator_agreement
 
     done: set[str] = set()

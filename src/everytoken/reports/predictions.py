@@ -11,12 +11,13 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from everytoken.calibration import Calibration
 from everytoken.data.datasets import DataSet
 from everytoken.engine.accuracy import Predictions
 from everytoken.engine.run_folder import Run
@@ -37,6 +38,7 @@ class PredictedRun:
         data: the images.
         skipped: unreadable images, key -> reason.
         weights: the file that was evaluated.
+        calibration: what the images say about its probabilities.
         loaded: its model, if it had to be opened for the predictions.
     """
 
@@ -46,6 +48,7 @@ class PredictedRun:
     data: DataSet
     skipped: dict[str, str]
     weights: Path
+    calibration: Calibration
     loaded: OpenModel | None = None
 
     def model(self) -> OpenModel:
@@ -68,27 +71,6 @@ class PredictedRun:
         return np.bincount(p.label * count + p.top[:, 0], minlength=count * count).reshape(count, count)
 
 
-def validation_set(run: Run, data: str = "") -> DataSet:
-    """The validation images of a run; `data`: where its images are now, if they have moved."""
-    return splits(run, data)[1]
-
-
-def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
-    """Training and validation images of a run."""
-    from everytoken.engine.options import TrainOptions
-    from everytoken.engine.recipe import apply
-    from everytoken.tasks.build import open_splits
-
-    there = None if data else run.place()  # from whatever folder the run was started in
-    data = data or (str(there) if there is not None else "")
-    known = {k: v for k, v in run.config.items() if k in ("data", "val_split")}
-    options = apply(TrainOptions(), known, f"{run.path}/config.yaml")
-    if data:
-        options = replace(options, data=data)
-    train, val, _ = open_splits(options)
-    return train, val
-
-
 def predict_run(
     run: Run, device: str, data: str = "", workers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
 ) -> PredictedRun:
@@ -97,6 +79,9 @@ def predict_run(
     Raises:
         EverytokenError: there are no weights or no images, or they do not fit; the message says which.
     """
+    from everytoken.evaluation import EvalOptions
+    from everytoken.evaluation.calibrated import keep_calibration, read_calibration, validation_set
+    from everytoken.evaluation.run import run_evaluation
     from everytoken.models.open import describe, find_weights, open_model
 
     images = validation_set(run, data)
@@ -104,17 +89,22 @@ def predict_run(
     keys = list(images.keys())
     stamp = _stamp(weights, keys, images)
     about = describe(weights)
-    known = Predictions.saved(run.path / CACHE, stamp)
-    if known is not None and about is not None and about.class_names:
-        predictions, skipped = known
-        return PredictedRun(predictions, list(about.class_names), keys, images, skipped, weights)
-    from everytoken.evaluation import evaluate
-
+    saved = Predictions.saved(run.path / CACHE, stamp)
+    calibration = read_calibration(run, weights)
+    if saved is not None and calibration is not None and about is not None and about.class_names:
+        predictions, skipped = saved
+        names = list(about.class_names)
+        return PredictedRun(predictions, names, keys, images, skipped, weights, calibration)
     loaded = open_model(weights)
-    result = evaluate(loaded, images, device=device, workers=workers, on_bad_image="skip", progress=tell)
+    options = EvalOptions(device=device, workers=workers, on_bad_image="skip")
+    result = run_evaluation(loaded, images, options, tell, calibrates=True)
+    assert result.calibration is not None
+    keep_calibration(run, weights, result.calibration)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
         result.predictions.save(run.path / CACHE, stamp, result.skipped)
-    return PredictedRun(result.predictions, result.class_names, keys, images, result.skipped, weights, loaded)
+    return PredictedRun(
+        result.predictions, result.class_names, keys, images, result.skipped, weights, result.calibration, loaded
+    )
 
 
 def _stamp(weights: Path, keys: list[str], images: DataSet) -> str:

@@ -20,6 +20,7 @@ from everytoken.classes import class_finder, shown_name
 from everytoken.data.batch import normalise
 from everytoken.data.datasets import DataSet
 from everytoken.errors import EverytokenError
+from everytoken.evaluation.locate import ALIKE, Locator
 from everytoken.evaluation.run import eval_view
 from everytoken.maps import Maps
 from everytoken.maps.summary import folder_label, sample_positions, summarize
@@ -35,12 +36,14 @@ class TokenMap:
     Attributes:
         top: [h, w] the best class; confidence: [h, w] its probability; names: of the classes.
         source: who says so: "token head", "class head" or "annotator".
+        box: where the object of the predicted class is: (left, top, right, bottom) in fractions of the picture.
     """
 
     top: np.ndarray
     confidence: np.ndarray
     names: Sequence[str]
     source: str
+    box: tuple[float, float, float, float] | None = None
 
     def shares(self) -> list[tuple[str, float]]:
         """(class, part of the tokens), greatest first."""
@@ -138,19 +141,22 @@ def token_maps(
     source = "token head"
     with torch.no_grad():
         images = normalise(batch, view.mean, view.std)
-        logits = model(images).token_logits
+        answers = model(images)
+        logits = answers.token_logits
         if logits is None:
             source, names = "class head", list(loaded.info.class_names)
             try:
                 logits = model.cell_logits(images)
             except (RuntimeError, EverytokenError, AttributeError):  # a head that cannot read single cells
                 return pictures, [None] * len(pictures)
+        likely, classes = answers.logits.softmax(-1).topk(min(ALIKE, answers.logits.shape[-1]))
+        located = Locator(loaded).locate(images, classes, likely, [picture.size for picture in pictures])
     if logits.shape[-1] != len(names):
         names = [f"class {i}" for i in range(logits.shape[-1])]
     confidence, top = logits.float().softmax(-1).max(-1)
     shown = [shown_name(name) for name in names]
-    maps = zip(top.cpu().numpy(), confidence.cpu().numpy(), strict=True)
-    return pictures, [TokenMap(best, sure, shown, source) for best, sure in maps]
+    maps = zip(top.cpu().numpy(), confidence.cpu().numpy(), located, strict=True)
+    return pictures, [TokenMap(best, sure, shown, source, location.box) for best, sure, location in maps]
 
 
 def samples(groups: Sequence[tuple[str, PredictedRun]], count: int = 12, device: str = "cpu") -> list[Sample]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from everytoken.engine.run_folder import Run
 from everytoken.objectives.registry import ALIASES
 from everytoken.reports.charts import describe
-from everytoken.reports.collect import Report
+from everytoken.reports.collect import Classes, Report
 from everytoken.reports.groups import Difference, Group
 from everytoken.stats import Estimate
 
@@ -106,6 +106,21 @@ def agreement_words(agreement: Agreement) -> str:
         f"{words} A cell is {agreement.confidence:.0%} sure on average, and a map names {agreement.vocabulary:.1f} "
         "classes."
     )
+
+
+def confidence_words(classes: Classes) -> str:
+    """What the probabilities of a group's first run mean."""
+    calibration, name = classes.calibration, classes.group.name
+    words = (
+        f"Confidence of {name}: calibration error {calibration.error_before:.1f} %; with logits divided by "
+        f"{calibration.temperature:.2f}, as `everytoken predict` does, {calibration.error_after:.1f} %."
+    )
+    threshold, coverage = calibration.threshold(0.95)
+    if 0 < coverage < 100:
+        words += (
+            f" 95 % of the answers with a probability of {threshold:.2f} or more are right: {coverage:.0f} % of all."
+        )
+    return words
 
 
 def progress(run: Run) -> str:

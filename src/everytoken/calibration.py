@@ -1,0 +1,118 @@
+"""Confidence that means something: a temperature for the logits, and the probability from which answers are trusted.
+
+Networks are often too sure. Dividing the logits by one number, the temperature that minimises the cross entropy of
+held-out images (Guo et al. 2017, On Calibration of Modern Neural Networks), changes no answer and makes probabilities
+those of being right. A label counts as slightly less than certain, 1 - 1 / (N + 2) for N images as in Platt's scaling,
+so that a few images that are all right do not mean infinite confidence.
+
+Held-out images also say which answers can be used: the more sure of its answers a network has to be, the more of them
+are right, and the fewer are left. `Calibration` keeps that curve, so that a wanted rate can be turned into a threshold
+wherever the weights go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+POINTS = 100  # of the curve
+_SHARPEST, _FLATTEST = 20.0, 0.05  # inverse temperatures
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What held-out images say about a network's probabilities.
+
+    Attributes:
+        temperature: that logits are divided by.
+        images: how many held-out images it is from.
+        error_before, error_after: expected calibration error in percent, without and with a temperature; each half of
+            the images is measured with the temperature of the other half.
+        thresholds: probabilities, falling. accuracy: percent of right answers among images at or above a threshold.
+        coverage: percent of the images that are.
+    """
+
+    temperature: float
+    images: int
+    error_before: float
+    error_after: float
+    thresholds: tuple[float, ...]
+    accuracy: tuple[float, ...]
+    coverage: tuple[float, ...]
+
+    def threshold(self, rate: float) -> tuple[float, float]:
+        """(least probability, percent of the held-out images that have it) for answers that are right at a rate.
+
+        Where no threshold reaches the rate (0..1), the probability is above 1: no answer is sure.
+        """
+        enough = [i for i, right in enumerate(self.accuracy) if right >= 100 * rate - 1e-9]
+        return (self.thresholds[enough[-1]], self.coverage[enough[-1]]) if enough else (1.01, 0.0)
+
+
+def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> Calibration:
+    """The calibration of a network by logits [N, K] and labels [N] of images that it was not trained on."""
+    logits = np.asarray(logits, np.float32)
+    temperature = fit_temperature(logits, labels)
+    probability, correct = confidence(logits, labels, temperature)
+    probability = probability.astype(np.float64)
+    order = np.argsort(-probability, kind="stable")
+    right = np.cumsum(correct[order])
+    counts = np.unique(np.ceil(len(labels) * np.arange(1, POINTS + 1) / POINTS).astype(int))
+    after = np.empty(len(labels))
+    for half in (0, 1) if len(labels) > 1 else ():
+        other = fit_temperature(logits[1 - half :: 2], labels[1 - half :: 2])
+        after[half::2] = confidence(logits[half::2], labels[half::2], other)[0]
+    return Calibration(
+        temperature=round(temperature, 5),
+        images=len(labels),
+        error_before=round(100 * calibration_error(confidence(logits, labels)[0], correct), 4),
+        error_after=round(100 * calibration_error(after if len(labels) > 1 else probability, correct), 4),
+        # rounded down, so that the image that a threshold is from is above it
+        thresholds=tuple((np.floor(probability[order][counts - 1] * 1e6) / 1e6).tolist()),
+        accuracy=tuple(np.round(100 * right[counts - 1] / counts, 4).tolist()),
+        coverage=tuple(np.round(100 * counts / len(labels), 4).tolist()),
+    )
+
+
+def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
+    """The temperature with the least cross entropy: a convex problem in its inverse, solved by safeguarded Newton."""
+    logits = np.asarray(logits, np.float32)
+    doubt = 1 / (len(labels) + 2)
+    target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
+    inverse, low, high = 1.0, _FLATTEST, _SHARPEST
+    for _ in range(50):
+        mean, variance = _moments(logits, inverse)
+        slope, curvature = float((mean - target).mean()), float(variance.mean())
+        low, high = (low, inverse) if slope > 0 else (inverse, high)
+        newton = inverse - slope / curvature if curvature > 0 else 0.0
+        following = newton if low < newton < high else (low * high) ** 0.5
+        if abs(following - inverse) < 1e-6 * inverse:
+            break
+        inverse = following
+    return 1 / inverse
+
+
+def _moments(logits: NDArray[np.float32], inverse: float) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """Mean and variance [N] of each image's logits under its tempered probabilities."""
+    weights = np.exp(inverse * (logits - logits.max(1, keepdims=True)))
+    weights /= weights.sum(1, keepdims=True)
+    mean = (weights * logits).sum(1)
+    return mean, (weights * (logits - mean[:, None]) ** 2).sum(1)
+
+
+def confidence(
+    logits: NDArray[np.floating], labels: NDArray[np.integer], temperature: float = 1.0
+) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
+    """Probability [N] of the best class, and whether it is the label [N]."""
+    weights = np.exp((logits - logits.max(1, keepdims=True)) / temperature)
+    return 1 / weights.sum(1), logits.argmax(1) == labels
+
+
+def calibration_error(confidence: NDArray[np.floating], correct: NDArray[np.bool_], bins: int = 15) -> float:
+    """Expected calibration error: |accuracy - confidence| per bin of confidence, weighted by the bin's size."""
+    which = np.minimum((confidence * bins).astype(int), bins - 1)
+    count = np.bincount(which, minlength=bins)
+    gap = np.bincount(which, correct - confidence.astype(np.float64), minlength=bins)
+    return float(np.abs(gap).sum() / max(1, count.sum()))

@@ -1,0 +1,112 @@
+"""The calibration of a run: from its held-out images once, then kept in RUN/calibration.json for these weights.
+
+Weights that `export` wrote carry theirs in their description. Published weights have none: nobody knows here which
+images they have not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from everytoken import schema
+from everytoken.calibration import Calibration
+from everytoken.data.datasets import DataSet, Subset
+from everytoken.engine.run_folder import Run, run_of
+from everytoken.errors import EverytokenError
+from everytoken.evaluation import EvalOptions, InferenceOptions, Progress
+from everytoken.files import plain_json, sha256_of, write_atomically
+from everytoken.maps.summary import sample_positions
+from everytoken.models.open import OpenModel
+
+FILE = "calibration.json"
+FEWEST, MOST = 20, 1000  # images to calibrate on
+
+
+@dataclass(frozen=True)
+class RunCalibration:
+    """The content of the file. weights: hash of the weights file that it is about."""
+
+    weights: str
+    calibration: Calibration
+
+
+def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
+    """Training and validation images of a run; `data`: where its images are now, if they have moved."""
+    from everytoken.engine.options import TrainOptions
+    from everytoken.engine.recipe import apply
+    from everytoken.tasks.build import open_splits
+
+    place = None if data else run.place()  # from whatever folder the run was started in
+    data = data or (str(place) if place is not None else "")
+    settings = {name: value for name, value in run.config.items() if name in ("data", "val_split")}
+    options = apply(TrainOptions(), settings, f"{run.path}/config.yaml")
+    train, val, _ = open_splits(replace(options, data=data) if data else options)
+    return train, val
+
+
+def validation_set(run: Run, data: str = "") -> DataSet:
+    """The validation images of a run."""
+    return splits(run, data)[1]
+
+
+def read_calibration(run: Run, weights: Path) -> Calibration | None:
+    """What is kept about these weights; None if that is nothing, or about others."""
+    with contextlib.suppress(schema.SchemaError, OSError):  # a torn file is made again
+        kept = schema.read_json(run.path / FILE, RunCalibration)
+        if kept.weights == sha256_of(weights):
+            return kept.calibration
+    return None
+
+
+def keep_calibration(run: Run, weights: Path, calibration: Calibration) -> None:
+    """Write it to the run, for the next time; a folder that cannot be written is only slower then."""
+    with contextlib.suppress(OSError, EverytokenError):
+        content = plain_json(asdict(RunCalibration(sha256_of(weights), calibration)))
+        write_atomically(run.path / FILE, content.encode())
+
+
+def calibrated(opened: OpenModel, options: InferenceOptions, progress: Progress | None) -> tuple[OpenModel, str]:
+    """The model with the calibration of its run, and a remark if that was made now or cannot be made.
+
+    At most a thousand of the held-out images are looked at.
+    """
+    run = run_of(opened.source) if Path(opened.source).is_file() else None
+    if opened.info.calibration is not None or run is None:
+        return opened, ""
+    weights, remark = Path(opened.source), ""
+    calibration = read_calibration(run, weights)
+    if calibration is None:
+        try:
+            calibration = _calibrate(opened, run, options, progress)
+        except (EverytokenError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            return (
+                opened,
+                f"probabilities are not calibrated, because the run's held-out images cannot be used: {reason}",
+            )
+        if calibration is None:
+            return opened, f"probabilities are not calibrated, because the run held out fewer than {FEWEST} images"
+        keep_calibration(run, weights, calibration)
+        remark = (
+            f"calibrated on {calibration.images:,} images that the run held out (temperature "
+            f"{calibration.temperature:.2f}; calibration error {calibration.error_before:.1f} %, now "
+            f"{calibration.error_after:.1f} %)"
+        )
+    return replace(opened, info=replace(opened.info, calibration=calibration)), remark
+
+
+def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions, progress: Progress | None) -> Calibration | None:
+    from everytoken.evaluation.run import run_evaluation
+
+    images = validation_set(run)
+    if len(images) < FEWEST:
+        return None
+    part = Subset(images, np.array(list(sample_positions(len(images), MOST))))
+    settings = EvalOptions(
+        batch_size=options.batch_size, workers=options.workers, device=options.device, on_bad_image="skip"
+    )
+    return run_evaluation(opened, part, settings, progress, calibrates=True).calibration

@@ -1,0 +1,195 @@
+"""The model card of an exported model: README.md with what it was trained on and how, its result, and how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import yaml
+
+from everytoken._version import version
+from everytoken.classes import shown_name
+from everytoken.engine.run_folder import Run
+from everytoken.errors import EverytokenError
+from everytoken.evaluation import ExportOptions
+from everytoken.evaluation.calibrated import splits
+from everytoken.models.open import OpenModel
+from everytoken.stats import Estimate, percentage
+
+_SHOWN = 40  # classes that are named
+_SETTINGS = ("epochs", "iters", "batch_size", "opt", "lr", "weight_decay", "smoothing", "aa", "seed")
+
+
+def model_card(
+    opened: OpenModel, run: Run | None, differences: Mapping[str, float], checked_on: str, options: ExportOptions
+) -> str:
+    """The text of README.md."""
+    facts = _data_facts(run)
+    result = facts.get("result")
+    title = options.push.split("/")[-1] or (run.name if run is not None else opened.info.architecture)
+    front: dict[str, Any] = {
+        "library_name": "timm",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", "timm", "everytoken"],
+    }
+    if options.license:
+        front["license"] = options.license
+    if isinstance(result, Estimate):
+        metric = {"type": "accuracy", "value": round(result.value, 2), "name": "top-1 on held-out images"}
+        data = {"type": "imagefolder", "name": str(facts["data"])}
+        task = {"type": "image-classification"}
+        results = [{"task": task, "dataset": data, "metrics": [metric]}]
+        front["model-index"] = [{"name": title, "results": results}]
+    sections = [
+        f"# {_plain(title)}",
+        _about(opened),
+        _training(run, facts),
+        _result(opened, facts),
+        _use(opened, differences),
+        _files(opened, differences, checked_on),
+        f"Written by [everytoken](https://pypi.org/project/everytoken/) {version()}.",
+    ]
+    head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _data_facts(run: Run | None) -> dict[str, Any]:
+    """Name and size of the data, and the result with its interval, as far as they can be known."""
+    if run is None:
+        return {}
+    facts: dict[str, Any] = {"data": str(run.config.get("data", "")).rstrip("/").split("/")[-1] or "the run's data"}
+    try:
+        train, val = splits(run)
+        facts |= {"train": len(train), "val": len(val)}
+    except (EverytokenError, OSError):
+        pass  # moved or deleted: the result has no interval then
+    best = run.summary.get("best")
+    score = best.get("score") if isinstance(best, Mapping) else run.best
+    if isinstance(score, int | float):
+        count = facts.get("val", 0)
+        facts["result"] = percentage(np.arange(count) < round(score / 100 * count)) if count else Estimate(float(score))
+    return facts
+
+
+def _about(opened: OpenModel) -> str:
+    info = opened.info
+    names = [_code(shown_name(name)) for name in info.class_names[:_SHOWN]]
+    more = f" and {opened.num_classes - _SHOWN} more (config.json)" if opened.num_classes > _SHOWN else ""
+    return (
+        f"An image classifier: `{info.architecture}`, {opened.parameters / 1e6:.1f} M parameters, images of "
+        f"{info.img_size[1]} x {info.img_size[0]} pixels, {opened.num_classes} classes: {', '.join(names)}{more}."
+    )
+
+
+def _training(run: Run | None, facts: Mapping[str, Any]) -> str:
+    if run is None:
+        return ""
+    config = run.config
+    images = f": {facts['train']:,} images to train on, {facts['val']:,} held out" if "train" in facts else ""
+    objectives = ", ".join(_code(name) for name in config.get("objectives") or {}) or "plain labels"
+    mixing = ", ".join(_code(name) for name in config.get("mixing") or {}) or "none"
+    start = config.get("weights") or config.get("initial_checkpoint") or config.get("pretrained")
+    lines = [
+        "## Training",
+        f"- data: {_code(facts['data'])}{images}",
+        f"- recipe: {_code(config['recipe']) if config.get('recipe') else 'options of `everytoken train`'}",
+        f"- objectives: {objectives}; mixing: {mixing}",
+        f"- starts from: {_code(start) if start else 'random weights'}",
+        "- "
+        + ", ".join(f"{name} {_code(config[name])}" for name in _SETTINGS if config.get(name) not in (None, "", 0)),
+    ]
+    if config.get("maps"):
+        lines.insert(4, f"- score maps for the tokens: {_code(str(config['maps']).rstrip('/').split('/')[-1])}")
+    return "\n".join(lines)
+
+
+def _result(opened: OpenModel, facts: Mapping[str, Any]) -> str:
+    result, calibration = facts.get("result"), opened.info.calibration
+    lines = []
+    if isinstance(result, Estimate):
+        interval = "" if result.low is None else f" (95 % interval {result.low:.1f} to {result.high:.1f})"
+        count = f"{facts['val']:,} held-out images" if "val" in facts else "held-out images"
+        lines.append(
+            f"Top-1 accuracy {result.value:.1f} %{interval} on {count}, with the weights of the best epoch on these "
+            "images, which makes the number a little too good."
+        )
+    if calibration is not None:
+        lines.append(
+            f"Divide logits by {calibration.temperature:.3g} before the softmax: on {calibration.images:,} held-out "
+            f"images the calibration error is then {calibration.error_after:.1f} % instead of "
+            f"{calibration.error_before:.1f} %."
+        )
+        rows = []
+        for rate in (0.9, 0.95, 0.99):
+            threshold, coverage = calibration.threshold(rate)
+            if coverage:
+                rows.append(f"| {rate:.0%} | {threshold:.3f} | {coverage:.0f} % |")
+        if rows:
+            lines += ["", "| right answers | probability of at least | part of the images |", "|---|---|---|", *rows]
+    return "\n".join(["## Result", *lines]) if lines else ""
+
+
+def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
+    info, parts = opened.info, ["## Use"]
+    own = type(opened.model.backbone).__module__.startswith("everytoken")
+    if "model.safetensors" in differences:
+        first = "import everytoken  # pip install everytoken: it registers this model with timm\n" if own else ""
+        parts.append(
+            f"```python\n{first}import timm\nfrom PIL import Image\n\n"
+            'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()   # or hf-hub:USER/NAME\n'
+            "config = timm.data.resolve_model_data_config(model)\n"
+            "transform = timm.data.create_transform(**config, is_training=False)\n"
+            'logits = model(transform(Image.open("photo.jpg").convert("RGB"))[None])\n'
+            'model.pretrained_cfg["label_names"][logits.argmax()]\n```'
+        )
+        if info.token_class_names:
+            parts.append(
+                "timm opens the classifier. The head that answers for every token is "
+                + ("in the weights too" if opened.model.uses_own_head else "in model.token_head.safetensors")
+                + "; everytoken uses it."
+            )
+    if "model.onnx" in differences:
+        height, width = info.img_size
+        parts.append(
+            "```python\nimport json, numpy, onnxruntime\n\n"
+            'session = onnxruntime.InferenceSession("model.onnx")\n'
+            "about = session.get_modelmeta().custom_metadata_map      # classes, preprocessing, temperature\n"
+            f"# images: float32 [B, 3, {height}, {width}], see Preprocessing\n"
+            'logits = session.run(["logits"], {"images": images})[0]\n'
+            'json.loads(about["classes"])[logits[0].argmax()]\n```'
+        )
+    if "model.pt2" in differences:
+        parts.append(
+            '```python\nimport torch\n\nmodel = torch.export.load("model.pt2").module()\nlogits = model(images)[0]\n```'
+        )
+    if set(differences) - {"model.pt2"}:
+        parts.append("```sh\npip install everytoken\neverytoken predict FOLDER photos --out predictions.csv\n```")
+    short = [int(side / info.crop_pct) for side in info.img_size]
+    parts.append(
+        f"Preprocessing: RGB, upright, the short side resized to {short[0]} pixels ({info.interpolation}), the centre "
+        f"{info.img_size[1]} x {info.img_size[0]}, divided by 255, mean {list(info.mean)}, std {list(info.std)}."
+    )
+    return "\n\n".join(parts)
+
+
+def _files(opened: OpenModel, differences: Mapping[str, float], checked_on: str) -> str:
+    lines = [f"| {name} | {difference:.1e} |" for name, difference in differences.items()]
+    return "\n".join(
+        [
+            "## Files",
+            f"Each file was compared with the trained model on {checked_on}; the largest difference of a logit:",
+            "",
+            *("| file | difference |", "|---|---|"),
+            *lines,
+        ]
+    )
+
+
+def _plain(text: object) -> str:
+    """One line without Markdown's special signs."""
+    return " ".join("".join("\\" + letter if letter in "\\`*_{}[]<>|~#" else letter for letter in str(text)).split())
+
+
+def _code(text: object) -> str:
+    return "`" + " ".join(str(text).replace("`", "'").split()) + "`"

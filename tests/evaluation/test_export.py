@@ -1,0 +1,231 @@
+"""`everytoken export`: what others open without this package, checked before it is kept."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import create_transform, resolve_model_data_config
+
+import everytoken as et
+from everytoken.cli import main
+from everytoken.errors import EverytokenError, MissingExtraError
+from everytoken.evaluation import exporting
+from everytoken.models.open import Description, open_model
+
+NAMES = ("ants", "bees", "wasps & co")
+SEEN = {"img_size": (48, 48), "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.9}
+
+
+def write_run(folder, data, architecture, arguments, token_names=(), **more):
+    """A run folder with random weights."""
+    torch.manual_seed(0)
+    folder.mkdir(parents=True)
+    info = Description(architecture, {"num_classes": 3, **arguments}, NAMES, token_names, **SEEN, **more)
+    save_file(
+        timm.create_model(architecture, num_classes=3, **arguments).state_dict(),
+        folder / "best.safetensors",
+        metadata=info.to_metadata(),
+    )
+    config = {"data": str(data), "model": architecture, "recipe": "small_96_token", "epochs": 7}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "objectives": {"token_labeling": {}}}))
+    (folder / "summary.json").write_text(json.dumps({"best": {"score": 75.0, "epoch": 5}, "epochs": 7}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(photos, tmp_path_factory):
+    """The photos, under the names of the model's classes."""
+    folder = tmp_path_factory.mktemp("data")
+    for split in ("train", "val"):
+        for i, name in enumerate(NAMES):
+            shutil.copytree(photos / split / f"class-{i}", folder / split / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vit(data, tmp_path_factory):
+    """A ViT whose tokens were taught two classes of their own."""
+    folder = write_run(tmp_path_factory.mktemp("vit") / "run", data, "test_vit", {"img_size": 48}, ("sky", "grass"))
+    head = torch.nn.Linear(64, 2)
+    save_file(dict(head.state_dict()), folder / "best.token_head.safetensors")
+    return folder
+
+
+def test_plain_timm_opens_the_folder_with_classes_size_and_normalisation(vit, data, tmp_path):
+    result = et.export(vit, tmp_path / "out")
+    assert result.differences == {"model.safetensors": 0.0}
+    assert "held out" in result.checked_on
+    model = timm.create_model(f"local-dir:{result.folder}", pretrained=True).eval()
+    assert model.num_classes == 3
+    assert model.pretrained_cfg["label_names"] == list(NAMES)
+    config = resolve_model_data_config(model)
+    assert {
+        name: tuple(config[name]) if name != "crop_pct" else config[name] for name in ("mean", "std", "crop_pct")
+    } == {name: SEEN[name] for name in ("mean", "std", "crop_pct")}
+    assert tuple(config["input_size"]) == (3, 48, 48)
+    files = sorted(file for name in NAMES for file in (data / "val" / name).iterdir())
+    transform = create_transform(**config, is_training=False)
+    with torch.no_grad():
+        logits = torch.cat([model(transform(Image.open(file).convert("RGB"))[None]) for file in files])
+    predicted = et.load(vit).predict(data / "val", workers=0)
+    assert [image.classes[0] for image in predicted] == [NAMES[i] for i in logits.argmax(1)]
+    assert [image.probabilities[0] for image in predicted] == pytest.approx(
+        logits.softmax(1).amax(1).tolist(), abs=1e-4
+    )
+
+
+def test_the_package_opens_it_whole_by_path_and_by_timms_name(vit, tmp_path):
+    result = et.export(vit, tmp_path / "out", to="hf")
+    images = torch.randn(2, 3, 48, 48)
+    expected = open_model(vit).model(images)
+    for name in (str(result.folder), f"local-dir:{result.folder}"):
+        opened = et.load(name)
+        assert opened.token_classes.names == ("sky", "grass")
+        view = opened.model(images)
+        torch.testing.assert_close(view.logits, expected.logits)
+        torch.testing.assert_close(view.token_logits, expected.token_logits)
+
+
+def test_the_card_says_data_recipe_result_with_interval_and_use(vit, tmp_path):
+    card = (et.export(vit, tmp_path / "out", license="apache-2.0").folder / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "timm"
+    assert front["license"] == "apache-2.0"
+    assert front["model-index"][0]["results"][0]["metrics"][0]["value"] == 75.0
+    for part in ("`wasps & co`", "36 images to train on, 12 held out", "`small_96_token`", "`token_labeling`"):
+        assert part in card
+    assert "75.0 % (95 % interval 46.8 to 91.1) on 12 held-out images" in card
+    assert 'timm.create_model("local-dir:FOLDER", pretrained=True)' in card
+    assert "model.token_head.safetensors" in card
+    assert "import everytoken" not in card
+
+
+@pytest.fixture(scope="module")
+def program(data, tmp_path_factory):
+    """(run, exported): an LV-ViT whose token head votes, as ONNX file and torch program, with its cells."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    arguments = {"img_size": 48, "embed_dim": 16, "depth": 1, "num_heads": 2, "stem_width": 8}
+    folder = tmp_path_factory.mktemp("lvvit") / "run"
+    write_run(folder, data, "lvvit_nano_patch4_32", arguments, NAMES, token_vote=0.5)
+    return folder, et.export(folder, to=("onnx", "torch-export", "timm"), cells=True)
+
+
+def test_onnx_and_torch_programs_answer_like_the_run(program, data, capsys):
+    folder, result = program
+    assert result.folder == folder / "export"
+    assert max(result.differences.values()) < 1e-4
+    words = ["predict", "--json", "--device", "cpu", "-j", "0", "--no-calibrate", "--locate", "-b", "5"]
+    rows = []
+    for source in (folder, result.folder / "model.onnx"):
+        assert main([*words, str(source), str(data / "val")]) == 0
+        rows.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    for own, other in zip(*rows, strict=True):
+        assert own["classes"] == pytest.approx(other["classes"], abs=1e-4)
+        assert own["box"] == pytest.approx(other["box"], abs=1)
+    loaded = et.load(result.folder / "model.onnx")
+    assert loaded.info.mean == SEEN["mean"]
+    assert loaded.class_names == NAMES
+    evaluated = loaded.evaluate(data, workers=0, device="cpu")
+    assert evaluated.numbers["images"] == 12
+
+    run = torch.export.load(result.folder / "model.pt2").module()
+    images = torch.randn(3, 3, 48, 48)
+    logits, cells = run(images)
+    view = open_model(folder).model(images)
+    torch.testing.assert_close(logits, view.voted(0.5), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cells, view.token_logits, atol=1e-4, rtol=1e-4)
+    assert "import everytoken" in (result.folder / "README.md").read_text()
+
+
+def test_what_a_program_cannot_do_is_said(program, data, tmp_path):
+    _, result = program
+    onnx = result.folder / "model.onnx"
+    with pytest.raises(EverytokenError, match="48 x 48"):
+        open_model(onnx, img_size=64)
+    with pytest.raises(EverytokenError, match="gradients"):
+        et.explain(onnx, next((data / "val" / NAMES[0]).iterdir()))
+    with pytest.raises(EverytokenError, match="exported program"):
+        et.export(onnx, tmp_path)
+    (tmp_path / "bad.onnx").write_bytes(b"no program")
+    with pytest.raises(EverytokenError, match=r"bad\.onnx"):
+        open_model(tmp_path / "bad.onnx")
+    with pytest.raises(EverytokenError, match="earlier export"):
+        et.export(program[0], result.folder, to="onnx")
+
+
+def test_a_file_that_answers_differently_is_not_kept(vit, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "_TOLERANCE", -1.0)
+    with pytest.raises(EverytokenError, match="was not kept"):
+        et.export(vit, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_missing_extra_is_said_before_anything_is_done(vit, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(MissingExtraError, match=r"everytoken\[export\]"):
+        et.export(vit, tmp_path / "out", to="onnx")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(EverytokenError, match="onx"):
+        et.export(vit, tmp_path / "out", to="onx")
+
+
+def test_the_calibration_travels_with_the_export(vit, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("everytoken.evaluation.calibrated.FEWEST", 5)
+    wanted = et.predict(vit, data / "val", workers=0)
+    assert "calibrated on 12" in wanted.notes[0]
+    folder = et.export(vit, tmp_path / "out").folder
+    (vit / "calibration.json").unlink()
+    again = et.predict(folder, data / "val", workers=0)
+    assert not again.notes
+    assert [image.probabilities for image in again] == [pytest.approx(image.probabilities) for image in wanted]
+    assert "Divide logits by" in (folder / "README.md").read_text()
+
+
+def test_push_makes_the_repository_and_uploads_what_was_written(vit, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    class Api:
+        def create_repo(self, repo_id, private, exist_ok):
+            calls.append(("create", repo_id, private, exist_ok))
+            return f"https://huggingface.co/{repo_id}"
+
+        def upload_folder(self, repo_id, folder_path, allow_patterns, commit_message):
+            calls.append(("upload", repo_id, sorted(allow_patterns)))
+            if repo_id == "me/forbidden":
+                raise OSError("403 Client Error")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/private.txt").write_text("not part of the model")
+    words = ["export", str(vit), "--to", "hf", "--out", str(tmp_path / "out")]
+    assert main([*words, "--push", "me/bugs", "--private"]) == 0
+    assert "https://huggingface.co/me/bugs" in capsys.readouterr().out
+    names = ["README.md", "config.json", "model.safetensors", "model.token_head.safetensors"]
+    assert calls == [("create", "me/bugs", True, True), ("upload", "me/bugs", names)]
+    assert main([*words, "--push", "me/forbidden"]) == 2
+    assert "403" in capsys.readouterr().err
+    assert main([*words, "--push", "bugs"]) == 2
+    assert "USER/NAME" in capsys.readouterr().err
+
+
+def test_a_repository_on_the_hub_is_opened_whole(vit, tmp_path, monkeypatch):
+    folder = et.export(vit, tmp_path / "out", to="hf").folder
+    wanted = []
+
+    def download(name, file):
+        wanted.append((name, file))
+        return str(folder / file)
+
+    monkeypatch.setattr("timm.models._hub.download_from_hf", download)
+    opened = et.load("hf-hub:me/bugs")
+    assert opened.class_names == NAMES
+    assert opened.token_classes.names == ("sky", "grass")
+    assert [file for _, file in wanted] == ["config.json", "model.safetensors", "model.token_head.safetensors"]
+    assert {name for name, _ in wanted} == {"me/bugs"}
