@@ -171,6 +171,11 @@ def _locations(
         yield from zip(numbers, locator.locate(batch.images, classes, probabilities, sizes), strict=True)
 
 
+def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """Progress of one of several passes, as part of them all."""
+    return None if progress is None else lambda done, _: progress(before + done, total)
+
+
 def run_prediction(
     source: str | Path | OpenModel, images: Sequence[str], options: PredictOptions, progress: Progress | None
 ) -> ImagePredictions:
@@ -184,7 +189,7 @@ def run_prediction(
     notes: list[str] = []
     as_trained = options.token_vote is None and not options.img_size and not options.crop_pct
     if options.calibrate and as_trained:
-        opened, remark = calibrated(opened, options, progress)
+        opened, remark = calibrated(opened, options, None)
         notes += [remark] if remark else []
     calibration = opened.info.calibration if options.calibrate and as_trained else None
     temperature = 1.0 if calibration is None else calibration.temperature
@@ -201,7 +206,9 @@ def run_prediction(
         notes.append(f"answers below {threshold:.3f} are unsure; there are no held-out images to calibrate that with")
     data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
     model = Voter(opened, options.token_vote).eval()
-    inference = Inference(model, data, eval_view(opened.info), options, options.amp, progress)
+    total = len(data) * (2 if options.locate else 1)
+    first, second = (_part(progress, before, total) for before in (0, len(data)))
+    inference = Inference(model, data, eval_view(opened.info), options, options.amp, first)
     out: dict[int, ImagePrediction] = {}
     likely: dict[int, tuple[Tensor, Tensor]] = {}
     for batch, logits in inference.batches():
@@ -216,6 +223,6 @@ def run_prediction(
             likely |= zip(batch.indices.tolist(), zip(classes, values, strict=True), strict=True)
     skipped = dict(inference.bad_images.seen)
     if options.locate:
-        for i, location in _locations(opened, Subset(data, np.array(sorted(out))), likely, options, progress):
+        for i, location in _locations(opened, Subset(data, np.array(sorted(out))), likely, options, second):
             out[i] = replace(out[i], location=location)
     return ImagePredictions(tuple(out[i] for i in sorted(out)), skipped, threshold, tuple(notes))
