@@ -67,6 +67,12 @@ class Program:
 
 
 @pytest.fixture
+def forkserver():
+    """Starts processes that have torch and timm imported."""
+    return CONTEXT
+
+
+@pytest.fixture
 def start(tmp_path_factory):
     """Starts a `Program`: start("train", ..., RANK="1"). Those that still run at the end are killed."""
     programs = []

@@ -105,8 +105,9 @@ def normalise(
 ) -> Tensor:
     """uint8 [B, 3, H, W] -> (pixel / 255 - mean) / std in `dtype`, computed in float32, on the images' own device."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    centre = torch.tensor(mean, device=images.device).mul_(255).view(1, -1, 1, 1)
-    width = torch.tensor(std, device=images.device).mul_(255).view(1, -1, 1, 1)
+    centre, width = (
+        torch.tensor(values).mul_(255).view(1, -1, 1, 1).to(images.device, non_blocking=True) for values in (mean, std)
+    )
     return images.to(torch.float32, memory_format=layout).sub_(centre).div_(width).to(dtype)
 
 

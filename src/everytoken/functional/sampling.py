@@ -338,10 +338,10 @@ def _released_warp(maps: MapBatch, placement: Tensor) -> tuple[MapBatch, Tensor]
     turn = flip[:, :, None] * affine[:, :, :2] / sides[:, None]
     start = torch.linalg.solve(turn, flip * (affine[:, :, 2] - 0.5)) + 0.5
     crops = torch.cat((torch.diag_embed(sides), start[:, :, None]), dim=2).to(placement.dtype)
-    middle = affine.new_tensor((w / 2, h / 2))
+    middle = _numbers((w / 2, h / 2), affine)
     rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     cells = torch.stack((columns, rows), dim=-1).to(affine) - middle  # [h, w, 2]: x, y
-    ratio = affine.new_tensor((w, h))  # placements are in fractions, cells in cells
+    ratio = _numbers((w, h), affine)  # placements are in fractions, cells in cells
     source = torch.einsum("bij,hwj->bhwi", turn * ratio[:, None] / ratio, cells) + middle
     source = (source + 0.5).floor()
     x, y = torch.where(flip[:, None, None] < 0, ratio - 1 - source, source).unbind(-1)
@@ -404,10 +404,15 @@ def _to_cells(placement: Tensor, area: Tensor, size: Size) -> Tensor:
     # Double where there is: float32 fractions times 18 cells would cost the fifth digit of the labels.
     dtype = torch.float32 if placement.device.type == "mps" else torch.float64
     placement, area = placement.detach().to(dtype), area.to(dtype)
-    scale = placement.new_tensor((size[1], size[0])) / (area[:, 2:] - area[:, :2])
+    scale = _numbers((size[1], size[0]), placement) / (area[:, 2:] - area[:, :2])
     cells = placement * scale[:, :, None]
     cells[:, :, 2] -= area[:, :2] * scale + 0.5
     return cells
+
+
+def _numbers(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """`like.new_tensor(values)`, for which a GPU would be waited for."""
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def _is_turned(cells: Tensor) -> Tensor:
@@ -418,7 +423,7 @@ def _is_turned(cells: Tensor) -> Tensor:
 def _labelled(maps: MapBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Corners [B, 2] (x, y), in cells, of what is inside the image and inside the map's area."""
     area = maps.area.to(dtype)
-    start, scale = area[:, :2], area.new_tensor((maps.size[1], maps.size[0])) / (area[:, 2:] - area[:, :2])
+    start, scale = area[:, :2], _numbers((maps.size[1], maps.size[0]), area) / (area[:, 2:] - area[:, :2])
     return (start.clamp(min=0) - start) * scale - 0.5, (area[:, 2:].clamp(max=1) - start) * scale - 0.5
 
 

@@ -144,7 +144,7 @@ class GuidedMixer(MaskMixer):
         mix = self.guided(importance.detach().float(), partner, image_size, grid, rng)
         if active.all():
             return mix
-        on = torch.from_numpy(active).to(mix.mask.device)
+        on = torch.from_numpy(active).to(mix.mask.device, non_blocking=True)
         moved = mix.moves
         if moved is not None:
             moved = torch.where(
@@ -168,7 +168,7 @@ class GuidedMixer(MaskMixer):
         return Mix(partner, mask, ratio, "pixels", symmetric=False, soft=self.soft, moves=moves)
 
     def _lam(self, count: int, rng: np.random.Generator, device: torch.device) -> Tensor:
-        return torch.from_numpy(rng.beta(self.alpha, self.alpha, size=count)).float().to(device)
+        return torch.from_numpy(rng.beta(self.alpha, self.alpha, size=count)).float().to(device, non_blocking=True)
 
 
 @dataclass
@@ -434,6 +434,7 @@ def _around(padded: Tensor) -> Tensor:
 def _log_binomial(lam: Tensor, levels: int) -> Tensor:
     """log P(k) [B, m + 1] of k successes in m trials with probability λ [B]."""
     k = torch.arange(levels + 1, device=lam.device, dtype=torch.float32)
-    ways = torch.tensor([math.log(math.comb(levels, i)) for i in range(levels + 1)], device=lam.device)
+    ways = torch.tensor([math.log(math.comb(levels, i)) for i in range(levels + 1)])
+    ways = ways.to(lam.device, non_blocking=True)
     lam = lam[:, None].clamp(1e-4, 1 - 1e-4)
     return ways + k * lam.log() + (levels - k) * (1 - lam).log()

@@ -86,7 +86,7 @@ class MixUp(MaskMixer):
     ) -> Tensor:
         """[n, 1, 1]: the same everywhere."""
         lam = np.where(active, rng.beta(self.alpha, self.alpha, size=len(active)), 1.0)
-        return torch.from_numpy(lam).float().to(device).view(-1, 1, 1)
+        return torch.from_numpy(lam).float().to(device, non_blocking=True).view(-1, 1, 1)
 
 
 def patches_to_pixels(mask: Tensor, image_size: Size) -> Tensor:
@@ -126,7 +126,7 @@ class RandomPatches(MaskMixer):
             if mixes:
                 own[i, rng.permutation(count)[:taken]] = False
         own = own.reshape(-1, *cells).repeat(self.scale, 1).repeat(self.scale, 2)[:, :h, :w]
-        return patches_to_pixels(torch.from_numpy(own).to(device), image_size)
+        return patches_to_pixels(torch.from_numpy(own).to(device, non_blocking=True), image_size)
 
 
 @dataclass
@@ -167,7 +167,7 @@ class BlockPatches(MaskMixer):
             taken = round((1 - rng.beta(self.alpha, self.alpha)) * grid[0] * grid[1])
             if mixes:
                 self._cover(own[i], taken, rng)
-        return patches_to_pixels(torch.from_numpy(own).to(device), image_size)
+        return patches_to_pixels(torch.from_numpy(own).to(device, non_blocking=True), image_size)
 
     def _cover(self, own: np.ndarray, wanted: int, rng: np.random.Generator) -> None:
         """Clear rectangles until exactly `wanted` patches are cleared; the last one is cut to fit, row by row."""

@@ -205,7 +205,7 @@ class MaskMixer(Mixer):
         mask = self.masks(active, image_size, grid, rng, device)
         if self.mode == "pair":
             first = np.minimum(np.arange(batch_size), np.arange(batch_size)[::-1])
-            mask = mask[torch.from_numpy(first).to(mask.device)]
+            mask = mask[torch.from_numpy(first).to(mask.device, non_blocking=True)]
         return Mix(
             partner=torch.arange(batch_size - 1, -1, -1, device=device),
             mask=mask,
@@ -363,7 +363,7 @@ def boxes_at(lam: np.ndarray, centre: np.ndarray, size: Size) -> np.ndarray:
 
 def box_masks(boxes: np.ndarray, size: Size, device: Device) -> Tensor:
     """[n, h, w] float32: 0 inside the box, 1 outside. Made on the device from four numbers per box."""
-    row0, column0, row1, column1 = torch.from_numpy(boxes).to(device)[:, :, None].unbind(1)
+    row0, column0, row1, column1 = torch.from_numpy(boxes).to(device, non_blocking=True)[:, :, None].unbind(1)
     rows, columns = torch.arange(size[0], device=device), torch.arange(size[1], device=device)
     inside_rows = (rows >= row0) & (rows < row1)
     inside_columns = (columns >= column0) & (columns < column1)

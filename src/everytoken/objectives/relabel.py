@@ -113,7 +113,7 @@ class FromMaps(Objective):
                 raise EverytokenError(
                     f"class_map has {len(self.class_map)} entries, but the maps have {maps.num_classes} classes."
                 )
-            table = torch.as_tensor(self.class_map, device=maps.classes.device)
+            table = torch.as_tensor(self.class_map).to(maps.classes.device, non_blocking=True)
             logits, classes = map_classes(sampled.image_logits, maps.classes, table)
             how = (self.temperature, self.top_k, self.smoothing, self.released)
             return from_scores(logits, classes, K, sampled.image.weight, *how)
