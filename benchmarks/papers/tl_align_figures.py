@@ -1,0 +1,287 @@
+"""TL-Align's Figures 3 to 6 and its token presence (equations 2 and 3), for any models and images.
+
+    python benchmarks/papers/tl_align_figures.py rmse DATA timm:deit_tiny_patch16_224.fb_in1k ...   # Figure 3
+    python benchmarks/papers/tl_align_figures.py layers DATA RUN                                    # Figure 4
+    python benchmarks/papers/tl_align_figures.py labels DATA RUN --images 8                         # Figures 5 and 6
+    python benchmarks/papers/tl_align_figures.py presence DATA RUN                                  # equations 2 and 3
+
+Models are run folders, weights files, timm:NAME, registry:NAME; `--untrained` gives timm:NAME random weights, to see
+the script work without a download. Each command prints a table and writes a picture (`--out`, matplotlib).
+
+    rmse      between the targets of CutMix and the aligned ones, over a dataset, one bar per model; pairs of one class
+              count with 0, because both targets are the same. In parts of the label, and per entry of K-wide targets.
+    layers    the own image's part of the tokens that fluctuate most (a tenth of them, by likeness to the unmixed
+              images), after every layer: by TL-Align and by likeness; and what three methods give once for all layers:
+              CutMix the area, TransMix its attention, token labeling what the tokens' places show. Models whose grid
+              shrinks (Swin) have no token to follow from end to end: there it is what the head reads.
+    labels    images, mixture, labels at the start (on the grid of the patch embedding: 56 x 56 for Swin) and aligned.
+    presence  of each token in the output of each attention, 1 = neither grows nor fades; beside it a 7 x 7
+              convolution, for which it is 1 everywhere but at the border.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from everytoken.data import Loader, open_dataset
+from everytoken.data.datasets import find_split
+from everytoken.errors import EverytokenError, need
+from everytoken.evaluation.run import eval_view
+from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse, token_presence
+from everytoken.mixing import CutMix, Mix, apply_to_pixels
+from everytoken.models.align import Aligner, Alignment, Shares
+from everytoken.models.open import OpenModel, open_model
+from everytoken.models.token_model import blocks_of
+
+BATCH = 16
+FLUCTUATING = 0.1  # part of the tokens
+
+
+def batches(opened: OpenModel, data: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(images normalised as the model wants them, labels) of the first validation images in a fixed random order."""
+    view = eval_view(opened.info)
+    named = data.startswith(("torchvision:", "hf:"))
+    dataset = open_dataset(data, "val" if named or find_split(data, "val") else "all")
+    chosen = np.random.default_rng(0).permutation(len(dataset))[:count]
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (view.mean, view.std))
+    for batch in Loader(dataset.subset(chosen), view, BATCH, train=False, workers=0):
+        if len(batch.images) > 1:  # there must be a partner
+            yield (batch.images.float() / 255 - mean) / std, batch.labels
+
+
+def draw(images: Tensor, number: int, mode: str = "elem") -> tuple[Mix, Tensor]:
+    """A CutMix of a batch, another box for every image, and the mixed images."""
+    size = (images.shape[2], images.shape[3])
+    mix = CutMix(mode=mode).draw(len(images), size, (1, 1), np.random.default_rng(number))
+    assert mix is not None
+    return mix, apply_to_pixels(images, mix)
+
+
+def follow(opened: OpenModel, images: Tensor, mix: Mix, options: Alignment | None = None) -> Shares:
+    """The shares of mixed images behind the last layer."""
+    aligner = Aligner(opened.model.backbone, options)
+    try:
+        with torch.no_grad(), aligner.watch(mix) as watched:
+            opened.model.backbone(images)
+        return watched.shares
+    finally:
+        aligner.remove()
+
+
+# Figure 3
+
+
+def rmse(opened: OpenModel, data: str, count: int) -> tuple[float, float]:
+    """(in parts of the label, per entry of the K-wide targets)"""
+    ratios, shares, differ = [], [], []
+    for number, (images, labels) in enumerate(batches(opened, data, count)):
+        mix, mixed = draw(images, number)
+        ratios.append(mix.ratio)
+        shares.append(follow(opened, mixed, mix).image)
+        differ.append(labels != labels[mix.partner])
+    each = torch.cat(ratios), torch.cat(shares), torch.cat(differ)
+    return float(target_rmse(*each)), float(target_rmse(*each, num_classes=opened.num_classes))
+
+
+# Figure 4
+
+
+def layer_ratios(opened: OpenModel, data: str, count: int) -> dict[str, list[float]]:
+    """Method -> the own image's part, at the start and after every layer."""
+    lines: dict[str, list[list[float]]] = {}
+    for number, (images, _) in enumerate(batches(opened, data, count)):
+        mix, mixed = draw(images, number)
+        shares = follow(opened, mixed, mix, Alignment(history=True))
+        likeness = _likeness(opened, mixed, images, mix)
+        grid = (shares.grid.shape[1], shares.grid.shape[2])
+        start = patch_shares(mix.mask, grid).flatten(1).expand(len(images), -1)
+        patches = start.shape[1]
+        same_grid = bool(likeness) and all(h.flatten(1).shape[1] >= patches for h in (*shares.history, *likeness))
+        if same_grid and len({h.shape for h in shares.history}) == 1:
+            last = likeness[-1][:, -patches:]
+            rows = (last - start).abs().topk(max(1, int(FLUCTUATING * patches)), dim=1).indices
+            aligned = [h.flatten(1)[:, -patches:].gather(1, rows).mean() for h in shares.history]
+            alike = [h[:, -patches:].gather(1, rows).mean() for h in likeness]
+            places = start.gather(1, rows).mean()
+        else:
+            aligned = [h.flatten(1).mean() for h in shares.history]
+            alike = [h.mean() for h in likeness]
+            places = start.mean()
+        transmix = follow(opened, mixed, mix, Alignment(layers=(-1,), patches_only=True)).image.mean()
+        depth = len(aligned)
+        found = {
+            "TL-Align": [places, *aligned],
+            "likeness": [places, *alike] if len(alike) == depth else [],
+            "CutMix": [mix.ratio.mean()] * (depth + 1),
+            "TransMix": [transmix] * (depth + 1),
+            "token labeling": [places] * (depth + 1),
+        }
+        for name, values in found.items():
+            lines.setdefault(name, []).append([float(value) for value in values])
+    return {name: np.mean(values, axis=0).tolist() for name, values in lines.items() if values[0]}
+
+
+@torch.no_grad()
+def _likeness(opened: OpenModel, mixed: Tensor, images: Tensor, mix: Mix) -> list[Tensor]:
+    """[B, N] after every block: how much a token is like that of the own image, rather than the partner's."""
+    outputs: list[Tensor] = []
+    handles = [b.register_forward_hook(lambda m, a, out: outputs.append(out)) for b in blocks_of(opened.model.backbone)]
+    try:
+        opened.model.backbone(mixed)
+        of_mixed, outputs[:] = list(outputs), []
+        opened.model.backbone(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    pairs = zip(of_mixed, outputs, strict=True)
+    tokens = [tuple(t.flatten(1, 2) if t.dim() == 4 else t for t in pair) for pair in pairs]
+    return [similarity_shares(both, alone, alone[mix.partner]) for both, alone in tokens]
+
+
+# Figures 5 and 6
+
+
+def label_maps(opened: OpenModel, images: Tensor) -> tuple[Tensor, Mix, Tensor, Tensor]:
+    """(mixed images, the mix, labels at the start [B, h, w] on the patch embedding's grid, aligned [B, h', w'])"""
+    mix, mixed = draw(images, 1)
+    aligned = follow(opened, mixed, mix).grid
+    embed = getattr(opened.model.backbone, "patch_embed", None)
+    grid = getattr(embed, "grid_size", None) or tuple(aligned.shape[1:])
+    return mixed, mix, patch_shares(mix.mask, (int(grid[0]), int(grid[1]))), aligned
+
+
+# Equations 2 and 3
+
+
+@torch.no_grad()
+def presences(opened: OpenModel, images: Tensor) -> list[Tensor]:
+    """[..., N] presence of every token, for each attention layer, the mean over heads."""
+    attention = [m for m in opened.model.backbone.modules() if hasattr(m, "fused_attn") and hasattr(m, "attn_drop")]
+    if not attention:
+        raise EverytokenError(f"{opened.source} has no attention layers whose matrices can be read")
+    matrices: list[Tensor] = []
+    handles = [m.attn_drop.register_forward_pre_hook(lambda m, args: matrices.append(args[0])) for m in attention]
+    fused = [m.fused_attn for m in attention]
+    try:
+        for module in attention:
+            module.fused_attn = False
+        opened.model.backbone(images)
+    finally:
+        for module, setting, handle in zip(attention, fused, handles, strict=True):
+            module.fused_attn = setting
+            handle.remove()
+    return [token_presence(matrix.float().mean(1)) for matrix in matrices]
+
+
+def convolution_presence(side: int = 14, kernel: int = 7) -> Tensor:
+    """[side, side] the same for a convolution (equation 3) with positive random weights."""
+    weight = torch.rand(1, 1, kernel, kernel, generator=torch.Generator().manual_seed(0))
+    inputs = torch.eye(side * side).view(-1, 1, side, side)
+    matrix = F.conv2d(inputs, weight, padding=kernel // 2).flatten(1).T  # output m from input n
+    return (matrix / weight.sum()).sum(0).view(side, side)
+
+
+# Tables and pictures
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, compute, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("figure", choices=("rmse", "layers", "labels", "presence"))
+    parser.add_argument("data", help="a dataset with class folders, or what everytoken accepts")
+    parser.add_argument("models", nargs="+", metavar="RUN|FILE|timm:NAME")
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--img-size", type=int, default=0)
+    parser.add_argument("--untrained", action="store_true")
+    parser.add_argument("--out", type=Path, default=None, help="picture; default: FIGURE.png")
+    options = parser.parse_args(argv)
+    plots = need("matplotlib.figure", "plots", "pictures")
+    sources = [(s, options.untrained and s.startswith("timm:")) for s in options.models]
+    opened = [open_model(s, img_size=options.img_size or None, untrained=u) for s, u in sources]
+    out = options.out or Path(f"{options.figure}.png")
+    drawing = {"rmse": _draw_rmse, "layers": _draw_layers, "labels": _draw_labels, "presence": _draw_presence}
+    figure = drawing[options.figure](plots.Figure, options.models, opened, options.data, options.images)
+    figure.savefig(out, dpi=120, bbox_inches="tight")
+    print(f"\n{out}")
+
+
+def _draw_rmse(make, names: list[str], opened: list[OpenModel], data: str, count: int):
+    values = [rmse(model, data, count) for model in opened]
+    print(f"{'model':<48}{'M parameters':>14}{'RMSE':>10}{'per entry':>12}")
+    for name, model, (share, entry) in zip(names, opened, values, strict=True):
+        print(f"{name:<48}{model.parameters / 1e6:14.1f}{share:10.4f}{entry:12.6f}")
+    figure = make(figsize=(1.5 + 1.2 * len(names), 3.5))
+    axes = figure.add_subplot()
+    axes.bar([name.removeprefix("timm:") for name in names], [share for share, _ in values])
+    axes.set_ylabel("RMSE of the aligned targets")
+    axes.tick_params(axis="x", rotation=60)
+    return figure
+
+
+def _draw_layers(make, names: list[str], opened: list[OpenModel], data: str, count: int):
+    figure = make(figsize=(5 * len(names), 3.5))
+    for place, (name, model) in enumerate(zip(names, opened, strict=True)):
+        axes = figure.add_subplot(1, len(names), place + 1)
+        print(name)
+        for method, values in layer_ratios(model, data, count).items():
+            print(f"  {method:<16}" + " ".join(f"{value:.3f}" for value in values))
+            axes.plot(values, label=method, linestyle="-" if method in ("TL-Align", "likeness") else "--")
+        axes.set(title=name.removeprefix("timm:"), xlabel="layer", ylabel="part of the own image")
+        axes.legend()
+    return figure
+
+
+def _draw_labels(make, names: list[str], opened: list[OpenModel], data: str, count: int):
+    rows = min(count, BATCH // 2)
+    figure = make(figsize=(10, 2 * rows * len(names)))
+    for number, (name, model) in enumerate(zip(names, opened, strict=True)):
+        images = next(batches(model, data, BATCH))[0]
+        mixed, mix, start, aligned = label_maps(model, images)
+        print(
+            f"{name}: {start.shape[1]} x {start.shape[2]} at the start, {aligned.shape[1]} x {aligned.shape[2]} aligned"
+        )
+        for row in range(min(rows, len(images))):
+            pictures = (images[row], images[mix.partner[row]], mixed[row], start[row], aligned[row])
+            titles = ("first", "second", f"mixed, {mix.ratio[row]:.2f}", "labels", "aligned")
+            for column, (picture, title) in enumerate(zip(pictures, titles, strict=True)):
+                axes = figure.add_subplot(rows * len(names), 5, (number * rows + row) * 5 + column + 1)
+                if picture.dim() == 3:
+                    low, high = picture.amin(), picture.amax()
+                    axes.imshow(((picture - low) / (high - low)).permute(1, 2, 0).numpy())
+                else:  # red is the first image, blue the second
+                    axes.imshow(picture.numpy(), cmap="coolwarm", vmin=0, vmax=1)
+                axes.set_title(title, fontsize=8)
+                axes.axis("off")
+    return figure
+
+
+def _draw_presence(make, names: list[str], opened: list[OpenModel], data: str, count: int):
+    figure = make(figsize=(5, 3.5))
+    axes = figure.add_subplot()
+    print(f"{'layer':<8}{'mean':>8}{'sd':>8}{'least':>8}{'most':>8}")
+    for name, model in zip(names, opened, strict=True):
+        images = next(batches(model, data, min(count, BATCH)))[0]
+        found = presences(model, images)
+        print(name)
+        for layer, p in enumerate(found, 1):
+            print(f"{layer:<8}{p.mean():8.3f}{p.std():8.3f}{p.min():8.3f}{p.max():8.3f}")
+        axes.plot(range(1, len(found) + 1), [float(p.std()) for p in found], label=name.removeprefix("timm:"))
+    inner = convolution_presence()[3:-3, 3:-3]
+    print(
+        f"7 x 7 convolution, inside\n{'':<8}{inner.mean():8.3f}{inner.std():8.3f}{inner.min():8.3f}{inner.max():8.3f}"
+    )
+    axes.axhline(0, linestyle="--", label="convolution, inside")
+    axes.set(xlabel="layer", ylabel="spread of the tokens' presence")
+    axes.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    main()
