@@ -15,8 +15,8 @@ the script work without a download. Each command prints a table and writes a pic
               CutMix the area, TransMix its attention, token labeling what the tokens' places show. Models whose grid
               shrinks (Swin) have no token to follow from end to end: there it is what the head reads.
     labels    images, mixture, labels at the start (on the grid of the patch embedding: 56 x 56 for Swin) and aligned.
-    presence  of each token in the output of each attention, 1 = neither grows nor fades; beside it a 7 x 7
-              convolution, for which it is 1 everywhere but at the border.
+    presence  of each token in the output of each attention over all tokens (not Swin's windows), 1 = neither grows nor
+              fades; beside it a 7 x 7 convolution, for which it is 1 everywhere but at the border.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from torch.nn import functional as F
 
 from everytoken.data import Loader, open_dataset
 from everytoken.data.datasets import find_split
-from everytoken.errors import EverytokenError, need
+from everytoken.errors import need
 from everytoken.evaluation.run import eval_view
+from everytoken.explanation import record_attention
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse, token_presence
 from everytoken.mixing import CutMix, Mix, apply_to_pixels
 from everytoken.models.align import Aligner, Alignment, Shares
@@ -163,21 +164,9 @@ def label_maps(opened: OpenModel, images: Tensor) -> tuple[Tensor, Mix, Tensor, 
 @torch.no_grad()
 def presences(opened: OpenModel, images: Tensor) -> list[Tensor]:
     """[..., N] presence of every token, for each attention layer, the mean over heads."""
-    attention = [m for m in opened.model.backbone.modules() if hasattr(m, "fused_attn") and hasattr(m, "attn_drop")]
-    if not attention:
-        raise EverytokenError(f"{opened.source} has no attention layers whose matrices can be read")
-    matrices: list[Tensor] = []
-    handles = [m.attn_drop.register_forward_pre_hook(lambda m, args: matrices.append(args[0])) for m in attention]
-    fused = [m.fused_attn for m in attention]
-    try:
-        for module in attention:
-            module.fused_attn = False
+    with record_attention(opened.model.backbone) as recorded:
         opened.model.backbone(images)
-    finally:
-        for module, setting, handle in zip(attention, fused, handles, strict=True):
-            module.fused_attn = setting
-            handle.remove()
-    return [token_presence(matrix.float().mean(1)) for matrix in matrices]
+    return [token_presence(matrix.float().mean(1)) for matrix in recorded.matrices]
 
 
 def convolution_presence(side: int = 14, kernel: int = 7) -> Tensor:

@@ -1,0 +1,170 @@
+"""docs/papers.md is true: what it names exists, its recipes resolve, its flags are flags, its scripts run."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import re
+import typing
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import get_pretrained_cfg, is_model
+
+import everytoken  # noqa: F401
+from everytoken.cli import main
+from everytoken.engine.options import TrainOptions
+from everytoken.engine.recipe import apply, overrides, read_recipe, recipe_names
+from everytoken.mixing import MIXERS
+from everytoken.models.open import open_model
+from everytoken.objectives.registry import OBJECTIVES, find_objective, settings_of
+from everytoken.tasks.detect.options import DetectOptions
+from everytoken.tasks.segment.options import SegmentOptions
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+CODE = re.findall(r"`([^`\n]+)`", PAGE)
+COMMANDS = [code for code in CODE if code.startswith("everytoken ")]
+
+
+@cache
+def flags_of(command):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main([*command.split(), "--help"])
+    return set(re.findall(r"--[a-z][a-z-]*", text.getvalue()))
+
+
+def test_every_recipe_in_the_papers_tables_resolves_to_a_model_that_exists():
+    named = {word for code in CODE for word in code.split() if word in recipe_names()}
+    left = {n for n in recipe_names() if not n.startswith("small_") and n not in named}
+    assert left <= {"finetune", "finetune_resolution"}  # those of no paper
+    for name in named:
+        kind = {"segment": SegmentOptions, "detect": DetectOptions}.get(name.split("_")[0], TrainOptions)
+        options = apply(kind(), read_recipe(name), name)
+        model, _, tag = options.model.model.partition(".")
+        assert is_model(model), name
+        assert not tag or get_pretrained_cfg(options.model.model, allow_unregistered=False), name
+        for objective in getattr(options, "objectives", {}):
+            assert objective in OBJECTIVES, name
+
+
+def test_words_with_underscores_are_recipes_models_or_settings():
+    settings = {*MIXERS, *OBJECTIVES, *typing.get_type_hints(TrainOptions)}
+    for code in CODE:
+        word, _, tag = code.partition(".")
+        if (
+            re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+", word)
+            and tag not in ("py", "txt")
+            and re.fullmatch(r"[a-z0-9_]*", tag)
+        ):
+            known = code in recipe_names() or code in settings
+            is_known_model = is_model(word) and (not tag or code in timm.list_pretrained(f"{word}.*"))
+            keywords = ("mlp_ratio", "stem_kernels", "stem_strides", "norm_groups", "norm_position")
+            assert known or is_known_model or code in keywords, code
+
+
+def test_tests_and_scripts_that_it_names_exist():
+    for code in CODE:
+        if re.fullmatch(r"[\w/]*test_\w+\.py(::\w+)?", code):
+            path, _, name = code.partition("::")
+            text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+            assert not name or f"def {name}(" in text, code
+        elif code.startswith("benchmarks/"):
+            assert (ROOT / code.split()[0]).is_file(), code
+        elif re.fullmatch(r"everytoken\.[\w.]+", code):
+            module, _, name = code.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), code
+
+
+def test_flags_that_it_names_are_flags():
+    for code in COMMANDS:
+        words = code.split()[1:]
+        command = " ".join(words[:2] if words[0] in ("segment", "detect", "maps") else words[:1])
+        for flag in re.findall(r"--[a-z][a-z-]*", code):
+            assert flag in flags_of(command), code
+    for code in CODE:
+        if code.startswith("--"):
+            flag = code.split()[0]
+            assert flag in flags_of("train") | flags_of("explain") | flags_of("segment train"), code
+
+
+@pytest.mark.parametrize("code", sorted({c for c in CODE if c.startswith("--set ")}))
+def test_settings_that_it_names_are_settings(code):
+    base = {"objectives": {"token_labeling": {}, "drloc": {}, "tl_align": {}}, "mixing": {"mixtoken": {}, "cutmix": {}}}
+    values = overrides([code.removeprefix("--set ")], base)
+    options = apply(TrainOptions(), values, code)
+    assert set(options.objectives) <= set(OBJECTIVES)
+    assert set(options.mixing) <= {*MIXERS, "compose"}
+    for name, chosen in options.objectives.items():
+        assert set(chosen) <= settings_of(find_objective(name)), code
+    kwargs = values.get("model_kwargs")
+    if kwargs:
+        timm.create_model("lvvit_t", **kwargs)
+
+
+def script(name):
+    path = ROOT / "benchmarks" / "papers" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"papers_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def photos_in_classes(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for name in ("ant", "bee"):
+        for i in range(4):
+            path = root / name / f"{i}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8)).save(path)
+    return str(root)
+
+
+@pytest.mark.parametrize("figure", ["rmse", "layers", "labels", "presence"])
+def test_the_figures_of_tl_align_are_drawn_for_any_model(figure, photos_in_classes, tmp_path, capsys):
+    models = ["timm:vit_nano_patch4_32"] + ([] if figure == "presence" else ["timm:swin_nano_patch2_window4_32"])
+    out = tmp_path / "a.png"
+    script("tl_align_figures").main(
+        [figure, photos_in_classes, *models, "--untrained", "--images", "8", "--out", str(out)]
+    )
+    assert Image.open(out).size[0] > 100
+    text = capsys.readouterr().out
+    assert all(model in text for model in models)
+
+
+def test_labels_start_on_the_grid_of_the_patch_embedding_and_the_rmse_is_that_of_the_shares(photos_in_classes):
+    module = script("tl_align_figures")
+    opened = open_model("timm:swin_nano_patch2_window4_32", untrained=True)
+    images, labels = next(module.batches(opened, photos_in_classes, 8))
+    _, mix, start, aligned = module.label_maps(opened, images)
+    assert start.shape[1:] == (16, 16)
+    assert aligned.shape[1] < 16
+    assert start.mean((1, 2)) == pytest.approx(mix.ratio, abs=1e-4)
+    mix, mixed = module.draw(images, 0)
+    shares = module.follow(opened, mixed, mix).image
+    differ = (labels != labels[mix.partner]).float()
+    wanted = float((differ * (shares - mix.ratio) ** 2).mean().sqrt())
+    assert module.rmse(opened, photos_in_classes, 8)[0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_seconds_per_batch_are_measured_with_and_without_drloc(capsys):
+    times = script("drloc_table14").seconds("vit_nano_patch4_32", batch=2, steps=2, size=32)
+    assert times.shape == (2, 2)
+    assert (times > 0).all()
+
+
+def test_multiply_adds_of_a_segmenter_are_those_of_the_table():
+    module = script("flops")
+    parameters, flops, products = module.count("segment_swin_tiny_upernet")
+    assert parameters == pytest.approx(60, abs=0.5)
+    assert flops == pytest.approx(module.PAPER["segment_swin_tiny_upernet"], rel=0.002)
+    assert products < 5
+    assert torch.get_default_device().type == "cpu"
