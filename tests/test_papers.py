@@ -3,9 +3,9 @@
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import re
-import typing
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from everytoken.cli import main
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.recipe import apply, overrides, read_recipe, recipe_names
 from everytoken.mixing import MIXERS
+from everytoken.models.lvvit import LVViT
 from everytoken.models.open import open_model
 from everytoken.objectives.registry import OBJECTIVES, find_objective, settings_of
 from everytoken.tasks.detect.options import DetectOptions
@@ -55,18 +56,17 @@ def test_every_recipe_in_the_papers_tables_resolves_to_a_model_that_exists():
 
 
 def test_words_with_underscores_are_recipes_models_or_settings():
-    settings = {*MIXERS, *OBJECTIVES, *typing.get_type_hints(TrainOptions)}
+    keywords = {"mlp_ratio", "stem_kernels", "stem_strides", "norm_groups", "norm_position"}  # of LV-ViT
+    names = {*recipe_names(), *MIXERS, *OBJECTIVES, *keywords}
+    unknown = []
     for code in CODE:
         word, _, tag = code.partition(".")
-        if (
-            re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+", word)
-            and tag not in ("py", "txt")
-            and re.fullmatch(r"[a-z0-9_]*", tag)
-        ):
-            known = code in recipe_names() or code in settings
-            is_known_model = is_model(word) and (not tag or code in timm.list_pretrained(f"{word}.*"))
-            keywords = ("mlp_ratio", "stem_kernels", "stem_strides", "norm_groups", "norm_position")
-            assert known or is_known_model or code in keywords, code
+        if not re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+(\.[a-z0-9_]+)?", code) or tag in ("py", "txt"):
+            continue
+        is_known_model = is_model(word) and (not tag or code in timm.list_pretrained(f"{word}.*"))
+        unknown += [] if code in names or is_known_model else [code]
+    assert not unknown
+    assert keywords < set(inspect.signature(LVViT).parameters)
 
 
 def test_tests_and_scripts_that_it_names_exist():

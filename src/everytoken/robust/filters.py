@@ -83,11 +83,16 @@ def _weighted_sum(images: Iterable[Tensor], weights: Iterable[float]) -> Tensor:
     return total
 
 
+def correlate3(image: np.ndarray, kernel: Sequence[Sequence[float]]) -> np.ndarray:
+    """Correlate [h, w] with 3 x 3 weights, mirrored borders (a single row or column is repeated)."""
+    padded = np.pad(image.astype(np.float32), 1, mode="reflect" if min(image.shape) > 1 else "edge")
+    weights = torch.tensor(kernel, dtype=torch.float32)
+    return F.conv2d(torch.from_numpy(padded)[None, None], weights[None, None])[0, 0].numpy()
+
+
 def box3(image: np.ndarray) -> np.ndarray:
     """Mean of 3 x 3, mirrored borders."""
-    padded = np.pad(image, 1, mode="reflect") if min(image.shape[:2]) > 1 else np.pad(image, 1, mode="edge")
-    rows = padded[:-2] + padded[1:-1] + padded[2:]
-    return (rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]) / 9
+    return correlate3(image, [[1.0] * 3] * 3) / 9
 
 
 def planes(image: np.ndarray) -> Tensor:
@@ -196,15 +201,8 @@ def relief(grey: np.ndarray, limit: float) -> np.ndarray:
     distance = np.minimum(distance_to(canny(grey, 50, 150), limit), limit)
     if limit != 20:  # bytes need the published range
         distance = distance * (20 / limit)
-    level = equalise(box3(distance).astype(np.uint8)).astype(np.float32)
-    padded = np.pad(level, 1, mode="reflect") if min(level.shape) > 1 else np.pad(level, 1, mode="edge")
-    height, width = level.shape
-    raised = np.zeros_like(level)
-    for y, row in enumerate(_EMBOSS):
-        for x, weight in enumerate(row):
-            if weight:
-                raised += weight * padded[y : y + height, x : x + width]
-    return np.round(box3(np.clip(raised, 0, 255)))
+    level = equalise(box3(distance).astype(np.uint8))
+    return np.round(box3(np.clip(correlate3(level, _EMBOSS), 0, 255)))
 
 
 def canny(grey: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -229,16 +227,10 @@ def canny(grey: np.ndarray, low: float, high: float) -> np.ndarray:
     ridge = (size > before) & np.where(diagonal, size > after, size >= after)
     weak, edges = ridge & (size > low), ridge & (size > high)
     while True:
-        grown = weak & _dilate(edges)
+        grown = weak & (F.max_pool2d(torch.from_numpy(edges)[None].float(), 3, 1, 1)[0].numpy() > 0)
         if np.array_equal(grown, edges):
             return edges
         edges = grown
-
-
-def _dilate(mask: np.ndarray) -> np.ndarray:
-    padded = np.pad(mask, 1)
-    rows = padded[:-2] | padded[1:-1] | padded[2:]
-    return rows[:, :-2] | rows[:, 1:-1] | rows[:, 2:]
 
 
 def distance_to(mask: np.ndarray, limit: float) -> np.ndarray:
