@@ -101,7 +101,7 @@ def test_settings_that_it_names_are_settings(code):
     values = overrides([code.removeprefix("--set ")], base)
     options = apply(TrainOptions(), values, code)
     build_mixer(options.mixing)
-    model = TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=10), token_classes=10)
+    model = TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=10, depth=12), token_classes=10)
     build_objectives(options.objectives, model)  # wrong names and values are refused
     kwargs = values.get("model_kwargs")
     if kwargs:
