@@ -277,7 +277,7 @@ def kills(work: Path, share: float, rng: random.Random, only: str = "") -> Itera
 
 
 def kill_ranks(count: int, photos: Path, work: Path, rng: random.Random) -> Tally:
-    """Two processes as torchrun starts them, of which one is killed; the other must end by itself."""
+    """Two processes as torchrun starts them, of which one is killed; once both have met, the other ends by itself."""
     tally = Tally("kills: one rank of two")
     words = ["train", str(photos), *TINY, "--epochs", "3", "--workers", "0"]
 
@@ -300,23 +300,27 @@ def kill_ranks(count: int, photos: Path, work: Path, rng: random.Random) -> Tall
     assert codes == [0, 0], (work / "rank-0.txt").read_text()
     reference, cut = fuzz.end_state(work / "ranks-whole"), work / "ranks-cut"
     for _ in range(count):
+        log = cut / "log.txt"
+        size = log.stat().st_size if log.exists() else 0
         jobs = start(cut)
-        victim = rng.randrange(2)
-        if jobs[victim].wait(rng.uniform(0.1, 0.8) * length) is None:
-            jobs[victim].kill()
-            tally.tried += 1
-        else:
-            jobs[1 - victim].wait()
+        victim, other = rng.sample(jobs, 2)
+        if victim.wait(rng.uniform(0.1, 0.8) * length) is not None:  # at its end already
+            other.wait()
             continue
-        code = jobs[1 - victim].wait(120)
-        text = jobs[1 - victim].text
+        joined = log.exists() and log.stat().st_size > size
+        victim.kill()
+        tally.tried += 1
+        code = other.wait(60 if joined else 5)
+        if code is None and not joined:  # it waits for a process that never came, until torchrun ends it
+            os.kill(other.pid, signal.SIGTERM)
+            code = other.wait(60)
         if code is None:
-            jobs[1 - victim].kill()
+            other.kill()
             tally.lost += 1
             tally.notes.append("the other rank waits for ever")
-        elif "Traceback" in text:
+        elif "Traceback" in other.text:
             tally.tracebacks += 1
-            tally.notes.append(text[-600:])
+            tally.notes.append(other.text[-600:])
         else:
             tally.survived += 1
     codes = [job.wait() for job in start(cut)]
@@ -566,7 +570,9 @@ def main() -> int:
             "kills": lambda: kills(works["kills"], options.share, rng, only),
             "disks": lambda: disks(works["disks"], mounts),
             "scarce": lambda: scarce(works["scarce"], mounts),
-            "fuzz": lambda: in_a_child(works["fuzz"], lambda work: fuzz.attacks(work, options.share, options.seed)),
+            "fuzz": lambda: in_a_child(
+                works["fuzz"], lambda work: fuzz.attacks(work, options.share, options.seed, only)
+            ),
         }
         print(f"{'':28}{'tried':>7}{'survived':>10}{'lost':>6}{'tracebacks':>12}")
         for part in parts:

@@ -17,7 +17,6 @@ import struct
 import traceback
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -973,34 +972,32 @@ def _names(work: Path) -> bool:
 # -- everything --------------------------------------------------------------------------------------------------------
 
 
-def attacks(work: Path, share: float = 1.0, seed: int = 0) -> Iterator[Tally]:
-    """All of it; `share` of the counts that the full script has."""
-
-    def some(count: int) -> int:
-        return max(4, round(count * share))
-
+def attacks(work: Path, share: float = 1.0, seed: int = 0, only: str = "") -> Iterator[Tally]:
+    """All of it; `share` of the counts that the full script has; `only` those whose name has this word in it."""
     photos = make_photos(work / "photos")
     maps = make_maps(work / "maps", photos)
     whole, part = work / "whole", work / "part"
     train(photos, whole, epochs=3)
-    final = end_state(whole)
     _interrupted(photos, part)
-    rng = random.Random(seed)
-    weights = whole / "best.safetensors"
-    yield Tally("images").run(images(some(1500), rng))
-    yield Tally("images: memory").run(large_images(work))
-    yield Tally("texts: recipes").run(recipes(some(200), rng, work, photos, maps))
-    yield Tally("texts: --set").run(settings(some(180), rng, work, photos, maps))
-    yield Tally("texts: COCO").run(coco(some(100), rng, work))
-    yield Tally("texts: panoptic").run(panoptic(some(60), rng, work))
-    yield Tally("texts: class files").run(class_files(some(100), rng, work))
-    yield Tally("texts: weights").run(descriptions(some(100), rng, work, weights))
-    yield Tally("texts: manifests").run(manifests(some(150), rng, work, maps))
-    yield Tally("texts: diaries").run(run_texts(some(100), rng, work, whole))
-    yield Tally("flips: maps").run(flips_in_maps(some(150), rng, work, maps))
-    yield Tally("flips: weights").run(flips_in_weights(some(100), rng, work, weights))
-    yield Tally("flips: runs").run(flips_in_runs(some(120), rng, work, photos, part, final))
-    yield Tally("planted files").run(planted(work, photos))
+    weights, final = whole / "best.safetensors", end_state(whole)
+    for name, count, trials in (
+        ("images", 1500, images),
+        ("images: memory", 1, lambda count, rng: large_images(work)),
+        ("texts: recipes", 200, partial(recipes, work=work, photos=photos, maps=maps)),
+        ("texts: --set", 180, partial(settings, work=work, photos=photos, maps=maps)),
+        ("texts: COCO", 100, partial(coco, work=work)),
+        ("texts: panoptic", 60, partial(panoptic, work=work)),
+        ("texts: class files", 100, partial(class_files, work=work)),
+        ("texts: weights", 100, partial(descriptions, work=work, weights=weights)),
+        ("texts: manifests", 150, partial(manifests, work=work, maps=maps)),
+        ("texts: diaries", 100, partial(run_texts, work=work, run=whole)),
+        ("flips: maps", 150, partial(flips_in_maps, work=work, maps=maps)),
+        ("flips: weights", 100, partial(flips_in_weights, work=work, weights=weights)),
+        ("flips: runs", 120, partial(flips_in_runs, work=work, photos=photos, run=part, final=final)),
+        ("planted files", 1, lambda count, rng: planted(work, photos)),
+    ):
+        if only in name:
+            yield Tally(name).run(trials(max(4, round(count * share)), random.Random(f"{seed} {name}")))
 
 
 def _interrupted(photos: Path, output: Path) -> None:
@@ -1023,8 +1020,3 @@ def _interrupted(photos: Path, output: Path) -> None:
             train(photos, output, epochs=3)
     finally:
         Loop._train = plain  # type: ignore[method-assign]
-
-
-def counts(notes: list[str]) -> str:
-    """The commonest tracebacks."""
-    return ", ".join(f"{n} x {text}" for text, n in Counter(notes).most_common(5))

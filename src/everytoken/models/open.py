@@ -103,6 +103,9 @@ class Description:
                     f"{where}: its description has the argument {name!r}, which no constructor of {info.architecture} "
                     "takes, so the model is not built."
                 )
+        count = info.arguments.get("num_classes", 0)
+        if not isinstance(count, int) or count < 0:
+            raise schema.SchemaError(f"{where}: its description has num_classes {count!r}, which is no number.")
         sizes = all(0 < side <= 1 << 14 for side in info.img_size)
         colours = len(info.mean) == len(info.std) == 3 and min(info.std) > 0
         if info.calibration is not None and not 0 < info.calibration.temperature < math.inf:
