@@ -518,8 +518,9 @@ def _children(pid: int) -> list[int]:
 # -- everything --------------------------------------------------------------------------------------------------------
 
 
-def in_a_child(work: Path, trials: Callable[[Path], Iterator[Tally]]) -> Iterator[Tally]:
-    """Tallies that a forked process makes: after its first backward pass torch cannot be forked again."""
+def in_a_child(work: Path, share: float, seed: int, only: str) -> Iterator[Tally]:
+    """The tallies of `fuzz`, from a forked process: after its first backward pass torch cannot be forked again."""
+    work.mkdir()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -527,7 +528,7 @@ def in_a_child(work: Path, trials: Callable[[Path], Iterator[Tally]]) -> Iterato
         with os.fdopen(writing, "wb") as pipe:
             try:
                 torch.set_num_threads(1)
-                for tally in trials(work):
+                for tally in fuzz.attacks(work, share, seed, only):
                     pickle.dump(tally, pipe)
                     pipe.flush()
                 os._exit(0)
@@ -570,7 +571,7 @@ def main() -> int:
             "kills": lambda: kills(works["kills"], options.share, rng, only),
             "disks": lambda: disks(works["disks"], mounts),
             "scarce": lambda: scarce(works["scarce"], mounts),
-            "fuzz": lambda: in_a_child(
+            "fuzz": lambda: in_a_child(works["fuzz"] / (only or "all"), options.share, options.seed, only),
                 works["fuzz"], lambda work: fuzz.attacks(work, options.share, options.seed, only)
             ),
         }

@@ -253,6 +253,12 @@ def _dump(value: Any) -> bytes:
     return b"[" * 5000 + b"]" * 5000
 
 
+def _yaml(value: Any) -> bytes:
+    with suppress(RecursionError):
+        return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
+    return b"a: " + b"[" * 3000
+
+
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
@@ -393,8 +399,7 @@ def recipes(count: int, rng: random.Random, work: Path, photos: Path, maps: Path
         if rng.random() < 0.4:
             text = damage(text, rng)
         else:
-            with suppress(RecursionError):
-                text = yaml.safe_dump(deformed(base, rng), allow_unicode=True).encode("utf-8", "surrogatepass")
+            text = _yaml(deformed(base, rng))
         path = work / "fuzzed.yaml"
 
         def call(text: bytes = text, path: Path = path) -> bool:
@@ -741,7 +746,7 @@ def run_texts(count: int, rng: random.Random, work: Path, run: Path) -> Iterator
         elif name.endswith(".json"):
             text = _dump(deformed(json.loads(text), rng))
         else:
-            text = yaml.safe_dump(deformed(yaml.safe_load(text), rng)).encode("utf-8", "replace")
+            text = _yaml(deformed(yaml.safe_load(text), rng))
         yield f"{name} {i}", partial(look, name, text, i % 10 == 0)
 
 
