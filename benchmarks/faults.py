@@ -572,8 +572,6 @@ def main() -> int:
             "disks": lambda: disks(works["disks"], mounts),
             "scarce": lambda: scarce(works["scarce"], mounts),
             "fuzz": lambda: in_a_child(works["fuzz"] / (only or "all"), options.share, options.seed, only),
-                works["fuzz"], lambda work: fuzz.attacks(work, options.share, options.seed, only)
-            ),
         }
         print(f"{'':28}{'tried':>7}{'survived':>10}{'lost':>6}{'tracebacks':>12}")
         for part in parts:

@@ -641,11 +641,7 @@ def class_files(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
     for i in range(count):
         name, value = plain[i % len(plain)]
         if isinstance(value, str) or name.endswith(".yaml"):
-            text = (
-                value.encode()
-                if isinstance(value, str)
-                else yaml.safe_dump(deformed(value, rng)).encode("utf-8", "replace")
-            )
+            text = value.encode() if isinstance(value, str) else _yaml(deformed(value, rng))
             text = damage(text, rng) if isinstance(value, str) or i % 2 else text
         else:
             text = bad_json(value, rng)
