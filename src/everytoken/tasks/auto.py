@@ -214,7 +214,8 @@ def _decide(
     values |= {name: value for name, value in schedule.items() if name not in asked}
     values = {"data": options.data, **values}
     head = "".join(f"# {line}\n" for line in decisions.lines)
-    again = f"# Run it again, edited or not: everytoken train {options.data} --recipe recipe.yaml --output NEW\n"
+    path = output / "recipe.yaml"
+    again = f"# Run it again, edited or not: everytoken train {options.data} --recipe {path} --output NEW\n"
     text = head + again + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     facts = {
         "images": data,
@@ -265,8 +266,8 @@ def _look(
     if not weights and not previous and len(offered) == 1:
         reason = f"all that is here ({', '.join(available_weights())})"
     decisions.say(f"backbone: {name} at {size} px: {reason}")
-    for text in choice.skipped:
-        decisions.say(f"not tried: {text}")
+    if choice.skipped:
+        decisions.say(f"not tried: {'; '.join(choice.skipped)}")
     val_features = compute_features(val, choice.backbone, cache, workers=options.dataset.workers)
     excluded = _copies(train, choice.features, val, val_features)
     excluded |= {train.key(i): reason for i, reason in choice.features.failures.items()}
