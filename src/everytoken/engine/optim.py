@@ -25,9 +25,13 @@ def learning_rate(options: OptimOptions, global_batch: int) -> float:
     return options.lr or options.lr_base * (math.sqrt(ratio) if options.lr_scaling == "sqrt" else ratio)
 
 
-def default_scaling(opt: str) -> Literal["linear", "sqrt"]:
-    """How timm's training script scales the rate of an optimizer: by the square root for adaptive ones."""
-    return "sqrt" if any(name in opt.lower() for name in ("ada", "lamb")) else "linear"
+def default_scaling(options: OptimOptions, recipe: str = "") -> Literal["linear", "sqrt"]:
+    """How the rate follows the batch: as the options say; linearly with a recipe that does not; else as in timm.
+
+    timm's training script takes the square root for adaptive optimizers.
+    """
+    adaptive = any(name in options.opt.lower() for name in ("ada", "lamb"))
+    return options.lr_scaling or ("sqrt" if adaptive and not recipe else "linear")
 
 
 def warmup_epochs(options: OptimOptions, updates_per_epoch: int) -> float:

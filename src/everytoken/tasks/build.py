@@ -32,6 +32,7 @@ from everytoken.models.open import (
     open_model,
     open_weights,
     source_of,
+    start_classifier,
     token_head_file,
     with_own_head,
 )
@@ -234,11 +235,13 @@ def _start_heads(
 ) -> list[str]:
     """Heads of the initial weights are kept where they learnt the same classes, and start anew where they did not."""
     notes = []
-    if weights.classes.count and not weights.matches(class_names):
+    if not weights.matches(class_names):
         count = int(model.backbone.num_classes)  # type: ignore[arg-type]
         if weights.classes.count == count:  # they fit in number, but mean other things
             model.backbone.reset_classifier(count)  # type: ignore[operator]
-        notes.append(f"{weights.source} was trained on other classes: the classifier starts anew")
+        start_classifier(model.backbone)
+        was = "was trained on other classes" if weights.classes.count else "has no classifier"
+        notes.append(f"{weights.source} {was}: the classifier starts anew")
     if model.token_head is not None:
         saved = token_head_file(Path(weights.source))
         if weights.own and weights.info.token_class_names == token_names and saved.is_file():

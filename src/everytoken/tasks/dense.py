@@ -39,8 +39,9 @@ from everytoken.engine.distributed import World, pick_device
 from everytoken.engine.dryrun import plan
 from everytoken.engine.held_out import held_out
 from everytoken.engine.loop import run
+from everytoken.engine.optim import default_scaling
 from everytoken.engine.progress import watched
-from everytoken.engine.run_folder import Run, RunFolder
+from everytoken.engine.run_folder import Run, RunFolder, read_run
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
@@ -354,15 +355,27 @@ class DenseTask(Task):
 
 def train_dense(task_type: type[DenseTask], options: Any) -> Run:
     """Train a dense task, or continue the run in the output folder."""
-    options = replace(task_type.complete(options), model=name_weights(options.model))
-    return run(partial(task_type, options), options, _checked_output(task_type, options))
+    options, output = _completed(task_type, options)
+    return run(partial(task_type, options), options, output)
 
 
 def plan_dense(task_type: type[DenseTask], options: Any) -> dict[str, Any]:
     """What would be trained, and how long it would take from a few timed steps; nothing is written."""
-    options = task_type.complete(options)
+    options, output = _completed(task_type, options)
     quick = replace(options, dataset=replace(options.dataset, workers=0))
-    return plan(partial(task_type, quick), options, _checked_output(task_type, options))
+    return plan(partial(task_type, quick), options, output)
+
+
+def _completed(task_type: type[DenseTask], options: Any) -> tuple[Any, str]:
+    """The options with what was left open, such as the weights' full name and the rate's scaling; and the folder."""
+    options = task_type.complete(options)
+    output = _checked_output(task_type, options)
+    begun = read_run(Path(output)).config
+    scaling = default_scaling(options.optim, options.recipe)
+    if begun and not options.optim.lr_scaling:
+        scaling = begun.get("lr_scaling", "linear")  # as the first version did
+    optim = replace(options.optim, lr_scaling=scaling)
+    return replace(options, model=name_weights(options.model), optim=optim), output
 
 
 def _checked_output(task_type: type[DenseTask], options: DenseOptions) -> str:

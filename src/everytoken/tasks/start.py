@@ -27,7 +27,6 @@ DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
 FINETUNE = {"finetune": "other classes", "finetune_resolution": "the same classes"}
 """Recipes that are taken for weights if none is given, and what they are for."""
 _INHERITED = ("objectives", "mixing", "drop_path", "clip_grad", "token_vote", *(f.name for f in fields(AugmentOptions)))
-
 _NOT_KEPT = ("num_classes", "img_size", "token_classes", "token_vote")  # arguments of the weights' model
 
 
@@ -63,13 +62,14 @@ def complete(options: TrainOptions, asked: Set[str] | None = None, assignments: 
     options = apply(options, missing, "defaults")
     if not options.recipe:
         decisions = {} if weights is None else _fine_tuning(options, weights, source)
-        decisions.setdefault("lr_scaling", default_scaling(options.optim.opt))
+        if "opt" in asked or "lr_scaling" not in decisions:
+            decisions["lr_scaling"] = default_scaling(options.optim)
         if "lr_base" in asked:
             decisions.pop("lr", None)
         decisions |= _recorded(options, decisions)
         options = apply(options, {k: v for k, v in decisions.items() if k not in asked}, "fine-tuning")
-    elif not options.optim.lr_scaling:
-        options = apply(options, {"lr_scaling": "linear"}, options.recipe)
+    else:
+        options = apply(options, {"lr_scaling": default_scaling(options.optim, options.recipe)}, options.recipe)
     return apply(options, overrides(assignments, flat(options)), "--set")
 
 
