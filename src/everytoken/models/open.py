@@ -661,7 +661,8 @@ def start_classifier(model: nn.Module) -> None:
         layer = dict(model.named_modules()).get(name)
         if isinstance(layer, nn.Linear) and name != "aux_head":
             nn.init.trunc_normal_(layer.weight, std=0.01)
-            nn.init.zeros_(layer.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
 
 def _check_classifier(backbone: nn.Module, report: LoadReport, path: Path) -> None:
