@@ -183,8 +183,8 @@ class TrainOptions:
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
     maps: Annotated[str, tyro.conf.arg(aliases=["--labels"])] = ""
-    """Store of score maps (`everytoken annotate`), for objectives that need maps. Without a recipe: auto (the default)
-    makes and keeps them, none trains without."""
+    """Store of score maps (`everytoken annotate`), for objectives that need maps. Without a recipe: auto makes and
+    keeps them and trains every token, as does --compare; none trains without, which is the default."""
     recipe: str = ""
     """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)

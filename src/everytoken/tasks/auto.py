@@ -191,7 +191,7 @@ def _decide(
         f"{accuracy.low:.1f} to {accuracy.high:.1f}), after {time.monotonic() - started:.0f} s: {output / 'linear'}"
     )
     values = _settings(options, asked, photos, output, device, decisions)
-    if options.maps != "none":
+    if options.maps not in ("", "none") or (auto.compare and options.maps != "none"):
         own = options.maps in ("", "auto")
         values["maps"] = _annotate(options, photos, output, device) if own else options.maps
         values["objectives"] = _TOKENS
