@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everytoken.cli._parse import current_flags
+from everytoken.cli._parse import current_flags, parse
 from everytoken.cli.train import Train, recipe_of, train
 from everytoken.errors import EverytokenError
 
@@ -28,5 +28,6 @@ def main(argv: list[str], prog: str) -> int:
     argv = current_flags(Finetune, argv)
     words = {word.partition("=")[0] for word in argv}
     if not words & {"--weights", "-h", "--help"} and not recipe_of(argv):
+        parse(Finetune, prog, argv)  # a misspelt flag is named first
         raise EverytokenError("say what to start from: everytoken finetune DATA --weights RUN|FILE|timm:NAME")
     return train(Finetune, argv, prog)
