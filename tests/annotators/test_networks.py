@@ -154,7 +154,7 @@ def test_self_asks_the_token_head_of_a_run(tmp_path):
 
 def test_self_without_a_token_head_points_to_the_class_head(tmp_path):
     run = save_run(tmp_path / "run", ())
-    with pytest.raises(AnnotatorError, match="timm:test_vit with the checkpoint"):
+    with pytest.raises(AnnotatorError, match="timm:test_vit with the weights"):
         build_annotator(f"self:{run}")
     annotator = build_annotator("timm:test_vit", None, str(run))
     assert annotator.classes.names == ("a", "b")  # weights written here know their classes

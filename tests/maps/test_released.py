@@ -125,12 +125,12 @@ def test_an_import_takes_every_image_of_a_data_set_and_survives_a_bomb_and_a_cir
     Image.new("RGB", (30, 20)).save(folder / "b.png")
     Image.new("RGB", (200, 100)).save(folder / "bomb.png")
     (folder / "again").symlink_to(folder, target_is_directory=True)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "1000")
     done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images"))
     store = Maps(tmp_path / "s")
     assert (done.maps, list(store)) == (2, ["n/a.jfif", "n/b.png"])
     assert list(store.skipped) == ["n/bomb.png"]
-    assert "too large" in store.skipped["n/bomb.png"]
+    assert "200 x 100 pixels" in store.skipped["n/bomb.png"]
     assert str(tmp_path) not in store.skipped["n/bomb.png"]
 
 

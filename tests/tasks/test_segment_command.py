@@ -333,7 +333,7 @@ def test_segment_eval_reads_a_token_head_without_training(classifier, shapes, tm
     assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 2
     assert "missing.json" in capsys.readouterr().err
     (classifier / "best.token_head.safetensors").unlink()
-    plain = Description("vit_tiny_patch16_224", {"num_classes": 3, "img_size": 32}, ("a", "b", "c"))
+    plain = Description("vit_tiny_patch16_224", {"num_classes": 3, "img_size": 32}, ("a", "b", "c"), img_size=(32, 32))
     import timm
 
     bare = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32)

@@ -171,7 +171,7 @@ def test_models_without_image_size_or_stochastic_depth_are_built_too():
     backbone, arguments = build_backbone(TrainOptions(model=ModelOptions(model="test_resnet", img_size=64)), 4)
     assert backbone.num_classes == 4
     assert "img_size" not in arguments
-    with pytest.raises(EverytokenError, match="does not take these arguments"):
+    with pytest.raises(EverytokenError, match="nonsense"):
         build_backbone(TrainOptions(model=ModelOptions(model="test_vit", model_kwargs={"nonsense": 1})), 4)
 
 
