@@ -48,20 +48,24 @@ def faster(module: nn.Module, example: Tensor) -> Callable[[Tensor], Tensor]:
     return session
 
 
+def open_session(model: bytes | str) -> Any:
+    """An ONNX Runtime session on the CPU with as many threads as torch, of a file or its content."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    return onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
+
+
 class _Session:
     """A module exported to ONNX, as a function of tensors."""
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(export_onnx(module, example), options, ["CPUExecutionProvider"])
-        self._input = self._session.get_inputs()[0].name
+        self._session = open_session(export_onnx(module, example))
 
     def __call__(self, images: Tensor) -> Tensor:
-        (logits,) = self._session.run(None, {self._input: images.contiguous().numpy()})
+        (logits,) = self._session.run(None, {"images": images.contiguous().numpy()})
         return torch.from_numpy(logits)
 
 

@@ -8,13 +8,13 @@ needs them (training, attribution, attacks) cannot use it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError, need
 from everytoken.mixing import Mix
+from everytoken.models.inference import open_session
 from everytoken.models.token_model import TokenModel, TokenView
 
 
@@ -40,11 +40,9 @@ class OnnxModel(TokenModel):
 
     def __init__(self, path: Path) -> None:
         nn.Module.__init__(self)
-        runtime: Any = need("onnxruntime", "export", f"{path.name}, an ONNX file,")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
+        need("onnxruntime", "export", f"{path.name}, an ONNX file,")
         try:
-            self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self.session = open_session(str(path))
         except Exception as error:  # onnxruntime's errors have no common class
             raise EverytokenError(
                 f"{path} is not an ONNX file that can be read: {str(error).splitlines()[0]}"

@@ -48,8 +48,6 @@ from everytoken.annotators.fit_network import FOLDER, keys_hash
 from everytoken.annotators.job import run_job
 from everytoken.annotators.linear import LinearHead
 from everytoken.annotators.options import AnnotateOptions
-from everytoken.annotators.reading import BatchReader, read_batches
-from everytoken.data.augment import EvalTransform
 from everytoken.data.datasets import DataSet
 from everytoken.data.duplicates import alike, read_facts
 from everytoken.engine.accuracy import Predictions
@@ -123,7 +121,7 @@ def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: Aut
     if decided.optim.epochs:
         run = train_with(decided)
     else:  # there was no time for more than the linear head
-        run = _keep_linear(output, decided)
+        run = _keep_linear(output)
     result = _compare_with_linear(output, decided)
     if auto.compare and decided.optim.epochs:
         result |= _compare_with_plain(output, decided)
@@ -215,7 +213,8 @@ def _decide(
     values = {"data": options.data, **values}
     head = "".join(f"# {line}\n" for line in decisions.lines)
     path = output / "recipe.yaml"
-    again = f"# Run it again, edited or not: everytoken train {options.data} --recipe {path} --output NEW\n"
+    again = f"everytoken train {options.data} --recipe {path} --output NEW"
+    again = f"# Run it again, edited or not: {again}\n" if epochs else f"# To fine-tune, add --epochs 10: {again}\n"
     text = head + again + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     facts = {
         "images": data,
@@ -259,7 +258,8 @@ def _look(
         train, offered, cache, seconds=seconds, seed=options.run.seed, device=device, workers=options.dataset.workers
     )
     if cache.parent != output:
-        write_atomically(_made(output) / "features.txt", str(cache.resolve()).encode())
+        output.mkdir(parents=True, exist_ok=True)
+        write_atomically(output / "features.txt", str(cache.resolve()).encode())
     tried = ", ".join(f"{trial.candidate} {trial.accuracy:.1%}" for trial in choice.trials) if len(offered) > 1 else ""
     name, size = choice.backbone.name, choice.backbone.info.img_size[0]
     reason = f"best of {tried} in cross-validation" if tried else "as before" if previous else "as asked"
@@ -292,11 +292,6 @@ def _cache_of(folder: Path) -> Path:
     """Where the features of a run are: in its folder, or in that of the first run."""
     pointer = folder / "features.txt"
     return Path(pointer.read_text()) if pointer.is_file() else folder / "features"
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _rows(features: Features, keep: np.ndarray) -> Features:
@@ -346,11 +341,12 @@ def _old_head(folder: Path) -> tuple[LinearHead, tuple[str, ...]] | None:
 
 def _translate(start: tuple[LinearHead, tuple[str, ...]], names: list[str], dim: int) -> LinearHead:
     """A head for other classes: rows of those that it knows, zeros for new ones."""
-    head, known = start
+    head, old_names = start
     weight, bias = torch.zeros(len(names), dim), torch.zeros(len(names))
     for number, name in enumerate(names):
-        if name in known:
-            weight[number], bias[number] = head.weight[known.index(name)], head.bias[known.index(name)]
+        if name in old_names:
+            old = old_names.index(name)
+            weight[number], bias[number] = head.weight[old], head.bias[old]
     return LinearHead(weight, bias)
 
 
@@ -423,15 +419,11 @@ def _annotate(options: TrainOptions, photos: Photos, output: Path, device: torch
 
 def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, decisions: Decisions) -> int:
     """How many epochs fit into the time that is left, from a few timed steps; 0 if too few."""
-    quick = replace(options, dataset=replace(options.dataset, workers=0))
-    world = World(0, 1, _device(options))
-    probe = output / ".timing"
-    task = Classification(build(options, world), quick, world, RunFolder(probe, writable=False))
-    seconds, loading = step_seconds(task, quick)
+    seconds, loading, updates = _time_steps(options, output)
     per_update = max(seconds, loading / max(1, options.dataset.workers))
     forward = photos.choice.features.seconds / max(1, photos.choice.features.computed)
     validating = 2 * len(photos.val) * max(forward, seconds / options.dataset.batch_size / 4)
-    epoch = task.batches_per_epoch * per_update + validating
+    epoch = updates * per_update + validating
     epochs = min(MOST_EPOCHS, int(left / epoch))
     if epochs < FEWEST_EPOCHS:
         decisions.say(f"no fine-tuning: an epoch takes about {epoch:.0f} s, and {max(0, left):.0f} s are left")
@@ -440,6 +432,14 @@ def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, de
         f"epochs: {epochs}, of about {epoch:.0f} s each; it ends early after a third of them without progress"
     )
     return epochs
+
+
+def _time_steps(options: TrainOptions, output: Path) -> tuple[float, float, int]:
+    """(seconds of an update, seconds of loading its images in one process, updates per epoch)."""
+    quick = replace(options, dataset=replace(options.dataset, workers=0))
+    world = World(0, 1, _device(options))
+    task = Classification(build(options, world), quick, world, RunFolder(output / ".timing", writable=False))
+    return *step_seconds(task, quick), task.batches_per_epoch
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -454,13 +454,13 @@ def save_linear(options: TrainOptions, photos: Photos, folder: Path) -> Predicti
     answers = Predictions.of_batch(torch.from_numpy(good), torch.from_numpy(photos.val.labels[good]), logits)
     inside = choice.features.readable
     out_of_fold = torch.from_numpy(choice.fit.out_of_fold)
-    known = Predictions.of_batch(torch.from_numpy(inside), torch.from_numpy(choice.fit.labels), out_of_fold)
+    unseen = Predictions.of_batch(torch.from_numpy(inside), torch.from_numpy(choice.fit.labels), out_of_fold)
     described = {"model": info.architecture, "img_size": info.img_size[0], "weights": choice.backbone.name}
     config = apply(options, {**described, "epochs": 1, "maps": ""}, "linear")
     if (folder / "best.safetensors").is_file():
         shutil.rmtree(folder)
     _write_run(folder, model.state_dict(), info, config, answers, photos.train.class_names)
-    known.save(folder / "out-of-fold.npz", note=keys_hash(photos.train))
+    unseen.save(folder / "out-of-fold.npz", note=keys_hash(photos.train))
     return answers
 
 
@@ -485,11 +485,11 @@ def _write_run(
     writer.write("summary.json", plain_json({"best": best, "last": row, "epochs": 1, "updates": 0, "seconds": 0.0}))
 
 
-def _keep_linear(output: Path, options: TrainOptions) -> Run:
+def _keep_linear(output: Path) -> Run:
     """Make the linear head the result of the run."""
-    for name in ("best.safetensors", "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "classes.json"):
+    names = ("best.safetensors", "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "classes.json")
+    for name in (*names, "summary.json"):  # last: it says that the run is finished
         shutil.copyfile(output / "linear" / name, output / name)
-    shutil.copyfile(output / "linear/summary.json", output / "summary.json")
     return read_run(output)
 
 
@@ -522,14 +522,8 @@ def _compare_with_plain(output: Path, options: TrainOptions) -> dict[str, Any]:
     """Train the twin without token labels for the same time, and say what the tokens brought."""
     plain = apply(options, {"objectives": {}, "mixing": {}, "maps": "", "output": str(output / "plain")}, "plain")
     seconds = read_run(output).seconds or 0.0
-    times = {}
-    world = World(0, 1, _device(options))
     if not (output / "plain/config.yaml").is_file():
-        for name, chosen in (("tokens", options), ("plain", plain)):
-            quick = replace(chosen, dataset=replace(chosen.dataset, workers=0))
-            task = Classification(build(chosen, world), quick, world, RunFolder(output / ".timing", writable=False))
-            times[name] = step_seconds(task, quick)[0]
-        ratio = min(1.5, max(1.0, times["tokens"] / times["plain"]))
+        ratio = min(1.5, max(1.0, _time_steps(options, output)[0] / _time_steps(plain, output)[0]))
         plain = apply(plain, {"epochs": round(ratio * options.optim.epochs)}, "plain")
     else:
         plain = apply(plain, {"epochs": int(read_run(output / "plain").config["epochs"])}, "plain")
@@ -553,23 +547,15 @@ def _log(output: Path, text: str) -> None:
         folder.log(text)
 
 
-@torch.inference_mode()
 def predict(source: Path, data: DataSet, options: TrainOptions) -> Predictions:
     """Answers of the model of a run folder for all readable images."""
-    device = _device(options)
-    opened = open_model(source, device=str(device))
-    info = opened.info
-    view = EvalTransform(info.img_size, info.crop_pct, interpolation=info.interpolation, mean=info.mean, std=info.std)
-    reader = BatchReader(data, np.arange(len(data)), view)
-    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (info.mean, info.std))
-    size = options.dataset.val_batch_size or options.dataset.batch_size
-    spans = [range(i, min(i + size, len(data))) for i in range(0, len(data), size)]
-    parts = []
-    for batch in read_batches(reader, spans, options.dataset.workers):
-        good = [place for place in range(len(batch)) if place not in batch.failures]
-        images = batch.pixels[good].to(device).permute(0, 3, 1, 2).float() / 255
-        logits = opened.model((images - mean) / std).logits if good else None
-        if logits is not None:
-            index = torch.from_numpy(batch.indices[good])
-            parts.append(Predictions.of_batch(index, torch.from_numpy(data.labels[batch.indices[good]]), logits.cpu()))
-    return Predictions.join(parts)
+    from everytoken.evaluation import evaluate  # an application; it is used as any user would
+
+    return evaluate(
+        source,
+        data,
+        batch_size=options.dataset.val_batch_size or options.dataset.batch_size,
+        workers=options.dataset.workers,
+        device=options.run.device,
+        on_bad_image="skip",
+    ).predictions
