@@ -31,14 +31,14 @@ from everytoken.annotators.features import FrozenBackbone, compute_features, fit
 from everytoken.data.datasets import DataSet, open_dataset
 from everytoken.engine.checkpoint import write_weights
 from everytoken.keyed import generator
+from everytoken.machine import keep_freed_memory
 from everytoken.tasks.classify import train
 
 NETWORK, SIZE = "registry:efficientnet_lite0", 128
 DATASETS = {"flowers": ("flowers-128/photos.zip", 30), "cifar10": ("cifar10-mini/cifar10-mini.zip", 20)}
 """Archive, and epochs with 30 images per class; other sizes have as many updates, within a factor of 2."""
 SEEDS, TUNING = (1, 2, 3, 4, 5), (1, 2)
-HEAD_RATES = (3e-5, 1e-4, 3e-4)  # from the linear head
-NEW_RATES = (3e-4, 1e-3, 3e-3)  # timm's way, from a new head
+RATES = (1e-4, 3e-4, 1e-3)
 RECIPE: dict[str, Any] = {
     "model": "tf_efficientnet_lite0",
     "img_size": SIZE,
@@ -57,6 +57,7 @@ RECIPE: dict[str, Any] = {
     "reprob": 0.0,
     "smoothing": 0.1,
     "norm_eval": True,
+    "channels_last": True,
     "model_ema": True,
     "model_ema_decay": 0.98,
     "val_interval": 1000,
@@ -72,8 +73,12 @@ ARMS: dict[str, dict[str, Any]] = {  # besides the plain ones; all start from th
     "cutmix": CUTMIX,
     "own maps + cutmix": {**OWN, **CUTMIX},
     "foreign maps + cutmix": {**FOREIGN, **CUTMIX},
+}
+SETTINGS: dict[str, dict[str, Any]] = {  # of plain fine-tuning; on the seeds for tuning only
     "layer decay 0.8": {"layer_decay": 0.8},
     "batch norm trained": {"norm_eval": False},
+    "RandAugment": {"aa": "rand-m7-mstd0.5-inc1"},
+    "from a new head": {"initial_checkpoint": "new"},
 }
 
 
@@ -93,26 +98,21 @@ class Study:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
 
-    def run(self, sizes: tuple[int, ...]) -> None:
+    def run(self, sizes: tuple[int, ...], datasets: tuple[str, ...]) -> None:
         """Everything that is not done, cheap and basic things first."""
         self.work.mkdir(parents=True, exist_ok=True)
         for per_class in sizes:
-            for dataset in DATASETS:
+            for dataset in datasets:
                 for seed in SEEDS:
                     self.linear(dataset, per_class, seed)
-            for seeds in (TUNING, SEEDS):  # something to look at early
-                for dataset in DATASETS:
-                    for rate in HEAD_RATES:
-                        for seed in seeds:
-                            self.fine_tune(dataset, per_class, seed, "plain", rate, {})
-                    best = best_rate(self.rows(), dataset, per_class, "plain")
-                    for arm, changes in ARMS.items():
+                for rate in RATES:
+                    for seed in TUNING:
+                        self.fine_tune(dataset, per_class, seed, "plain", rate, {})
+                best = best_rate(self.rows(), dataset, per_class, "plain")
+                for seeds, arms in ((TUNING, ARMS), (TUNING, SETTINGS), (SEEDS, {"plain": {}, **ARMS})):
+                    for arm, changes in arms.items():
                         for seed in seeds:
                             self.fine_tune(dataset, per_class, seed, arm, best, changes)
-                    new_head = {"initial_checkpoint": "new"}
-                    for rate in NEW_RATES:
-                        for seed in seeds:
-                            self.fine_tune(dataset, per_class, seed, "plain, new head", rate, new_head)
 
     def done(self, **what: Any) -> bool:
         """Whether there is a row of this kind."""
@@ -271,11 +271,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--per-class", type=int, nargs="+", default=(30,))
+    parser.add_argument("--datasets", nargs="+", choices=tuple(DATASETS), default=tuple(DATASETS))
     chosen = parser.parse_args()
+    keep_freed_memory()
     if chosen.what == "table":
         print(table(read_rows(chosen.work / "results.jsonl")))
     else:
-        Study(chosen.data, chosen.work).run(tuple(chosen.per_class))
+        Study(chosen.data, chosen.work).run(tuple(chosen.per_class), tuple(chosen.datasets))
 
 
 if __name__ == "__main__":
