@@ -72,13 +72,10 @@ ARMS: dict[str, dict[str, Any]] = {  # besides the plain ones; all start from th
     "foreign maps": FOREIGN,
     "cutmix": CUTMIX,
     "own maps + cutmix": {**OWN, **CUTMIX},
-    "foreign maps + cutmix": {**FOREIGN, **CUTMIX},
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of plain fine-tuning; on the seeds for tuning only
     "layer decay 0.8": {"layer_decay": 0.8},
     "batch norm trained": {"norm_eval": False},
-    "RandAugment": {"aa": "rand-m7-mstd0.5-inc1"},
-    "from a new head": {"initial_checkpoint": "new"},
 }
 
 
@@ -183,9 +180,7 @@ class Study:
         if "maps" in recipe:
             recipe["maps"] = str(self.maps(recipe["maps"], dataset, per_class, seed))
         annotating = time.process_time() - started
-        recipe["initial_checkpoint"] = str(
-            self.new_head() if "initial_checkpoint" in changes else self.linear(dataset, per_class, seed)
-        )
+        recipe["initial_checkpoint"] = str(self.linear(dataset, per_class, seed))
         output = self.work / "runs" / f"{dataset}-{per_class}-seed{seed}-{arm}-{rate:g}".replace(" ", "_")
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -198,17 +193,6 @@ class Study:
         spent = {"cpu": round(time.process_time() - started, 1), "cpu_annotating": round(annotating, 1)}
         self.add({**what, **row, **spent})
         shutil.rmtree(output)
-
-    def new_head(self) -> Path:
-        """The pretrained network as a run folder."""
-        from everytoken.models.open import open_model
-
-        place = self.work / "pretrained"
-        if not (place / "best.safetensors").is_file():
-            opened = open_model(NETWORK)
-            place.mkdir(parents=True, exist_ok=True)
-            write_weights(place / "best.safetensors", opened.model.backbone.state_dict(), opened.info.to_metadata())
-        return place
 
 
 def copy_images(data: DataSet, indices: np.ndarray, folder: Path) -> None:
