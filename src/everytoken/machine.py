@@ -37,6 +37,33 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
 
 
+def memory() -> int | None:
+    """Bytes of memory that programs can still have; None where that is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limits = [_read_number(Path("/sys/fs/cgroup/memory.max")), _read_number(Path("/sys/fs/cgroup/memory.current"))]
+    if limits[0] is not None and limits[1] is not None:  # of a container
+        free.append(max(0, limits[0] - limits[1]))
+    return min(free, default=None)
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def free_disk(path: Path) -> int:
+    """Free bytes where `path` is or will be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
 def shared_memory() -> int | None:
     """Free bytes of the memory through which processes share tensors; None where it has no limit of its own."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None

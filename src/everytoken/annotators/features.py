@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 PROBED = 400
 """Images that backbones are compared on, at most."""
+ENOUGH_EPOCHS, LEAD = 10, 0.04
+"""A backbone that cannot be fine-tuned for so many epochs has to be ahead by so much of those that can."""
 _PART = 256
 _BATCH = 32
 _MANY = 100  # images for which the network is made faster first
@@ -299,12 +301,18 @@ def compute_features(
 
 @dataclass(frozen=True)
 class Trial:
-    """How one candidate did on the images that backbones are compared on; seconds_per_image: of its features."""
+    """How one candidate did on the images that backbones are compared on.
+
+    Attributes:
+        accuracy, loss: out of fold.
+        seconds_per_image: of its features; training_seconds: of training on one image.
+    """
 
     candidate: Candidate
     accuracy: float
     loss: float
     seconds_per_image: float
+    training_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -329,6 +337,7 @@ def choose_backbone(
     cache: Path | None = None,
     *,
     seconds: float = float("inf"),
+    training_seconds: float = 0.0,
     folds: int = FOLDS,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -338,7 +347,8 @@ def choose_backbone(
     """The best of the candidates by cross-validation, with features of all images and a head that is fitted on them.
 
     Candidates are compared on at most `PROBED` images. One that would take more than what is left of `seconds` for all
-    images is left out; the first is always tried.
+    images is left out; the first is always tried. If there are `training_seconds` to fine-tune afterwards, one for
+    which that is too little must be ahead by more than fine-tuning usually brings (`LEAD`).
     """
     if not offered:
         raise AnnotatorError(
@@ -350,6 +360,7 @@ def choose_backbone(
     trials: list[Trial] = []
     skipped: list[str] = []
     best: tuple[FrozenBackbone, Trial] | None = None
+    trainable: tuple[FrozenBackbone, Trial] | None = None
     started = time.perf_counter()
     for candidate in offered:
         backbone = FrozenBackbone(candidate.name, candidate.img_size, device)
@@ -365,13 +376,20 @@ def choose_backbone(
             subset, some = data.subset(few), [digests[i] for i in few]
             features = compute_features(subset, backbone, cache, digests=some, workers=workers)
             fit = fit_features(features, subset, folds, seed)
-            trials.append(Trial(candidate, fit.accuracy, fit.loss, rate))
+            training = 3 * (_seconds_per_image(backbone, backbone.pooled) if training_seconds else 0.0)
+            trials.append(Trial(candidate, fit.accuracy, fit.loss, rate, training))
             logger.info(f"{candidate}: {fit.accuracy:.1%} right in cross-validation on {len(fit.labels):,} images")
         else:
             trials.append(Trial(candidate, 0.0, 0.0, 0.0))
-        if best is None or trials[-1].loss < best[1].loss:
-            best = backbone, trials[-1]
+        trial = trials[-1]
+        if best is None or trial.loss < best[1].loss:
+            best = backbone, trial
+        enough = trial.training_seconds * len(data) * ENOUGH_EPOCHS <= training_seconds
+        if enough and (trainable is None or trial.loss < trainable[1].loss):
+            trainable = backbone, trial
     assert best is not None
+    if trainable is not None and best[1].accuracy - trainable[1].accuracy < LEAD:
+        best = trainable
     features = compute_features(data, best[0], cache, digests=digests, workers=workers, progress=progress)
     fit = fit_features(features, data, folds, seed)
     return Choice(best[0], features, fit, tuple(trials), tuple(skipped))

@@ -11,14 +11,17 @@ decisions.json   which images they were made for
 plain/           with `compare`, the twin without token labels
 result.json      what was measured on the held-out images
 
-Fine-tuning starts from the linear head, which counts as its first result, so the run keeps the better one. The budget
-is turned into epochs once, before training, and the recipe has them: a run that is continued does not decide anew.
+Fine-tuning starts from the linear head and has to beat it on the held-out images. Where these are many, the linear head
+counts as the first of the epochs, of which the best is kept. Where they are few, they cannot tell epochs apart: the
+last one is compared with the linear head, and kept unless it is clearly worse. The budget is turned into epochs once, before
+training, and the recipe has them: a run that is continued does not decide anew.
 If photos or classes were added since, the next run gets a folder of its own (`photos-2`) and goes on with the backbone,
 the features and the head of the last one.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -37,6 +40,7 @@ from everytoken.annotators.features import (
     Candidate,
     Choice,
     Features,
+    FrozenBackbone,
     available_weights,
     candidates,
     choose_backbone,
@@ -59,7 +63,7 @@ from everytoken.engine.recipe import apply, flat, read_recipe
 from everytoken.engine.run_folder import Run, RunFolder, read_run
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
-from everytoken.machine import cores
+from everytoken.machine import cores, free_disk, memory
 from everytoken.models.open import Description, open_model
 from everytoken.tasks.build import build, open_splits
 from everytoken.tasks.classify import Classification, train_with
@@ -69,7 +73,9 @@ MINUTES = 20.0
 """For everything, if nothing else is said."""
 MOST_EPOCHS, FEWEST_EPOCHS = 30, 3
 IMBALANCE = 10.0  # largest class / smallest class
-_LOOKING = 0.3  # part of the time for features and the choice of a backbone, at most
+FEW_HELD_OUT = 200
+"""Held-out images with which one epoch cannot be told from another: half a point and more is a single image."""
+_LOOKING = 0.2  # part of the time for features and the choice of a backbone, at most
 _SIMILAR = 0.9  # cosine of the features of two images that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 _MACHINE = ("output", "device", "threads", "workers", "resume", "tensorboard", "wandb", "keep", "log_interval")
@@ -118,15 +124,21 @@ def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: Aut
     if not (output / "recipe.yaml").is_file():
         _decide(options, asked, auto, output, previous, data, started)
     decided = _read_decisions(output, options)
-    if decided.optim.epochs:
-        run = train_with(decided)
-    else:  # there was no time for more than the linear head
-        run = _keep_linear(output)
-    result = _compare_with_linear(output, decided)
-    if auto.compare and decided.optim.epochs:
+    path = output / "result.json"
+    result = schema.read_json(path, dict[str, Any]) if path.is_file() else {}
+    if result:
+        logger.info(f"{output} is finished: {result.get('text', 'see result.json')}")
+    else:
+        if decided.optim.epochs:
+            train_with(decided)
+        result = _choose(output, decided)
+        write_atomically(path, plain_json(result).encode())
+    if result["kept"] == "linear":
+        _keep_linear(output)
+    if auto.compare and decided.optim.epochs and "plain" not in result:
         result |= _compare_with_plain(output, decided)
-    write_atomically(output / "result.json", plain_json(result).encode())
-    return replace(run, summary=read_run(output).summary)
+        write_atomically(path, plain_json(result).encode())
+    return read_run(output)
 
 
 def keys_of(options: TrainOptions) -> str:
@@ -181,7 +193,7 @@ def _decide(
     seconds = 60 * (auto.minutes or MINUTES)
     decisions = Decisions()
     device = _device(options)
-    photos = _look(options, output, previous, decisions, seconds * _LOOKING, device)
+    photos = _look(options, output, previous, decisions, seconds, device)
     first = save_linear(options, photos, output / "linear")
     accuracy = first.accuracy
     decisions.say(
@@ -206,8 +218,8 @@ def _decide(
     updates = epochs * max(1, len(photos.train) // values["batch_size"])
     schedule = {
         "warmup_epochs": round(epochs / 10, 2),
-        "patience": max(3, epochs // 3),
-        "model_ema_decay": round(1 - 1 / max(10, updates / 10), 4),
+        "model_ema_decay": round(1 - 1 / max(20, updates / 5), 4),
+        **({"val_interval": 1000} if few_held_out(len(photos.val)) else {"patience": max(3, epochs // 3)}),
     }
     values |= {name: value for name, value in schedule.items() if name not in asked}
     values = {"data": options.data, **values}
@@ -243,7 +255,8 @@ def _look(
     decisions.say(
         f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}; {len(val):,} held out ({held})"
     )
-    decisions.say(f"machine: {device.type}, {cores()} cores")
+    memory, disk = (f"{size / 2**30:.0f} GB" for size in (_free_memory(device), free_disk(output)))
+    decisions.say(f"machine: {device.type}, {cores()} cores, {memory} of free memory, {disk} of free disk")
     weights = [options.model.weights] if options.model.weights else []
     offered = candidates(weights, options.model.img_size)
     cache = output / "features"
@@ -255,14 +268,24 @@ def _look(
         start = _old_head(previous / "linear")
         decisions.say(f"continuing {previous}: its backbone, its features, its head; only new photos are computed")
     choice = choose_backbone(
-        train, offered, cache, seconds=seconds, seed=options.run.seed, device=device, workers=options.dataset.workers
+        train,
+        offered,
+        cache,
+        seconds=seconds * _LOOKING,
+        training_seconds=seconds * (1 - _LOOKING),
+        seed=options.run.seed,
+        device=device,
+        workers=options.dataset.workers,
     )
     if cache.parent != output:
         output.mkdir(parents=True, exist_ok=True)
         write_atomically(output / "features.txt", str(cache.resolve()).encode())
     tried = ", ".join(f"{trial.candidate} {trial.accuracy:.1%}" for trial in choice.trials) if len(offered) > 1 else ""
     name, size = choice.backbone.name, choice.backbone.info.img_size[0]
-    reason = f"best of {tried} in cross-validation" if tried else "as before" if previous else "as asked"
+    reason = f"cross-validation of linear heads: {tried}" if tried else "as before" if previous else "as asked"
+    best = min(choice.trials, key=lambda trial: trial.loss).candidate
+    if best != Candidate(name, size):
+        reason += f"; there is no time to fine-tune {best}"
     if not weights and not previous and len(offered) == 1:
         reason = f"all that is here ({', '.join(available_weights())})"
     decisions.say(f"backbone: {name} at {size} px: {reason}")
@@ -360,37 +383,45 @@ def _settings(
 ) -> dict[str, Any]:
     """How to fine-tune: the options but for the budget and the tokens."""
     info = photos.choice.backbone.info
-    layout = photos.choice.backbone.model.family.layout
+    convolutional = photos.choice.backbone.model.family.layout == "nchw"
     gpu = device.type == "cuda"
-    batch = min(64 if gpu else 32, max(1, len(photos.train)))
+    wanted = min(64 if gpu else 32, max(1, len(photos.train)))
+    batch = _batch_in_memory(photos.choice.backbone, wanted, device)
     values: dict[str, Any] = {
         "model": info.architecture,
         "img_size": info.img_size[0],
         "weights": str(output / "linear"),
         "batch_size": batch,
+        **({"grad_accum_steps": wanted // batch} if wanted > batch else {}),
         "opt": "adamw",
-        "lr": 1e-4,
+        "lr": 3e-4 if convolutional else 1e-4,
         "min_lr": 1e-6,
         "warmup_lr": 1e-6,
         "weight_decay": 0.05,
-        "layer_decay": 0.8,
+        **({} if convolutional else {"layer_decay": 0.8, "clip_grad": 1.0}),
         "norm_eval": True,
-        "clip_grad": 1.0,
         "model_ema": True,
         "scale": [0.5, 1.0],
         "aa": "",
         "color_jitter": 0.2,
         "reprob": 0.0,
         "smoothing": 0.1,
-        "val_first": True,
+        "val_first": not few_held_out(len(photos.val)),
         "amp": gpu,
-        "channels_last": layout == "nchw",
+        "channels_last": convolutional,
         "seed": options.run.seed,
     }
+    rate = "3e-4, the best of three rates in our measurements" if convolutional else "1e-4 falling by 0.8 per layer"
+    less = f" in {wanted // batch} parts, for lack of memory" if wanted > batch else ""
     decisions.say(
-        f"fine-tuning from that head: batch {batch}, AdamW at 1e-4 falling by 0.8 per layer, batch norms as they are, "
-        "averaged weights, mild crops: larger rates lose what the features know"
+        f"fine-tuning from that head: batch {wanted}{less}, AdamW at {rate}; batch norms as they are, averaged "
+        "weights, mild crops"
     )
+    if few_held_out(len(photos.val)):
+        decisions.say(
+            f"held-out photos: {len(photos.val):,} are too few to choose an epoch, so the last one counts, unless the "
+            "linear head is clearly better"
+        )
     if photos.excluded:
         lines = "".join(f"{key}\t{reason}\n" for key, reason in sorted(photos.excluded.items()))
         write_atomically(output / "exclude.txt", lines.encode("utf-8", "surrogateescape"))
@@ -404,6 +435,39 @@ def _settings(
             "smallest; it is left as it is, because accuracy counts photos. classes.json has the recall of every class"
         )
     return values
+
+
+def few_held_out(count: int) -> bool:
+    """Whether chance would choose the epoch."""
+    return count < FEW_HELD_OUT
+
+
+def _free_memory(device: torch.device) -> int:
+    """Of the device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = memory()
+    return free if free is not None else 4 * 2**30
+
+
+def _batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device) -> int:
+    """The largest of wanted, wanted / 2, ... for which training takes at most half of the free memory."""
+    model = copy.deepcopy(backbone.model.backbone).requires_grad_(True)
+    kept: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    images = torch.zeros(2, 3, *backbone.info.img_size, device=device)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        model(images)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    fixed, per_image = 5 * weights, 2 * sum(kept.values()) / 2  # gradients need as much again as what is kept for them
+    batch = wanted
+    while batch > 1 and fixed + batch * per_image > _free_memory(device) / 2:
+        batch //= 2
+    return batch
 
 
 def _annotate(options: TrainOptions, photos: Photos, output: Path, device: torch.device) -> str:
@@ -485,35 +549,49 @@ def _write_run(
     writer.write("summary.json", plain_json({"best": best, "last": row, "epochs": 1, "updates": 0, "seconds": 0.0}))
 
 
-def _keep_linear(output: Path) -> Run:
+def _keep_linear(output: Path) -> None:
     """Make the linear head the result of the run."""
     names = ("best.safetensors", "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "classes.json")
     for name in (*names, "summary.json"):  # last: it says that the run is finished
         shutil.copyfile(output / "linear" / name, output / name)
-    return read_run(output)
 
 
-def _compare_with_linear(output: Path, options: TrainOptions) -> dict[str, Any]:
-    """Held-out accuracy of the linear head and of what the run keeps, with the interval of their difference."""
+def clearly_worse(first: np.ndarray, last: np.ndarray) -> bool:
+    """Whether a second model is worse than a first by more than a standard error, on the same images.
+
+    Args:
+        first, last: [n] bool, which images they get right.
+    """
+    lost, won = int((first & ~last).sum()), int((last & ~first).sum())
+    return lost - won > (lost + won + 1) ** 0.5  # one more, since few differences say little about their number
+
+
+def _choose(output: Path, options: TrainOptions) -> dict[str, Any]:
+    """Keep the linear head or the fine-tuned model; held-out accuracy, and the interval of the difference."""
     _, val, _ = open_splits(options)
-    first, last = predict(output / "linear", val, options), predict(output, val, options)
-    same = read_run(output).summary.get("best", {}).get("step") == 0
-    result: dict[str, Any] = {
-        "held_out": len(last),
-        "linear": first.accuracy.value,
-        "kept": "linear" if same else "fine-tuned",
-        "top1": last.accuracy.value,
-    }
-    if same:
-        text = f"kept: the linear head, {first.accuracy.value:.1f} % of {len(last):,} held-out photos; "
-        text += "fine-tuning did not beat it" if options.optim.epochs else "there was no time for more"
+    first = predict(output / "linear", val, options)
+    result: dict[str, Any] = {"held_out": len(first), "linear": first.accuracy.value, "kept": "linear"}
+    text = f"kept: the linear head, {first.accuracy.value:.1f} % of {len(first):,} held-out photos"
+    if not options.optim.epochs:
+        text += "; there was no time for more"
+    elif read_run(output).summary.get("best", {}).get("step") == 0:
+        text += "; fine-tuning did not beat it"
     else:
+        last = predict(output, val, options)
         gain = stats.paired_difference(first.correct, last.correct)
-        result["gain"] = [gain.value, gain.low, gain.high]
-        text = (
-            f"kept: the fine-tuned model, {last.accuracy.value:.1f} % of {len(last):,} held-out photos, "
-            f"{gain.value:+.1f} points to the linear head (95 % interval {gain.low:+.1f} to {gain.high:+.1f})"
-        )
+        result |= {"fine_tuned": last.accuracy.value, "gain": [gain.value, gain.low, gain.high]}
+        points = f"{gain.value:+.1f} points (95 % interval {gain.low:+.1f} to {gain.high:+.1f})"
+        if few_held_out(len(val)) and clearly_worse(first.correct, last.correct):
+            text += f"; the fine-tuned model is clearly worse, {points}"
+        else:
+            result["kept"] = "fine-tuned"
+            text = (
+                f"kept: the fine-tuned model, {last.accuracy.value:.1f} % of {len(last):,} held-out photos, {points} "
+                "to the linear head"
+            )
+            text += ", which is within chance; fine-tuning is usually better" if gain.value < 0 else ""
+    result["top1"] = result["linear" if result["kept"] == "linear" else "fine_tuned"]
+    result["text"] = text
     _log(output, text)
     return result
 
