@@ -4,8 +4,8 @@
     python benchmarks/study/against_timm.py table --work DIR
 
 Flowers (5 classes) and CIFAR-10, 30 images per class, five seeds that draw the images, 1,000 test images that no run
-sees. Ours is the command with a budget and nothing else: it chooses the network, its size and all the rest, and holds out
-a tenth of the 30 images per class. timm then fine-tunes the network and size that ours has chosen, from its
+sees. Ours is the command with a budget and nothing else: it chooses the network, its size and all the rest, and holds
+out a tenth of the 30 images per class. timm then fine-tunes the network and size that ours has chosen, from its
 pretrained weights with a new head, on all of the images, with AdamW at three rates, a cosine schedule, label smoothing
 and averaged weights; each rate gets as much CPU time as ours took in all, its start included. The rate with the best
 mean accuracy on the test images counts, which favours timm. One process and one thread; run one dataset per core.

@@ -84,12 +84,13 @@ def test_copies_of_held_out_photos_and_unreadable_ones_are_left_out(result):
     assert len(Maps(result.path / "maps")) == 36
 
 
-def test_the_run_keeps_the_better_of_linear_head_and_fine_tuned_model(result):
+def test_the_last_epoch_is_compared_with_the_linear_head(result):
     content = json.loads((result.path / "result.json").read_text())
-    assert result.history[0]["epoch"] == 0
-    assert result.history[0]["ema_score"] == pytest.approx(content["linear"], abs=0.01)
-    assert content["top1"] >= content["linear"]
-    assert content["kept"] == ("linear" if result.summary["best"]["step"] == 0 else "fine-tuned")
+    assert [row["epoch"] for row in result.history if "score" in row] == [2]  # few photos are held out
+    assert result.summary["best"]["step"] == result.summary["updates"]
+    assert content["kept"] == "fine-tuned"
+    assert content["top1"] == pytest.approx(result.history[-1]["ema_score"], abs=0.01)
+    assert content["gain"][0] == pytest.approx(content["top1"] - content["linear"])
     assert "kept: the" in (result.path / "log.txt").read_text()
     assert len(content["tokens_gain"]) == 3
     assert read_run(result.path / "plain").config["objectives"] in ({}, {"hard": {}}, None)
@@ -103,7 +104,7 @@ def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder,
     assert "# first model: a linear head" in text
     (tmp_path / "mine.yaml").write_text(text.replace("epochs: 2", "epochs: 1"))
     again = train(folder, recipe=str(tmp_path / "mine.yaml"), output=str(tmp_path / "run"), workers=0, device="cpu")
-    assert [row["epoch"] for row in again.history] == [0, 1]
+    assert [row["epoch"] for row in again.history] == [1]
 
 
 def test_the_same_call_again_does_nothing_and_decides_nothing(result, folder, weights, monkeypatch):
@@ -139,7 +140,7 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
 def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (5.0, 0.0))[1])
     monkeypatch.setattr(auto_module, "train_with", lambda options: read_run(tmp_path / "run/linear"))
-    monkeypatch.setattr(auto_module, "_compare_with_linear", lambda output, options: {})
+    monkeypatch.setattr(auto_module, "_choose", lambda output, options: {"kept": "fine-tuned"})
     train(folder, weights=weights, output=str(tmp_path / "run"), minutes=3, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
     assert 3 <= values["epochs"] <= 12  # an epoch of three updates takes 15 s and more
@@ -155,6 +156,70 @@ def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, m
     assert json.loads((run.path / "result.json").read_text())["kept"] == "linear"
     assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
     assert run.state == "finished"
+
+
+def test_a_fine_tuned_model_that_is_clearly_worse_is_not_kept(folder, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_module, "clearly_worse", lambda first, last: True)
+    call = lambda: train(folder, weights=weights, output=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)  # noqa: E731
+    run = call()
+    assert "clearly worse" in (run.path / "log.txt").read_text()
+    assert run.summary["updates"] == 0
+    kept = (run.path / "best.safetensors").read_bytes()
+    assert kept == (run.path / "linear/best.safetensors").read_bytes()
+    (run.path / "best.safetensors").write_bytes(b"killed while it was copied")
+    (run.path / "summary.json").unlink()  # which is copied last
+    assert call().summary["updates"] == 0
+    assert (run.path / "best.safetensors").read_bytes() == kept
+
+
+def test_many_held_out_photos_choose_the_epoch_and_the_linear_head_is_the_first(folder, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_module, "FEW_HELD_OUT", 5)
+    run = train(folder, weights=weights, output=str(tmp_path / "run"), epochs=2, minutes=5, lr=1e-9, **QUIET)
+    content = json.loads((run.path / "result.json").read_text())
+    assert run.history[0]["epoch"] == 0
+    assert run.history[0]["ema_score"] == pytest.approx(content["linear"], abs=0.01)
+    assert (content["kept"], run.summary["best"]["step"]) == ("linear", 0)  # such a rate changes nothing
+    assert content["top1"] == content["linear"]
+
+
+def test_clearly_worse_means_by_more_than_a_standard_error():
+    right, wrong = np.ones(15, bool), np.zeros(15, bool)
+    assert auto_module.clearly_worse(right, wrong)
+    assert not auto_module.clearly_worse(wrong, right)
+    assert not auto_module.clearly_worse(right, right)
+    one_worse = right.copy()
+    one_worse[0] = False
+    assert not auto_module.clearly_worse(right, one_worse)
+    one_worse[:4] = False
+    assert auto_module.clearly_worse(right, one_worse)
+
+
+def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, weights, tmp_path, caplog):
+    unequal = tmp_path / "photos"
+    shutil.copytree(folder, unequal)
+    for path in sorted((unequal / "train/class-2").iterdir())[4:]:
+        path.unlink()
+    with caplog.at_level(logging.INFO):
+        run = train(unequal, weights=weights, output=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
+    assert "imbalance: the largest class" in caplog.text
+    assert run.config["logit_adjustment"] == 0.5
+    setup = auto_module.build(auto_module._read_decisions(run.path, TrainOptions()), auto_module.World(0, 1, "cpu"))
+    counts = np.bincount(setup.train_set.labels)
+    wanted = 0.5 * np.log(counts / counts.sum())
+    assert setup.step.class_offsets.numpy() == pytest.approx(wanted, abs=1e-5)
+    assert "class_offsets" not in setup.step.state_dict()
+    # in training, logits with these offsets are those of the head as it was fitted
+    answers, _ = Predictions.saved(run.path / "linear/out-of-fold.npz", auto_module.keys_hash(setup.train_set))
+    assert len(answers) == counts.sum()
+
+
+def test_the_batch_is_divided_where_memory_is_scarce(weights, monkeypatch):
+    backbone = features_module.FrozenBackbone(weights, 32)
+    monkeypatch.setattr(auto_module, "_free_memory", lambda device: 2**40)
+    assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) == 32
+    fixed = 10 * sum(p.numel() * 4 for p in backbone.model.backbone.parameters())
+    monkeypatch.setattr(auto_module, "_free_memory", lambda device: fixed + 2**24)
+    assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) < 32
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ class ModelOptions:
     """Weights of the teacher; empty: timm's pretrained weights."""
     norm_eval: bool = False
     """Keep the statistics of batch norms as they are: for pretrained networks and small batches."""
+    logit_adjustment: float = 0.0
+    """For classes of unequal size: in training, add this much of the log of each class's share to its logit, so that
+    the model itself prefers large classes less. 0: off; 1: all classes count the same."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False

@@ -13,8 +13,8 @@ result.json      what was measured on the held-out images
 
 Fine-tuning starts from the linear head and has to beat it on the held-out images. Where these are many, the linear head
 counts as the first of the epochs, of which the best is kept. Where they are few, they cannot tell epochs apart: the
-last one is compared with the linear head, and kept unless it is clearly worse. The budget is turned into epochs once, before
-training, and the recipe has them: a run that is continued does not decide anew.
+last one is compared with the linear head, and kept unless it is clearly worse. The budget is turned into epochs once,
+before training, and the recipe has them: a run that is continued does not decide anew.
 If photos or classes were added since, the next run gets a folder of its own (`photos-2`) and goes on with the backbone,
 the features and the head of the last one.
 """
@@ -65,14 +65,15 @@ from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken.machine import cores, free_disk, memory
 from everytoken.models.open import Description, open_model
-from everytoken.tasks.build import build, open_splits
+from everytoken.tasks.build import build, log_shares, open_splits
 from everytoken.tasks.classify import Classification, train_with
 
 logger = logging.getLogger(__name__)
 MINUTES = 20.0
 """For everything, if nothing else is said."""
 MOST_EPOCHS, FEWEST_EPOCHS = 30, 3
-IMBALANCE = 10.0  # largest class / smallest class
+IMBALANCE, ADJUSTMENT = 1.5, 0.5
+"""Largest class / smallest class from which on large classes are preferred less, and by how much (docs/photos.md)."""
 FEW_HELD_OUT = 200
 """Held-out images with which one epoch cannot be told from another: half a point and more is a single image."""
 _LOOKING = 0.2  # part of the time for features and the choice of a backbone, at most
@@ -133,7 +134,7 @@ def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: Aut
             train_with(decided)
         result = _choose(output, decided)
         write_atomically(path, plain_json(result).encode())
-    if result["kept"] == "linear":
+    if result["kept"] == "linear" and read_run(output).summary.get("best", {}).get("step") != 0:
         _keep_linear(output)
     if auto.compare and decided.optim.epochs and "plain" not in result:
         result |= _compare_with_plain(output, decided)
@@ -428,13 +429,21 @@ def _settings(
         values["exclude"] = str(output / "exclude.txt")
     if photos.val_features.failures:
         values["on_bad_image"] = "skip"
-    counts = np.bincount(photos.train.labels, minlength=photos.train.num_classes)
-    if counts.max() > IMBALANCE * max(1, counts.min()):
+    if adjustment(photos.train):
+        counts = np.bincount(photos.train.labels, minlength=photos.train.num_classes)
+        values["logit_adjustment"] = ADJUSTMENT
         decisions.say(
-            f"imbalance: the largest class has {counts.max() / max(1, counts.min()):.0f} times as many photos as the "
-            "smallest; it is left as it is, because accuracy counts photos. classes.json has the recall of every class"
+            f"imbalance: the largest class has {counts.max() / max(1, counts.min()):.1f} times as many photos as the "
+            f"smallest; logits are adjusted by {ADJUSTMENT:g} of it (rare classes are found more often, at no cost in "
+            "accuracy)"
         )
     return values
+
+
+def adjustment(train: DataSet) -> float:
+    """How much of the log of the classes' shares is taken from their logits."""
+    counts = np.bincount(train.labels, minlength=train.num_classes)
+    return ADJUSTMENT if counts.max() > IMBALANCE * max(1, counts.min()) else 0.0
 
 
 def few_held_out(count: int) -> bool:
@@ -492,9 +501,8 @@ def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, de
     if epochs < FEWEST_EPOCHS:
         decisions.say(f"no fine-tuning: an epoch takes about {epoch:.0f} s, and {max(0, left):.0f} s are left")
         return 0
-    decisions.say(
-        f"epochs: {epochs}, of about {epoch:.0f} s each; it ends early after a third of them without progress"
-    )
+    early = "" if few_held_out(len(photos.val)) else "; it ends early after a third of them without progress"
+    decisions.say(f"epochs: {epochs}, of about {epoch:.0f} s each{early}")
     return epochs
 
 
@@ -511,10 +519,12 @@ def _time_steps(options: TrainOptions, output: Path) -> tuple[float, float, int]
 
 def save_linear(options: TrainOptions, photos: Photos, folder: Path) -> Predictions:
     """The linear head as a run folder, with out-of-fold answers for the training images; its held-out answers."""
-    choice = photos.choice
-    model, info = choice.backbone.with_head(choice.fit.head, photos.train.class_names)
+    choice, train = photos.choice, photos.train
+    shares = torch.from_numpy(log_shares(train.labels, train.num_classes)).float()
+    head = LinearHead(choice.fit.head.weight, choice.fit.head.bias - adjustment(train) * shares)
+    model, info = choice.backbone.with_head(head, train.class_names)
     good = photos.val_features.readable
-    logits = choice.fit.head(torch.from_numpy(photos.val_features.values[good]))
+    logits = head(torch.from_numpy(photos.val_features.values[good]))
     answers = Predictions.of_batch(torch.from_numpy(good), torch.from_numpy(photos.val.labels[good]), logits)
     inside = choice.features.readable
     out_of_fold = torch.from_numpy(choice.fit.out_of_fold)

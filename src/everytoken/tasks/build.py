@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from timm.data import resolve_data_config
 from torch import nn
@@ -104,8 +105,11 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
             f"token_vote is {vote:g}, which needs tokens that learn the classes of the data: an objective such as "
             "token_labeling with maps of these classes. Train with it, or set token_vote to 0"
         )
+    offsets = None
+    if options.model.logit_adjustment:
+        offsets = options.model.logit_adjustment * torch.from_numpy(log_shares(train_set.labels, num_classes)).float()
     norm_eval = options.model.norm_eval
-    step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval).to(world.device)
+    step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval, offsets).to(world.device)
     size = options.model.img_size
     with building(f"{options.model.model} for {size} x {size} pixels"):
         step.grid = grid = probe(model, (size, size))
@@ -145,6 +149,13 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     if options.dataset.exclude:
         train_set = _without(train_set, read_names(options.dataset.exclude))
     return train_set, val_set, notes
+
+
+def log_shares(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """[K]: the log of each class's part of the images; a class without images counts as one with one."""
+    counts = np.maximum(np.bincount(labels, minlength=num_classes), 1)
+    shares: np.ndarray = np.log(counts / counts.sum())
+    return shares
 
 
 def read_names(path: str | Path) -> set[str]:

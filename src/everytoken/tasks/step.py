@@ -73,6 +73,7 @@ class TokenStep(nn.Module):
         compile: compile the model, in place: state dict and copies stay plain.
         token_vote: in evaluation, add this much of the strongest token logit of each class.
         norm_eval: batch norms of the backbone keep their statistics in training.
+        class_offsets: [K] to add to the class logits in training only (logit adjustment, Menon et al. 2021).
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class TokenStep(nn.Module):
         compile: bool = False,
         token_vote: float = 0.0,
         norm_eval: bool = False,
+        class_offsets: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("class_offsets", class_offsets, persistent=False)
         self.norm_eval = norm_eval
         self.model = model
         self.token_vote = token_vote
@@ -106,6 +109,8 @@ class TokenStep(nn.Module):
         if compile:
             model.compile()
 
+    class_offsets: Tensor | None
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Terms by name, each a scalar; "loss" is their weighted sum; "output" holds the class logits [B, K].
 
@@ -115,6 +120,8 @@ class TokenStep(nn.Module):
             return {"output": self.model(batch.images).voted(self.token_vote)}
         batch = self.mixed(batch)
         view = self.model(batch.images, batch.mix)
+        if self.class_offsets is not None:
+            view = replace(view, logits=view.logits + self.class_offsets)
         if self.teacher is not None and self.asks_teacher:
             batch = replace(batch, teacher=self.teacher(batch.images, self.asks_teacher_for_tokens))
         losses: list[Tensor] = []
