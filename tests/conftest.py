@@ -35,9 +35,9 @@ def run_program(words: Sequence[str], environment: dict[str, str], folder: str, 
 class Program:
     """`everytoken WORDS` in a process and session of its own, started without importing everything again."""
 
-    def __init__(self, words: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, words: Sequence[str], folder: Path, environment: dict[str, str], inside: str) -> None:
         self.files = [folder / "stdout", folder / "stderr"]
-        self.process = CONTEXT.Process(target=run_program, args=(list(words), environment, os.getcwd(), self.files))
+        self.process = CONTEXT.Process(target=run_program, args=(list(words), environment, inside, self.files))
         self.process.start()
         self.pid = self.process.pid
 
@@ -77,8 +77,9 @@ def start(tmp_path_factory):
     """Starts a `Program`: start("train", ..., RANK="1"). Those that still run at the end are killed."""
     programs = []
 
-    def start(*words: object, **environment: str) -> Program:
-        programs.append(Program(list(map(str, words)), tmp_path_factory.mktemp("program"), environment))
+    def start(*words: object, inside: object = "", **environment: str) -> Program:
+        folder = tmp_path_factory.mktemp("program")
+        programs.append(Program(list(map(str, words)), folder, environment, str(inside) or os.getcwd()))
         return programs[-1]
 
     yield start
@@ -88,14 +89,18 @@ def start(tmp_path_factory):
 
 @pytest.fixture
 def start_ranks(start):
-    """Starts processes of one job, as torchrun would: start_ranks(2, "train", ...)."""
+    """Starts processes of one job, as torchrun would: start_ranks(2, "train", ...).
 
-    def start_ranks(size: int, *words: object) -> list[Program]:
+    `inside`: a folder for each; with relative paths among the words, as on machines with a disk each.
+    """
+
+    def start_ranks(size: int, *words: object, inside: Sequence[object] = ()) -> list[Program]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
         common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port} for rank in range(size)]
-        return [start(*words, **common, **rank) for rank in ranks]
+        places = inside or [""] * size
+        return [start(*words, inside=place, **common, **rank) for place, rank in zip(places, ranks, strict=True)]
 
     return start_ranks
 

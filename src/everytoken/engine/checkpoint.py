@@ -5,6 +5,10 @@ timm loads by itself), `ema.safetensors` when weights are averaged, `state.pt` (
 modules, optimizer, scaler, position) and `manifest.json` (sizes and SHA-256 of the others), written last. The folder is
 made under another name, every file is synced, and it is renamed into place; so a kill at any moment leaves either the
 whole checkpoint or none. On resume the newest one whose hashes agree is taken; torn ones are named and passed over.
+
+A sharded run (`fsdp`) has `shards/` instead of the weights: every process writes its part of all tensors into a
+safetensors file of its own, by `torch.distributed.checkpoint` with its safetensors storage (its usual one keeps a
+pickled index), and `state.pt` has no tensors. Any number of processes reads them back.
 """
 
 from __future__ import annotations
@@ -15,22 +19,27 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from typing_extensions import TypedDict
 
 from everytoken import schema
+from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
 from everytoken.files import FileError, disk_errors, remove_temporary, sha256_of, sync_folder, write_atomically
 from everytoken.models.weights import encode_weights
 
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+SHARDS = "shards"
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
 
 
@@ -80,30 +89,121 @@ def save_checkpoint(
         weights: file stem -> state dict, written as safetensors with `metadata`.
         state: anything `torch.load(weights_only=True)` can read back: tensors, numbers, strings, lists, dicts.
     """
-    final = root / f"step-{step:08d}"
-    work = root / f".writing-{step:08d}-{os.getpid()}"
     with _disk_errors(root, f"writing the checkpoint of step {step}"):
-        root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".writing-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        work = _begin(root, step)
         try:
-            work.mkdir()
             for stem, tensors in weights.items():
                 _write(work / f"{stem}.safetensors", encode_weights(tensors, metadata))
-            _save_state(work / STATE, state)
-            content = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(work.iterdir())}
-            _write(work / MANIFEST, json.dumps({"step": step, "files": content}, indent=1).encode())
-            sync_folder(work)
-            if final.exists():
-                shutil.rmtree(final)
-            work.rename(final)
-            sync_folder(root)
+            return _commit(work, step, state, _facts(work), keep)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
+
+
+def save_sharded_checkpoint(
+    root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], world: World, keep: int = 2
+) -> None:
+    """Write `root/step-<step>`, every process its part of the tensors; all must call this.
+
+    Args:
+        tensors: by name, sharded or, where every process has the same, plain.
+        state: as for `save_checkpoint`; that of rank 0 is written.
+    """
+    doing = f"writing the checkpoint of step {step}"
+    work = root
+    with world.agree(), _disk_errors(root, doing):
+        if world.is_main:
+            work = _begin(root, step)
+    work = world.gather(work)[0]
+    try:
+        with _checkpoint_errors(root, doing):
+            writer = HuggingFaceStorageWriter(str(work / SHARDS), save_distributed=True)
+            dcp.save(dict(tensors), storage_writer=writer, no_dist=world.size == 1)
+        facts: dict[str, _File] = {}
+        with world.agree(), _disk_errors(root, doing):  # each process reads back what it wrote
+            mine = sorted((work / SHARDS).glob(f"shard-{world.rank + 1:05d}-*"))
+            facts = {f"{SHARDS}/{name}": fact for name, fact in _facts(work / SHARDS, mine).items()}
+        files = {name: fact for of_rank in world.gather(facts) for name, fact in of_rank.items()}
+        with world.agree(), _disk_errors(root, doing):
+            if world.is_main:
+                unseen = sorted(name for name in files if not (work / name).is_file())
+                if unseen:
+                    raise CheckpointError(
+                        f"{root} is not the same folder for all processes: {unseen[0]} was written elsewhere. Give an "
+                        "output on a disk that all machines share."
+                    )
+                sync_folder(work / SHARDS)
+                _commit(work, step, state, files, keep)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _begin(root: Path, step: int) -> Path:
+    """A new folder to write a checkpoint into; those of killed writers are removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(".writing-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    work = root / f".writing-{step:08d}-{os.getpid()}"
+    work.mkdir()
+    return work
+
+
+def _facts(work: Path, paths: Iterable[Path] | None = None) -> dict[str, _File]:
+    """Sizes and hashes of the files in a folder, for the manifest."""
+    paths = sorted(work.iterdir()) if paths is None else paths
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+
+
+def _commit(work: Path, step: int, state: Mapping[str, Any], files: Mapping[str, _File], keep: int) -> Path:
+    """Add state and manifest to the files of a checkpoint, give it its name, and remove all but the `keep` newest."""
+    root = work.parent
+    final = root / f"step-{step:08d}"
+    _save_state(work / STATE, state)
+    content = {**files, **_facts(work, [work / STATE])}
+    _write(work / MANIFEST, json.dumps({"step": step, "files": content}, indent=1).encode())
+    sync_folder(work)
+    if final.exists():
+        shutil.rmtree(final)
+    work.rename(final)
+    sync_folder(root)
     for old in checkpoints_in(root)[: -max(1, keep)]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read tensors of a sharded checkpoint in place, each process its part of them; all processes must call this."""
+    with _checkpoint_errors(folder, "reading the shards"):
+        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
+
+
+def whole_tensors(folder: Path, part: str) -> dict[str, Tensor]:
+    """Tensors of a sharded checkpoint whose names begin with `part`, without it, put together by this process alone."""
+    with _checkpoint_errors(folder, "reading the shards"):
+        entries: dict[str, Any] = HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if name.startswith(part)
+        }
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)), no_dist=True)
+    return {name.removeprefix(part): tensor for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _checkpoint_errors(path: Path, doing: str) -> Iterator[None]:
+    """What torch reports about some process (it is no `Exception`), as a `CheckpointError` or a `RuntimeError`."""
+    try:
+        with warnings.catch_warnings():  # about one process, which is fine
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except dcp.CheckpointException as error:
+        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        with _disk_errors(path, doing):
+            if isinstance(first, OSError):
+                raise first from error
+        raise RuntimeError(f"{doing}, rank {rank}: {first}") from error
 
 
 class _StateFile(io.FileIO):

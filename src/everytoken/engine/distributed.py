@@ -1,14 +1,15 @@
 """One process or many: torchrun sets the environment, this reads it. All collectives are no-ops for one process.
 
-DDP copies everything to every process and is the default. FSDP2 (`fsdp`) shards weights, gradients and optimizer state,
-block by block, for models that do not fit otherwise; checkpoints are gathered to whole state dicts, so that they look
-the same and a run can continue with another number of processes, or with DDP.
+DDP copies everything to every process and is the default. FSDP2 (`fsdp`) shards weights, gradients, optimizer state and
+averaged weights, block by block, for models that do not fit otherwise. What a sharded run needs to resume has one name
+per tensor (`training_state`), however it is spread, so that it can continue with another number of processes, or with
+DDP.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -69,6 +78,18 @@ class World:
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, value)
         return out
+
+    @contextmanager
+    def agree(self) -> Iterator[None]:
+        """What goes wrong inside in one process is raised in all of them, so that none waits for the others."""
+        error = None
+        try:
+            yield
+        except EverytokenError as raised:
+            error = raised
+        for of_rank in self.gather(error):
+            if of_rank is not None:
+                raise of_rank if error is None else error
 
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Give every process rank 0's buffers: running means differ between processes, and files hold rank 0's."""
@@ -150,6 +171,11 @@ def distribute(module: nn.Module, backbone: nn.Module, world: World, fsdp: bool)
     if not fsdp:
         ids = [world.device.index] if world.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=ids)
+    return shard(module, backbone, world)
+
+
+def shard(module: nn.Module, backbone: nn.Module, world: World) -> nn.Module:
+    """The module, with its weights spread over the processes, block by block of its backbone (FSDP2)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -158,6 +184,28 @@ def distribute(module: nn.Module, backbone: nn.Module, world: World, fsdp: bool)
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
+
+
+class ShardedAverage(ModelEmaV3):
+    """An average of weights that is sharded like the weights; every process averages its own part of them.
+
+    A sharded module cannot be copied, so this is made first and then sharded, too (`shard_twin`).
+    """
+
+    def _foreach_lerp_(self, ema_values: list[Tensor], model_values: list[Tensor], weight: float) -> None:
+        # torch does not take sharded tensors and plain ones (buffers) in one list
+        super()._foreach_lerp_([_part(v) for v in ema_values], [_part(v) for v in model_values], weight)
+
+    def shard_twin(self, module: nn.Module, backbone: nn.Module, world: World) -> None:
+        """Shard the copy; `module` is what was copied, and `backbone` a part of it."""
+        name = next(name for name, part in module.named_modules() if part is backbone)
+        shard(self.module, self.module.get_submodule(name), world)
+
+
+def _part(value: Tensor) -> Tensor:
+    """What this process holds of a sharded tensor; others as they are."""
+    local = getattr(value, "to_local", None)
+    return value if local is None else local()
 
 
 def _blocks(backbone: nn.Module) -> list[nn.Module]:
@@ -178,8 +226,6 @@ def module_state(module: nn.Module, fsdp: bool) -> dict[str, Any]:
     """The whole state dict. With FSDP every process must call this; the first gets the content."""
     if not fsdp:
         return module.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
@@ -188,24 +234,40 @@ def load_module_state(module: nn.Module, state: dict[str, Any], fsdp: bool) -> N
     if not fsdp:
         module.load_state_dict(state)
         return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer, fsdp: bool) -> dict[str, Any]:
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by names of weights, so that it does not depend on how they are spread."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    options = StateDictOptions(full_state_dict=fsdp, cpu_offload=fsdp)
-    return dict(get_optimizer_state_dict(module, optimizer, options=options))
+    return dict(get_optimizer_state_dict(module, optimizer))
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any], fsdp: bool) -> None:
     """The reverse."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
     set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=fsdp))
+
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def training_state(module: nn.Module, average: nn.Module | None, optimizer: Optimizer) -> dict[str, Any]:
+    """Weights, averaged weights and the optimizer's state under one name per value, each process its part of them.
+
+    The values are those in use: what is written into these tensors is written into module and optimizer.
+    """
+    parts: dict[str, dict[str, Any]] = {
+        "module": get_model_state_dict(module),
+        "optimizer": get_optimizer_state_dict(module, optimizer, options=_FLAT),
+    }
+    if average is not None:
+        parts["ema"] = get_model_state_dict(average)
+    return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+
+
+def load_optimizer_values(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give the optimizer the tensors and numbers that `training_state` named."""
+    values = {name.removeprefix("optimizer."): v for name, v in state.items() if name.startswith("optimizer.")}
+    set_optimizer_state_dict(module, optimizer, values, options=_FLAT)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,25 +24,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
 from everytoken.engine.checkpoint import (
+    SHARDS,
     checkpoints_in,
+    load_shards,
     load_state,
     newest_good,
     problems,
     save_checkpoint,
+    save_sharded_checkpoint,
+    whole_tensors,
     write_weights,
 )
 from everytoken.engine.checks import check_loop
 from everytoken.engine.distributed import (
+    ShardedAverage,
     World,
     distribute,
     join_world,
     load_module_state,
     load_optimizer_state,
+    load_optimizer_values,
     module_state,
     optimizer_state,
+    training_state,
     whole,
 )
 from everytoken.engine.optim import build_optimizer, build_schedule, learning_rate
@@ -99,15 +108,10 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
 @contextmanager
 def _exclusive(folder: RunFolder, world: World) -> Iterator[None]:
     """Hold the run folder's lock in the first process; if another program has it, all processes stop alike."""
-    lock, error = None, None
-    if world.is_main:
-        try:
+    lock = None
+    with world.agree():
+        if world.is_main:
             lock = folder.open()
-        except EverytokenError as refused:
-            error = refused
-    error = world.gather(error)[0]
-    if error is not None:
-        raise error
     try:
         yield
     finally:
@@ -137,8 +141,11 @@ class Loop:
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
         self.lr = learning_rate(optim, self.global_batch)
         self.fsdp = options.run.fsdp and world.size > 1
-        if self.fsdp and optim.model_ema:
-            raise EverytokenError("fsdp does not keep an average of the weights yet; switch model_ema off")
+        if optim.model_ema:  # a copy, which a sharded module does not allow
+            kind = ShardedAverage if self.fsdp else ModelEmaV3
+            task.trainable_module_ema = kind(task.module, decay=optim.model_ema_decay, use_warmup=True)
+            if self.fsdp:
+                task.trainable_module_ema.shard_twin(task.module, task.backbone, world)
         task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
         self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
         self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
@@ -149,8 +156,6 @@ class Loop:
             if optim.iters
             else self.total // self.updates_per_epoch
         )
-        if optim.model_ema:
-            task.setup_ema(decay=optim.model_ema_decay, use_warmup=True)
         dtype = getattr(torch, optim.amp_dtype)
         scaled = optim.amp and dtype is torch.float16
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
@@ -436,14 +441,7 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint."""
         self.saved = time.monotonic()
-        module = module_state(self.task.module, self.fsdp)  # with FSDP, gathered from all processes
-        optimizer = optimizer_state(self.task.module, self.optimizer, self.fsdp)
-        if not self.world.is_main:
-            return
-        weights = {f"model{suffix}": tensors for suffix, tensors in self.task.weights(module).items()}
         state: dict[str, Any] = {
-            "module": module,
-            "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "step": self.step,
             "epoch": self.epoch,
@@ -455,10 +453,23 @@ class Loop:
             "seconds": self.seconds,
             "options": plain_json(flat(self.options), None),
         }
+        root, keep = self.folder.checkpoints, self.options.run.keep
+        if self.fsdp:
+            values = training_state(self.task.module, self.ema, self.optimizer)
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            state["values"] = {name: value for name, value in values.items() if name not in tensors}
+            state["averaged"] = self.ema is not None
+            save_sharded_checkpoint(root, self.step, tensors, state, self.world, keep)
+            return
+        if not self.world.is_main:
+            return
+        state["module"] = self.task.module.state_dict()
+        state["optimizer"] = optimizer_state(self.task.module, self.optimizer)
+        weights = {f"model{suffix}": tensors for suffix, tensors in self.task.weights(state["module"]).items()}
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
             weights |= {f"ema{suffix}": tensors for suffix, tensors in self.task.weights(state["ema"]).items()}
-        save_checkpoint(self.folder.checkpoints, self.step, weights, state, self.task.metadata(), self.options.run.keep)
+        save_checkpoint(root, self.step, weights, state, self.task.metadata(), keep)
 
     def _write_best(self) -> None:
         state = module_state(self.task.module if self.ema is None else self.ema, self.fsdp)
@@ -467,9 +478,18 @@ class Loop:
                 write_weights(self.folder.path / f"best{suffix}.safetensors", tensors, self.task.metadata())
 
     def newest_checkpoint(self) -> tuple[Path | None, Mapping[str, Any] | None]:
-        """The newest whole checkpoint and the state that it holds."""
-        newest = newest_good(self.folder.checkpoints, self.folder.log)
-        return newest, None if newest is None else load_state(newest)
+        """The newest whole checkpoint and the state that it holds; rank 0 looks for it."""
+        newest = newest_good(self.folder.checkpoints, self.folder.log) if self.world.is_main else None
+        newest = self.world.gather(newest)[0]
+        if newest is None:
+            return None, None
+        with self.world.agree():
+            if not newest.is_dir():
+                raise EverytokenError(
+                    f"rank {self.world.rank} (on {socket.gethostname()}) does not see {newest}, from which rank 0 "
+                    "continues. Give an output on a disk that all machines share."
+                )
+        return newest, load_state(newest)
 
     def resume(self, newest: Path | None, state: Mapping[str, Any] | None) -> bool:
         """Continue from what `newest_checkpoint` returned, if there is one."""
@@ -482,20 +502,26 @@ class Loop:
                 f"{self.folder.path} holds a run already (checkpoint {newest.name}); choose another output, or let "
                 "resume be auto to continue it"
             )
-        load_module_state(self.task.module, state["module"], self.fsdp)
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-        load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+        averaged = state.get("averaged", "ema" in state)
+        if "values" in state:  # of a sharded run
+            values = training_state(self.task.module, self.ema, self.optimizer)
+            load_shards(newest, {name: value for name, value in values.items() if isinstance(value, Tensor)})
+            load_optimizer_values(self.task.module, self.optimizer, {**values, **state["values"]})
+        else:
+            load_module_state(self.task.module, state["module"], self.fsdp)
+            if self.ema is not None:
+                load_module_state(self.ema, state["ema"], self.fsdp)
+            load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.best = state["step"], state["best"]
         self.bad_total, self.seconds = state["bad_total"], state["seconds"]
         self._restore_place(state)
         self.schedule.step_update(self.place)
         self.folder.forget_after(self.step)
-        if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
+        if self.best.get("step") == self.step and averaged == (self.ema is not None):
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
         elif self.best:
-            whole = self._best_is_whole(newest) if self.world.is_main else None
+            whole = self._best_is_whole() if self.world.is_main else None
             if self.world.gather(whole)[0] is False and not self.is_done:
                 self.best = {}  # the next validation counts as the best
         if self.is_done:
@@ -507,12 +533,12 @@ class Loop:
             self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
         return True
 
-    def _best_is_whole(self, newest: Path) -> bool:
+    def _best_is_whole(self) -> bool:
         """Whether the best weights are there and whole; if not, they are made again from their checkpoint."""
         stem = "model" if self.ema is None else "ema"
         source = self.folder.checkpoints / f"step-{self.best['step']:08d}"
-        for name in sorted(path.name for path in newest.glob(f"{stem}*.safetensors")):
-            path = self.folder.path / name.replace(stem, "best", 1)
+        for suffix in self.task.weights(self.task.module.state_dict()):
+            path = self.folder.path / f"best{suffix}.safetensors"
             try:
                 check_weights(path)
                 continue
@@ -520,12 +546,17 @@ class Loop:
                 self.folder.log(f"note: {path} is missing")
             except (OSError, WeightsError) as error:
                 self.folder.log(f"note: {error}")
-            if problems(source) or not (source / name).is_file():
+            plain = source / f"{stem}{suffix}.safetensors"
+            if problems(source) or not (plain.is_file() or (source / SHARDS).is_dir()):
                 self.folder.log(
                     f"note: the checkpoint that had these weights ({source.name}) is gone, so they cannot be made again"
                 )
                 return False
-            write_atomically(path, (source / name).read_bytes())
+            if plain.is_file():
+                write_atomically(path, plain.read_bytes())
+            else:
+                tensors = self.task.weights(whole_tensors(source, "module." if self.ema is None else "ema."))[suffix]
+                write_weights(path, tensors, self.task.metadata())
             self.folder.log(f"note: {path.name} is made again from {source.name}")
         return True
 

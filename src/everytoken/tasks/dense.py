@@ -272,6 +272,8 @@ class DenseTask(Task):
         world: World,
         folder: RunFolder,
     ) -> None:
+        if world.size > 1 and options.run.fsdp:
+            raise EverytokenError("fsdp is for classification; leave it out, and every process holds the whole network")
         if world.size > 1 and world.device.type == "cuda":
             step = nn.SyncBatchNorm.convert_sync_batchnorm(step)
         super().__init__(step, options, world, folder)
