@@ -70,6 +70,11 @@ def test_sharded_and_averaged_weights_train_as_copied_ones_and_go_on_with_any_nu
     assert "nothing to do" in train(2, "with 4")  # what four wrote, two can read
 
 
+def test_an_average_that_was_saved_with_the_wrapper_of_many_processes_is_read(tmp_path):
+    torch.save({"ema": {"module.model.w": torch.ones(2)}}, tmp_path / "state.pt")
+    assert ck.load_state(tmp_path)["ema"].keys() == {"model.w"}
+
+
 def save(root, step, value=1.0):
     tensors = {"module.w": torch.full((40, 3), value), "optimizer.state.w.step": torch.tensor(float(step))}
     ck.save_sharded_checkpoint(root, step, tensors, {"step": step, "values": {}}, ALONE)

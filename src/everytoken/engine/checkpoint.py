@@ -300,7 +300,10 @@ def load_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the state of a run and was not opened: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not the state of a run: it holds {type(state).__name__}")
-    return dict(present_names(state))
+    state = dict(present_names(state))
+    if "ema" in state:  # with several processes, older versions averaged DDP's wrapper
+        state["ema"] = {name.removeprefix("module."): value for name, value in state["ema"].items()}
+    return state
 
 
 def present_names(state: Any) -> Any:

@@ -513,6 +513,8 @@ def find_weights(source: str | Path) -> Path:
         for candidate in (*candidates, path / "model.onnx"):
             if candidate.is_file():
                 return candidate
+        if (path / "shards").is_dir():
+            raise EverytokenError(f"{path} is a checkpoint of a sharded run; name the run, which has its best weights")
         raise EverytokenError(f"{path} holds no weights: it is neither a run folder nor a checkpoint")
     if not path.is_file():
         raise EverytokenError(f"there is no run folder or weights file at {path}")
