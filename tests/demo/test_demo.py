@@ -85,7 +85,7 @@ def test_with_pretrained_weights_the_demo_is_train_without_a_recipe(tmp_path, ca
         return 0
 
     assert runner.demo(tmp_path, run, "minutes", data=str(photos)) == 0
-    assert [words[0] for words in called] == ["train", "maps", "report"]
+    assert [words[0] for words in called] == ["train", "maps", "report", "export"]
     assert called[0][1] == str(photos)
     assert "--compare" in called[0]
     assert called[2][1:3] == [str(tmp_path / "run/linear"), str(tmp_path / "run")]

@@ -174,7 +174,7 @@ class AutoOptions:
     """Without a recipe and without --model: backbone, size and settings are decided by looking at the photos."""
 
     minutes: float = 0.0
-    """Time for everything: looking, annotating, training; turned into epochs once. 0: 20 minutes."""
+    """Time for everything: looking, annotating, training, comparing; turned into epochs once. 0: 20 minutes."""
     compare: bool = False
     """Also train the plain twin, without token labels, and say what they brought."""
 

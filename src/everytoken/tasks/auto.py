@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import shutil
 import time
@@ -77,6 +78,7 @@ IMBALANCE, ADJUSTMENT = 1.5, 0.5
 FEW_HELD_OUT = 200
 """Held-out images with which one epoch cannot be told from another: half a point and more is a single image."""
 _LOOKING = 0.2  # part of the time for features and the choice of a backbone, at most
+_VALIDATING = 0.5  # as much time as training takes, at most, times this
 _SIMILAR = 0.9  # cosine of the features of two images that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 _MACHINE = ("output", "device", "threads", "workers", "resume", "tensorboard", "wandb", "keep", "log_interval")
@@ -195,13 +197,21 @@ def _decide(
     decisions = Decisions()
     device = _device(options)
     photos = _look(options, output, previous, decisions, seconds, device)
-    first = save_linear(options, photos, output / "linear")
+    strength = options.model.logit_adjustment if "logit_adjustment" in asked else _adjustment(photos.train)
+    first = save_linear(options, photos, output / "linear", strength)
     accuracy = first.accuracy
     decisions.say(
         f"first model: a linear head, right on {accuracy.value:.1f} % of {len(first):,} held-out photos (95 % interval "
         f"{accuracy.low:.1f} to {accuracy.high:.1f}), after {time.monotonic() - started:.0f} s: {output / 'linear'}"
     )
     values = _settings(options, asked, photos, output, device, decisions)
+    if strength:
+        counts = np.bincount(photos.train.labels, minlength=photos.train.num_classes)
+        values["logit_adjustment"] = strength
+        decisions.say(
+            f"imbalance: the largest class has {counts.max() / max(1, counts.min()):.1f} times as many photos as the "
+            f"smallest; logits are adjusted by {strength:g} of it, so that rare classes are found more often"
+        )
     if options.maps not in ("", "none") or (auto.compare and options.maps != "none"):
         own = options.maps in ("", "auto")
         values["maps"] = _annotate(options, photos, output, device) if own else options.maps
@@ -214,14 +224,16 @@ def _decide(
     if "epochs" not in asked:
         left = seconds - (time.monotonic() - started)
         chosen = apply(options, {"maps": "", **values}, "decisions")
-        values["epochs"] = _epochs(chosen, photos, output, left, decisions)
+        values |= _epochs(chosen, photos, output, left / 2 if auto.compare else left, decisions)
     epochs = values["epochs"]
     updates = epochs * max(1, len(photos.train) // values["batch_size"])
     schedule = {
         "warmup_epochs": round(epochs / 10, 2),
         "model_ema_decay": round(1 - 1 / max(20, updates / 5), 4),
-        **({"val_interval": 1000} if few_held_out(len(photos.val)) else {"patience": max(3, epochs // 3)}),
+        "patience": max(3, epochs // 3, 2 * values.get("val_interval", 1)),
     }
+    if few_held_out(len(photos.val)):
+        schedule |= {"val_interval": 1000, "patience": 0}
     values |= {name: value for name, value in schedule.items() if name not in asked}
     values = {"data": options.data, **values}
     head = "".join(f"# {line}\n" for line in decisions.lines)
@@ -429,18 +441,10 @@ def _settings(
         values["exclude"] = str(output / "exclude.txt")
     if photos.val_features.failures:
         values["on_bad_image"] = "skip"
-    if adjustment(photos.train):
-        counts = np.bincount(photos.train.labels, minlength=photos.train.num_classes)
-        values["logit_adjustment"] = ADJUSTMENT
-        decisions.say(
-            f"imbalance: the largest class has {counts.max() / max(1, counts.min()):.1f} times as many photos as the "
-            f"smallest; logits are adjusted by {ADJUSTMENT:g} of it (rare classes are found more often, at no cost in "
-            "accuracy)"
-        )
     return values
 
 
-def adjustment(train: DataSet) -> float:
+def _adjustment(train: DataSet) -> float:
     """How much of the log of the classes' shares is taken from their logits."""
     counts = np.bincount(train.labels, minlength=train.num_classes)
     return ADJUSTMENT if counts.max() > IMBALANCE * max(1, counts.min()) else 0.0
@@ -490,20 +494,21 @@ def _annotate(options: TrainOptions, photos: Photos, output: Path, device: torch
     return str(place)
 
 
-def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, decisions: Decisions) -> int:
-    """How many epochs fit into the time that is left, from a few timed steps; 0 if too few."""
+def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, decisions: Decisions) -> dict[str, int]:
+    """How many epochs fit into the time that is left, from a few timed steps, 0 if too few; how often to validate."""
     seconds, loading, updates = _time_steps(options, output)
     per_update = max(seconds, loading / max(1, options.dataset.workers))
     forward = photos.choice.features.seconds / max(1, photos.choice.features.computed)
     validating = 2 * len(photos.val) * max(forward, seconds / options.dataset.batch_size / 4)
-    epoch = updates * per_update + validating
+    interval = max(1, math.ceil(validating / (updates * per_update) / _VALIDATING))
+    epoch = updates * per_update + (0.0 if few_held_out(len(photos.val)) else validating / interval)
     epochs = min(MOST_EPOCHS, int(left / epoch))
     if epochs < FEWEST_EPOCHS:
         decisions.say(f"no fine-tuning: an epoch takes about {epoch:.0f} s, and {max(0, left):.0f} s are left")
-        return 0
+        return {"epochs": 0}
     early = "" if few_held_out(len(photos.val)) else "; it ends early after a third of them without progress"
     decisions.say(f"epochs: {epochs}, of about {epoch:.0f} s each{early}")
-    return epochs
+    return {"epochs": epochs, "val_interval": interval}
 
 
 def _time_steps(options: TrainOptions, output: Path) -> tuple[float, float, int]:
@@ -517,11 +522,15 @@ def _time_steps(options: TrainOptions, output: Path) -> tuple[float, float, int]
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def save_linear(options: TrainOptions, photos: Photos, folder: Path) -> Predictions:
-    """The linear head as a run folder, with out-of-fold answers for the training images; its held-out answers."""
+def save_linear(options: TrainOptions, photos: Photos, folder: Path, strength: float = 0.0) -> Predictions:
+    """The linear head as a run folder, with out-of-fold answers for the training images; its held-out answers.
+
+    Args:
+        strength: how much of the log of the classes' shares is taken from the head's logits.
+    """
     choice, train = photos.choice, photos.train
     shares = torch.from_numpy(log_shares(train.labels, train.num_classes)).float()
-    head = LinearHead(choice.fit.head.weight, choice.fit.head.bias - adjustment(train) * shares)
+    head = LinearHead(choice.fit.head.weight, choice.fit.head.bias - strength * shares)
     model, info = choice.backbone.with_head(head, train.class_names)
     good = photos.val_features.readable
     logits = head(torch.from_numpy(photos.val_features.values[good]))
