@@ -612,3 +612,69 @@ def test_what_killed_writers_left_in_a_run_goes_when_it_is_opened(undisturbed, t
     (tmp_path / "run" / ".tmp-0-1-abc-best.safetensors").write_bytes(bytes(100))
     make(tmp_path / "run").run()
     assert not list((tmp_path / "run").glob(".tmp*"))
+
+
+def on_a_gpu(loop):
+    """The loop, which now takes its device for one that the host has to wait for."""
+    loop.world = replace(loop.world, device=torch.device("cuda"))
+    return loop
+
+
+def bad_at(*updates, cut=-1):
+    def trouble(epoch, position, batch):
+        if epoch * 6 + position == cut:
+            raise CutError
+        return replace(batch, x=batch.x * float("nan")) if epoch * 6 + position in updates else batch
+
+    def build(options, folder):
+        module = Step()
+        module.net[1] = nn.Identity()  # batch norm would keep the bad statistics
+        return Toy(options, folder, trouble, module)
+
+    return build
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "lamb"])
+def test_bad_updates_are_left_out_on_the_device_and_counted_at_the_log_interval(tmp_path, monkeypatch, opt):
+    """The first update, too, and with an optimizer that cannot be told on the device: the same weights either way."""
+    monkeypatch.setattr(torch, "empty_like", lambda like, **how: torch.full_like(like, float("nan"), **how))
+    task = bad_at(0, 7, 8)
+    choice = {"opt": opt, "log_interval": 5, "checkpoint_steps": 4, "lr": 1e-3}
+    plain = make(tmp_path / "cpu", task, **choice)
+    plain.run()
+    deferred, seen = on_a_gpu(make(tmp_path / "gpu", task, **choice)), []
+    read = deferred.read_flags
+    deferred.read_flags = lambda: seen.append(deferred.step) or read()
+    deferred.run()
+    assert sorted(set(seen)) == [4, 5, 6, 8, 10, 12, 15, 16, 18]  # logs, checkpoints, ends of epochs
+    state = final(tmp_path / "gpu")
+    assert same(state, final(tmp_path / "cpu"))
+    assert state["bad_total"] == 3
+    rows = [(tmp_path / name / "bad-updates.jsonl").read_text() for name in ("cpu", "gpu")]
+    assert rows[0] == rows[1]
+    assert [json.loads(line)["step"] for line in rows[0].splitlines()] == [0, 7, 8]
+    assert all(bool(torch.isfinite(p).all()) for p in deferred.task.module.parameters())
+
+
+def test_bad_updates_in_a_row_stop_a_run_on_a_gpu_and_their_count_is_exact(tmp_path):
+    with pytest.raises(BadLossError, match="3 updates in a row"):
+        on_a_gpu(make(tmp_path, bad_at(1, 3, 4, 5, 6, 7), bad_loss_limit=3, log_interval=50)).run()
+    assert [json.loads(line)["step"] for line in (tmp_path / "bad-updates.jsonl").open()] == [1, 3, 4, 5]
+    assert final(tmp_path)["step"] == 4  # the last checkpoint before the limit was seen
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd"])
+def test_a_checkpoint_of_an_optimizer_that_was_not_fused_continues_with_the_same_bits(tmp_path, opt):
+    """As earlier versions wrote them: an update that is not finite must be left out after it, too."""
+    make(tmp_path / "whole", bad_at(9), opt=opt).run()
+    with pytest.raises(CutError):
+        make(tmp_path / "cut", bad_at(9, cut=8), opt=opt).run()
+    last = sorted((tmp_path / "cut").glob("checkpoints/step-*"))[-1]
+    state = torch.load(last / "state.pt", weights_only=True)
+    for group in state["optimizer"]["param_groups"]:
+        group["fused"], group["foreach"] = None, None
+    loop = make(tmp_path / "cut", bad_at(9), opt=opt)
+    loop.newest_checkpoint = lambda: (last, state)
+    loop.run()
+    assert same(final(tmp_path / "cut"), final(tmp_path / "whole"))
+    assert loop.bad_total == 1

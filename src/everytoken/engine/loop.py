@@ -53,7 +53,7 @@ from everytoken.engine.distributed import (
     training_state,
     whole,
 )
-from everytoken.engine.optim import build_optimizer, build_schedule, learning_rate
+from everytoken.engine.optim import build_optimizer, build_schedule, learning_rate, prepare_fused, step_unless
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.progress import TrainingProgress
 from everytoken.engine.recipe import flat
@@ -67,6 +67,7 @@ from everytoken.models.open import find_weights
 from everytoken.models.weights import WeightsError, check_weights
 
 _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
+_READ_EVERY = 1000  # updates at most whose flags stay on the device
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
 _PATHS = ("data", "maps", "weights")
 _HARMLESS = {"workers", "output", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
@@ -162,6 +163,7 @@ class Loop:
         self.step = self.epoch = self.position = 0
         self.best: dict[str, float] = {}
         self.bad_in_row = self.bad_total = 0
+        self.unread: list[tuple[Tensor, int, Mapping[str, Tensor], list[str]]] = []  # see `read_flags`
         self.seconds = 0.0  # of training, over all starts
         self.saved = time.monotonic()
         self.signal = 0  # that asked to stop
@@ -234,6 +236,9 @@ class Loop:
             while True:
                 started = time.perf_counter()
                 terms, images, waited = self._update(batches)
+                interval = min(self.options.run.log_interval, _READ_EVERY)
+                if self.world.device.type == "cpu" or self.step % interval == 0:
+                    self.read_flags()  # where the host waits for the device, the clock must see it
                 spent = time.perf_counter() - started
                 self.seconds += spent
                 progress.update(terms, images, waited, spent)
@@ -290,33 +295,51 @@ class Loop:
         return terms, len(keys), waited
 
     def _apply(self, terms: dict[str, Tensor], keys: list[str]) -> None:
-        """Clip, check, step, schedule, average."""
+        """Clip, step, schedule, average. Nothing here waits for the device: see `read_flags`."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if self.options.optim.clip_grad:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.optim.clip_grad, norm)
         # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
-        if bool(torch.isfinite(norm)):
-            if self.options.optim.clip_grad:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.options.optim.clip_grad, norm)
-            self.scaler.step(self.optimizer)
-            self.bad_in_row = 0
-        elif not self.scaler.is_enabled() or not bool(torch.isfinite(terms["loss"])):
-            self._bad_update(terms, keys)
+        bad = ~torch.isfinite(norm)
+        step_unless(self.optimizer, bad)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.scaler.is_enabled():  # a gradient that its scale made too large for float16 is nothing to report
+            bad = bad & ~torch.isfinite(terms["loss"])
         terms["grad_norm"] = norm
+        self.unread.append((bad, self.step, terms, keys))
         self.step += 1
         self.schedule.step_update(self.place)
         self.task.update_ema(step=self.step)
 
-    def _bad_update(self, terms: Mapping[str, Tensor], keys: list[str]) -> None:
-        self.bad_in_row += 1
+    def read_flags(self) -> None:
+        """Count and report the updates since the last call that were left out because they were not finite.
+
+        They were left out on the device, so that the host can prepare the next updates; asking is a wait for the
+        device, once for all of them: at the log interval and before every checkpoint. On the CPU there is nothing to
+        wait for, and every update is read at once.
+
+        Raises:
+            BadLossError: too many in a row.
+        """
+        unread, self.unread = self.unread, []
+        if not unread:
+            return
+        flags = torch.stack([bad for bad, *_ in unread])
+        if self.scaler.is_enabled():  # losses are of this process; gradients are everybody's
+            flags = self.world.add(flags.int()) > 0
+        for bad, (_, step, terms, keys) in zip(flags.tolist(), unread, strict=True):
+            self.bad_in_row = self.bad_in_row + 1 if bad else 0
+            if bad:
+                self._bad_update(step, terms, keys)
+
+    def _bad_update(self, step: int, terms: Mapping[str, Tensor], keys: list[str]) -> None:
         self.bad_total += 1
         values = {name: float(value) for name, value in terms.items()}
-        self.folder.log(
-            f"update {self.step}: the loss or its gradient is not finite ({values}); the update was left out"
-        )
-        self.folder.append("bad-updates.jsonl", {"step": self.step, "terms": str(values), "images": keys})
+        self.folder.log(f"update {step}: the loss or its gradient is not finite ({values}); the update was left out")
+        self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
         if self.bad_in_row >= self.options.run.bad_loss_limit:
             raise BadLossError(
                 f"{self.bad_in_row} updates in a row had a loss that is not finite; the last good weights are in the "
@@ -326,6 +349,7 @@ class Loop:
 
     def _validate_and_save(self) -> None:
         """Validate, remember the best, checkpoint."""
+        self.read_flags()
         run, optim = self.options.run, self.options.optim
         epoch = round(self.place / self.total * self.epochs, 4) if optim.iters else self.epoch
         row: dict[str, Any] = {"kind": "epoch", "step": self.step, "epoch": epoch, "seconds": round(self.seconds, 2)}
@@ -440,6 +464,7 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint."""
+        self.read_flags()  # which updates were left out is part of it
         self.saved = time.monotonic()
         state: dict[str, Any] = {
             "scaler": self.scaler.state_dict(),
@@ -512,6 +537,7 @@ class Loop:
             if self.ema is not None:
                 load_module_state(self.ema, state["ema"], self.fsdp)
             load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+        prepare_fused(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.best = state["step"], state["best"]
         self.bad_total, self.seconds = state["bad_total"], state["seconds"]

@@ -1,19 +1,25 @@
-"""Optimizer and schedule, both timm's; the learning rate follows the real global batch."""
+"""Optimizer and schedule, both timm's; the learning rate follows the real global batch.
+
+Adam, AdamW and SGD take torch's fused kernels, on every device. They are faster, and they can be told on the device to
+leave an update out (`step_unless`), so that the host need not wait to know whether the gradient is finite.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Literal
 
-from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from everytoken.engine.options import OptimOptions
 
 DECAYING = ("multistep", "step", "poly")
 """Schedules that timm's decay_rate belongs to: a factor, or the power of a polynomial."""
+_FUSED = (Adam, AdamW, SGD)
 
 
 def learning_rate(options: OptimOptions, global_batch: int) -> float:
@@ -59,11 +65,52 @@ def build_optimizer(module: nn.Module, backbone: nn.Module, options: OptimOption
         others = [p for p in module.parameters() if id(p) not in of_backbone and p.requires_grad]
         decayed = {"params": [p for p in others if p.ndim > 1], "weight_decay": options.weight_decay, "lr_scale": 1.0}
         plain = {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0, "lr_scale": 1.0}
-        groups += [group for group in (plain, decayed) if group["params"]]
-        return create_optimizer_v2(groups, opt=options.opt, lr=lr, weight_decay=0.0)
-    patterns = exempt | {f"*.{name}" for name in exempt}
-    groups = param_groups_weight_decay(module, options.weight_decay, no_weight_decay_list=patterns)
-    return create_optimizer_v2([g for g in groups if g["params"]], opt=options.opt, lr=lr, weight_decay=0.0)
+        groups += [plain, decayed]
+    else:
+        patterns = exempt | {f"*.{name}" for name in exempt}
+        groups = param_groups_weight_decay(module, options.weight_decay, no_weight_decay_list=patterns)
+    groups = [group for group in groups if group["params"]]
+    opt = options.opt.lower()
+    more: dict[str, Any] = {"fused": True} if "_" not in opt and get_optimizer_class(opt) in _FUSED else {}
+    optimizer = create_optimizer_v2(groups, opt=opt, lr=lr, weight_decay=0.0, **more)
+    prepare_fused(optimizer)
+    return optimizer
+
+
+def prepare_fused(optimizer: Optimizer) -> None:
+    """Make a fused optimizer's state fit its kernel, after it was built and after a state was loaded into it.
+
+    A checkpoint may be of a run whose optimizer was not fused, and counted its updates on the host. SGD's kernel
+    initialises momentum in its first update; if that one is left out, it would go on with uninitialised memory.
+    """
+    if not can_skip_on_device(optimizer):
+        return
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+        for p in group["params"]:
+            state = optimizer.state[p] if p in optimizer.state or group.get("momentum") else {}
+            if "step" in state:
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
+            if group.get("momentum") and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Whether the optimizer reads on the device whether to leave an update out, as `torch.amp.GradScaler` asks."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
+    """One update of the weights, unless `bad` (a flag on the device) is set.
+
+    The host waits for the flag only where the optimizer cannot read it: timm's own optimizers (lamb, lion and others).
+    """
+    if can_skip_on_device(optimizer):
+        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.found_inf = None  # type: ignore[attr-defined]
+    elif not bool(bad):
+        optimizer.step()
 
 
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from everytoken.engine.distributed import World, mean_over
@@ -32,10 +33,16 @@ def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
             progress(min(done, total), total)
 
 
+def _stacked(values: Iterable[Tensor]) -> Tensor:
+    """Scalars as one tensor, which travels to the host at once."""
+    return torch.stack([value.detach().float().reshape(()) for value in values])
+
+
 class TrainingProgress:
     """Progress until the next validation.
 
-    Loss terms stay on the device until they are shown, so showing costs no wait per update.
+    Loss terms stay on the device until they are recorded, so that the host does not wait for it in between: what is
+    shown between two records are the terms of the last one (on the CPU, of the last update).
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -43,6 +50,7 @@ class TrainingProgress:
         self.images = self.updates = 0
         self.waited = self.spent = 0.0
         self.shown = time.monotonic()
+        self.values: dict[str, float] = {}  # of the terms, when they were last read
         self.bar: Any = None
         self.bar_task: Any = None
 
@@ -78,7 +86,9 @@ class TrainingProgress:
             return
         if record:  # at the same updates on every process
             terms = mean_over(dict(terms), loop.world)
-        values = {key: float(value) for key, value in terms.items()}
+        if record or loop.world.device.type == "cpu":
+            self.values = dict(zip(terms, _stacked(terms.values()).tolist(), strict=True))
+        values = self.values
         rate = self.images * loop.world.size / max(self.spent, 1e-9)
         lr = max(group["lr"] for group in loop.optimizer.param_groups)
         waiting = self.waited / max(self.spent, 1e-9)
