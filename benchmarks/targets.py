@@ -91,7 +91,7 @@ def released(maps: Sequence[Any], placement: Tensor, K: int = 1000) -> Tensor:
 def loss_inputs(K: int, B: int, U: int = 192) -> tuple[Tensor, Tensor, Tensor]:
     """Token logits [B, 14, 14, K], and sampled scores [B, 14, 14, U] with their classes [B, U]."""
     g = torch.Generator().manual_seed(0)
-    classes = torch.stack([torch.randperm(K, generator=g)[:U] for _ in range(B)])
+    classes = torch.stack([torch.randperm(K, generator=g)[:U].sort().values for _ in range(B)])
     scores = torch.randn(B, *GRID, U, generator=g) * 3 * (torch.rand(B, *GRID, U, generator=g) < 0.2)
     return torch.randn(B, *GRID, K, generator=g), scores, classes
 

@@ -261,3 +261,10 @@ def test_a_masked_class_costs_nothing_where_the_target_is_zero():
     got.backward()
     assert torch.isfinite(logits.grad).all()
     assert not torch.isfinite(compact_cross_entropy(logits, from_labels(labels, 3, smoothing=0.1)))
+
+
+def test_a_logit_that_is_not_a_number_is_never_hidden():
+    logits = torch.tensor([[1.0, torch.nan, 0.5], [0.2, 0.1, -1.0]])
+    for target in (from_labels(torch.tensor([0, 2]), 3), from_labels(torch.tensor([0, 2]), 3, smoothing=0.1)):
+        rows = compact_cross_entropy(logits, target, "none")
+        assert rows.isnan().tolist() == [True, False]

@@ -179,11 +179,11 @@ def compact_rows(logits: Tensor, classes: Tensor, mass: Tensor, background: Tens
     for piece in _chunks(logits):
         log_p = torch.log_softmax(logits[piece], -1, dtype=dtype)
         part = mass[piece].to(dtype)
-        named = log_p.gather(-1, classes[piece[0], None].expand(part.shape))
-        named.masked_fill_(part == 0, 0)  # a masked logit (-inf) costs nothing where the target is 0
-        floor = background[piece].to(dtype)
-        rest = torch.where(floor == 0, 0, floor * log_p.sum(-1))
-        rows[piece] = (named.mul_(part).sum(-1) + rest).neg_()
+        named = log_p.gather(-1, classes[piece[0], None].expand(part.shape)).mul_(part)
+        floor, total = background[piece].to(dtype), log_p.sum(-1)
+        rest = torch.where((floor == 0) & ~total.isnan(), 0, floor * total)  # NaN if any logit is
+        # 0 · -inf is NaN: a masked logit costs nothing where the target is 0
+        rows[piece] = (named.nansum(-1) + rest).neg_()
     return rows
 
 
