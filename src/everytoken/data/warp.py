@@ -26,7 +26,6 @@ import threading
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from everytoken.data.decode import Picture
 from everytoken.data.placement import Affine, compose, invert
@@ -162,18 +161,20 @@ def _warp(
 
     source = _scratch.floats(pixels)[None].permute(0, 3, 1, 2)
     grid = np.empty((1, height, width, 2), dtype=np.float32)
+    beyond = np.zeros((height, width), dtype=bool)
     across, down = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)
     for k in range(2):
         p, q, r = raw[k].tolist()
         unit = 2 * scale[k] / middle[k]  # the sampler's coordinates run from -1 to 1
         r = (r + 0.5 * (p + q) - origin[k]) * unit - 1
-        np.add((across * (p * unit))[None], (down * (q * unit) + r)[:, None], out=grid[0, :, :, k])
+        place = (across * (p * unit))[None] + (down * (q * unit) + r)[:, None]
+        grid[0, :, :, k] = place
+        if outside:
+            beyond |= np.abs(place) > 1
     edge = "border" if outside else "zeros"  # both are the same inside, and zeros are faster
     sampled = F.grid_sample(source, torch.from_numpy(grid), mode="bilinear", padding_mode=edge, align_corners=False)
-    planes = sampled[0].add_(0.5).numpy().astype(np.uint8)
-    if outside:
-        beyond = (np.abs(grid[0]) > 1).any(-1)
-        for plane, value in zip(planes, fill, strict=True):
-            plane[beyond] = value
-    # Pillow interleaves planes several times faster than a strided copy does
-    return np.array(Image.merge("RGB", [Image.fromarray(plane) for plane in planes]))
+    out = np.empty((height, width, 3), dtype=np.uint8)
+    for k, plane in enumerate(sampled[0].add_(0.5).numpy().astype(np.uint8)):
+        plane[beyond] = fill[k]
+        out[:, :, k] = plane
+    return out
