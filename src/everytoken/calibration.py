@@ -8,10 +8,15 @@ so that a few images that are all right do not mean infinite confidence.
 Held-out images also say which answers can be used: the more sure of its answers a network has to be, the more of them
 are right, and the fewer are left. `Calibration` keeps that curve, so that a wanted rate can be turned into a threshold
 wherever the weights go.
+
+Where an image may have several labels, each class is a decision of its own: the temperature minimises the binary cross
+entropy, "accuracy" is the precision and "coverage" the recall of all decisions at or above a threshold. One threshold
+serves all classes, because few held-out images say little about a threshold of a rare class.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +34,7 @@ class Calibration:
         temperature: that logits are divided by.
         images: how many held-out images it is from.
         error_before, error_after: expected calibration error in percent, without and with a temperature; each half of
-            the images is measured with the temperature of the other half.
+            the images is measured with the temperature of the other half. With several labels: of the likeliest class.
         thresholds: probabilities, falling. accuracy: percent of right answers among images at or above a threshold.
         coverage: percent of the images that are.
     """
@@ -49,6 +54,62 @@ class Calibration:
         """
         enough = [i for i, right in enumerate(self.accuracy) if right >= 100 * rate - 1e-9]
         return (self.thresholds[enough[-1]], self.coverage[enough[-1]]) if enough else (1.01, 0.0)
+
+    def best_threshold(self) -> tuple[float, float, float]:
+        """(probability, precision, recall in percent) with the best F1, of a network for several labels."""
+        p, r = np.asarray(self.accuracy), np.asarray(self.coverage)
+        best = int(np.argmax(p * r / np.maximum(p + r, 1e-9))) if len(p) else -1
+        return (self.thresholds[best], self.accuracy[best], self.coverage[best]) if best >= 0 else (0.5, 0.0, 0.0)
+
+
+def calibrate_several(logits: NDArray[np.floating], labels: NDArray[np.bool_]) -> Calibration:
+    """The same for images with several labels [N, K]."""
+    logits = np.asarray(logits, np.float32)
+
+    def likeliest(rows: slice, temperature: float) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
+        x, y = logits[rows], labels[rows]
+        return sigmoid(x.max(1) / temperature), y[np.arange(len(x)), x.argmax(1)]
+
+    temperature = _fit_several(logits, labels)
+    probability = sigmoid(logits.ravel() / temperature).astype(np.float64)
+    order = np.argsort(-probability, kind="stable")
+    right = np.cumsum(labels.ravel()[order])
+    found = np.flatnonzero(labels.ravel()[order]) + 1  # decisions up to each label that is found
+    counts = (
+        np.unique(found[np.ceil(len(found) * np.arange(1, POINTS + 1) / POINTS).astype(int) - 1])
+        if len(found)
+        else found
+    )
+    before, correct = likeliest(slice(None), 1.0)
+    after = before.astype(np.float64)
+    for half in (0, 1) if len(labels) > 1 else ():
+        after[half::2] = likeliest(slice(half, None, 2), _fit_several(logits[1 - half :: 2], labels[1 - half :: 2]))[0]
+    return Calibration(
+        temperature=round(temperature, 5),
+        images=len(labels),
+        error_before=round(100 * calibration_error(before, correct), 4),
+        error_after=round(100 * calibration_error(after, correct), 4),
+        thresholds=tuple((np.floor(probability[order][counts - 1] * 1e6) / 1e6).tolist()),
+        accuracy=tuple(np.round(100 * right[counts - 1] / counts, 4).tolist()),
+        coverage=tuple(np.round(100 * right[counts - 1] / max(1, len(found)), 4).tolist()),
+    )
+
+
+def sigmoid(x: NDArray[np.floating]) -> NDArray[np.floating]:
+    """1 / (1 + e^-x), without overflow."""
+    positive: NDArray[np.floating] = 0.5 * (1 + np.tanh(0.5 * x))
+    return positive
+
+
+def _fit_several(logits: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
+    doubt = 1 / (labels.size + 2)
+    target = float(((1 - doubt) * labels + doubt / 2).ravel() @ logits.ravel().astype(np.float64)) / len(logits)
+
+    def moments(inverse: float) -> tuple[float, float]:
+        p = sigmoid(inverse * logits)
+        return float((p * logits).sum(1).mean()) - target, float((p * (1 - p) * logits**2).sum(1).mean())
+
+    return _minimum(moments)
 
 
 def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> Calibration:
@@ -81,10 +142,19 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -
     logits = np.asarray(logits, np.float32)
     doubt = 1 / (len(labels) + 2)
     target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
+
+    def moments(inverse: float) -> tuple[float, float]:
+        mean, variance = _moments(logits, inverse)
+        return float((mean - target).mean()), float(variance.mean())
+
+    return _minimum(moments)
+
+
+def _minimum(moments: Callable[[float], tuple[float, float]]) -> float:
+    """The temperature where the slope vanishes; `moments`: slope and curvature by the inverse temperature."""
     inverse, low, high = 1.0, _FLATTEST, _SHARPEST
     for _ in range(50):
-        mean, variance = _moments(logits, inverse)
-        slope, curvature = float((mean - target).mean()), float(variance.mean())
+        slope, curvature = moments(inverse)
         low, high = (low, inverse) if slope > 0 else (inverse, high)
         newton = inverse - slope / curvature if curvature > 0 else 0.0
         following = newton if low < newton < high else (low * high) ** 0.5

@@ -107,12 +107,12 @@ def bootstrap_means(columns: np.ndarray, draws: int = DRAWS, seed: int = 0) -> n
     count = len(columns)
     values = np.asarray(columns, np.float32)
     means = np.empty((draws, values.shape[1]))
-    for start, weights in _weights(count, draws, seed):
+    for start, weights in bootstrap_weights(count, draws, seed):
         means[start : start + len(weights)] = weights @ values / count
     return means
 
 
-def _weights(count: int, draws: int, seed: int, part: int = 64) -> Iterator[tuple[int, np.ndarray]]:
+def bootstrap_weights(count: int, draws: int, seed: int = 0, part: int = 64) -> Iterator[tuple[int, np.ndarray]]:
     """How often each image was drawn, [part, count] at a time; keyed by the number of images alone, hence paired."""
     rng = keyed.generator(seed, "bootstrap", count)
     for start in range(0, draws, part):

@@ -378,7 +378,8 @@ def choose_backbone(
             fit = fit_features(features, subset, folds, seed)
             training = 3 * (_seconds_per_image(backbone, backbone.pooled) if training_seconds else 0.0)
             trials.append(Trial(candidate, fit.accuracy, fit.loss, rate, training))
-            logger.info(f"{candidate}: {fit.accuracy:.1%} right in cross-validation on {len(fit.labels):,} images")
+            what = "mean average precision" if data.multi_label else "right"
+            logger.info(f"{candidate}: {fit.accuracy:.1%} {what} in cross-validation on {len(fit.labels):,} images")
         else:
             trials.append(Trial(candidate, 0.0, 0.0, 0.0))
         trial = trials[-1]
@@ -403,7 +404,7 @@ def fit_features(
     if not len(good):
         raise AnnotatorError(f"none of the images of {data.name} can be read.")
     labels = data.labels[good]
-    fold = stratified_folds(labels, [features.digests[i] for i in good], folds, seed)
+    fold = stratified_folds(data.strata()[good], [features.digests[i] for i in good], folds, seed)
     return fit_linear(features.values[good], labels, data.num_classes, fold, start=start)
 
 
@@ -411,8 +412,9 @@ def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.n
     """Indices of at most `most` images, the same number of each class as far as possible."""
     draws = np.array([uniform(seed, "probe", digest) for digest in digests])
     rank = np.zeros(len(data), dtype=np.int64)  # within the class
-    for label in np.unique(data.labels):
-        members = np.flatnonzero(data.labels == label)
+    strata = data.strata()
+    for label in np.unique(strata):
+        members = np.flatnonzero(strata == label)
         rank[members] = np.argsort(np.argsort(draws[members], kind="stable"), kind="stable")
     return np.sort(np.lexsort((draws, rank))[:most])
 

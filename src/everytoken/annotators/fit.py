@@ -93,6 +93,11 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
         options: of the annotation.
         world: its processes; the first fits a linear head, and networks to train are shared.
     """
+    if data.multi_label:
+        raise EverytokenError(
+            f"`fit` learns one class per image, and images of {data.name} have several labels. Use an annotator that "
+            "exists (registry:efficientnet_lite0, timm:NAME), or train without score maps."
+        )
     if len(data.class_names) < 2:
         raise EverytokenError(
             f"`fit` learns to tell classes apart, and {data.name} has {len(data.class_names)}. Put the images of each "

@@ -5,6 +5,8 @@ least out-of-fold cross entropy is taken. Folds hold out the same part of every 
 are in the same fold; every image has an answer of a head that was not fitted on it (`out_of_fold`), which says what the
 head is worth, labels tokens without knowing the answer, and shows labels that are probably wrong.
 
+Where an image may have several labels, [n, K], every class is a logistic regression of its own with the same strength:
+the cross entropy is the binary one, added up over the classes.
 If there are fewer images than features, the images span a smaller space, in which the same problem is solved.
 Cost, 2,000 images, 1,280 features, 10 classes, one core: see docs/pretrained.md.
 """
@@ -17,7 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from everytoken.engine.accuracy import MultiLabelPredictions
 from everytoken.keyed import uniform
 
 STRENGTHS = tuple(10 ** (-k / 2) for k in range(13))  # from strong to weak: each is the next one's start
@@ -47,7 +51,7 @@ class LinearFit:
         head: fitted on all images; fold_heads: number k was not fitted on the images of fold k.
         fold: [n] int64.
         out_of_fold: [n, K] float32, logits of each image by the head of its fold.
-        labels: [n].
+        labels: [n], or [n, K] where images may have several.
         strength: of the penalty.
     """
 
@@ -59,14 +63,11 @@ class LinearFit:
     strength: float
 
     @property
-    def correct(self) -> np.ndarray:
-        """[n] bool: the out-of-fold answer is the label."""
-        return self.out_of_fold.argmax(1) == self.labels
-
-    @property
     def accuracy(self) -> float:
-        """Out-of-fold accuracy, 0..1."""
-        return float(self.correct.mean())
+        """Out-of-fold accuracy, 0..1; with several labels the mean average precision."""
+        if self.labels.ndim == 2:
+            return MultiLabelPredictions(np.arange(len(self.labels)), self.labels > 0, self.out_of_fold).mean_ap / 100
+        return float((self.out_of_fold.argmax(1) == self.labels).mean())
 
     @property
     def loss(self) -> float:
@@ -75,15 +76,24 @@ class LinearFit:
 
 
 def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Mean cross entropy of logits [n, K] with labels [n]."""
+    """Mean cross entropy of logits [n, K] with labels [n], or with several [n, K]."""
     scores, target = torch.from_numpy(np.asarray(logits)).double(), torch.from_numpy(np.asarray(labels))
-    return float(torch.nn.functional.cross_entropy(scores, target))
+    return _total_cross_entropy(scores, target) / len(scores)
+
+
+def _total_cross_entropy(logits: Tensor, target: Tensor) -> float:
+    if target.dim() == 2:
+        total = F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="sum")
+    else:
+        total = F.cross_entropy(logits, target, reduction="sum")
+    return float(total)
 
 
 def stratified_folds(labels: np.ndarray, keys: Sequence[str], count: int, seed: int = 0) -> np.ndarray:
     """[n] fold of each image: within each class, images are ranked by a hash of seed and key and dealt out in turn.
 
     Args:
+        labels: [n] classes, or of several labels one (`DataSet.strata`).
         keys: what identifies each image; images with the same key are in the same fold.
     """
     draws = np.array([uniform(seed, "fold", key) for key in keys])
@@ -108,7 +118,7 @@ def fit_linear(
     """Fit the head, with cross-validation over the folds.
 
     Args:
-        features: [n, D]. labels: [n]. fold: [n], see `stratified_folds`.
+        features: [n, D]. labels: [n], or [n, K] with several of an image. fold: [n], see `stratified_folds`.
         strength: of the penalty; 0: chosen.
         start: a head to begin from, of an earlier fit to some of these images; changes time, not the result.
     """
@@ -130,7 +140,7 @@ def fit_linear(
 def _choose_strength(x: Tensor, target: Tensor, num_classes: int, fold: np.ndarray, count: int) -> float:
     """The strength with the least out-of-fold cross entropy; the search ends when weaker ones only get worse."""
     if len(x) > SEARCHED:  # evenly over the classes
-        order = torch.argsort(target, stable=True)
+        order = torch.argsort(target, stable=True) if target.dim() == 1 else torch.arange(len(target))
         some = order[torch.linspace(0, len(order) - 1, SEARCHED).long()]
         x, target, fold = x[some], target[some], fold[some.numpy()]
     starts: list[Tensor | None] = [None] * count
@@ -143,7 +153,7 @@ def _choose_strength(x: Tensor, target: Tensor, num_classes: int, fold: np.ndarr
                 continue
             start = starts[number] = _minimise(x[inside], target[inside], num_classes, strength, starts[number])
             logits = x[~inside] @ start[:-1] + start[-1]
-            total += float(torch.nn.functional.cross_entropy(logits, target[~inside], reduction="sum"))
+            total += _total_cross_entropy(logits, target[~inside])
         if total < least:
             best, least, worse = strength, total, 0
         else:
@@ -160,13 +170,20 @@ def _minimise(x: Tensor, target: Tensor, num_classes: int, strength: float, star
         [parameters], max_iter=_ITERATIONS, tolerance_grad=1e-5, tolerance_change=1e-7, line_search_fn="strong_wolfe"
     )
     rows = torch.arange(len(x))
+    several = target.to(x.dtype) if target.dim() == 2 else None
 
     def closure() -> Tensor:
         weight = parameters[:-1]
-        log_p = torch.log_softmax(torch.addmm(parameters[-1], x, weight), 1)
-        loss = -log_p[rows, target].mean() + strength / 2 * weight.square().sum()
-        error = log_p.exp_()
-        error[rows, target] -= 1
+        logits = torch.addmm(parameters[-1], x, weight)
+        if several is not None:
+            loss = F.binary_cross_entropy_with_logits(logits, several, reduction="sum") / len(x)
+            error = logits.sigmoid_().sub_(several)
+        else:
+            log_p = torch.log_softmax(logits, 1)
+            loss = -log_p[rows, target].mean()
+            error = log_p.exp_()
+            error[rows, target] -= 1
+        loss += strength / 2 * weight.square().sum()
         error /= len(x)
         parameters.grad = torch.cat([x.T @ error + strength * weight, error.sum(0, keepdim=True)])
         return loss

@@ -21,17 +21,19 @@ _LABELS = {
     "top1": "top-1",
     "top5": "top-5",
     "ece": "calibration error",
+    "f1": "F1 at a half",
     "real_top1": "ReaL top-1",
     "real_top5": "ReaL top-5",
     "real_images": "ReaL images",
     "images_per_second": "images/s",
 }
-_PERCENT = {"top1", "top5", "ece", "real_top1", "real_top5"}
+_PERCENT = {"top1", "top5", "ece", "mAP", "f1", "real_top1", "real_top5"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCommand(EvalOptions):
-    """Evaluate a trained model: top-1, top-5, loss, calibration, a table of classes, throughput.
+    """Evaluate a trained model: top-1, top-5, loss, calibration, a table of classes, throughput; mAP where
+    images have several labels.
 
     Examples:
         everytoken eval runs/small photos
@@ -80,7 +82,7 @@ def _print(result: Evaluation, title: str, classes: int) -> None:
     table = Table(show_header=False)
     for key, value in result.numbers.items():
         text = f"{value:.2f} %" if key in _PERCENT else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
-        if key == "top1":
+        if key in ("top1", "mAP"):
             text += f"  (95 % interval {result.top1.low:.2f} to {result.top1.high:.2f})"
         table.add_row(_LABELS.get(key, key), text)
     if result.skipped:
@@ -89,12 +91,14 @@ def _print(result: Evaluation, title: str, classes: int) -> None:
     if not classes:
         return
     rows = result.per_class()
-    worst = sorted(rows, key=lambda row: row["recall"])[:classes]
+    numbers = [name for name in ("AP", "recall", "precision") if rows and name in rows[0]]
+    worst = sorted(rows, key=lambda row: row[numbers[0]])[:classes]
     console.print(f"Classes, worst first ({len(worst)} of {len(rows)})")
     table = Table()
-    for column in ("class", "images", "recall", "precision", "taken for"):
+    words = ["taken for"] if "AP" not in numbers else []
+    for column in ("class", "images", *numbers, *words):
         table.add_column(column, justify="left" if column in ("class", "taken for") else "right")
     for row in worst:
-        values = ["-" if row[c] is None else f"{row[c]:.1f}" for c in ("recall", "precision")]
-        table.add_row(shown_name(row["class"]), str(row["images"]), *values, shown_name(row["taken for"]))
+        values = ["-" if row[c] is None else f"{row[c]:.1f}" for c in numbers]
+        table.add_row(shown_name(row["class"]), str(row["images"]), *values, *(shown_name(row[c]) for c in words))
     console.print(table)

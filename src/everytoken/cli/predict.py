@@ -66,7 +66,8 @@ def main(argv: list[str], prog: str) -> None:
         result.save_pictures(command.pictures)
     if command.out:
         result.to_csv(command.out)
-        often = Counter(image.answer for image in result).most_common(5)
+        given = (name for image in result for name in ((image.answer,) if image.labels is None else image.labels))
+        often = Counter(given).most_common(5)
         print(f"{len(result):,} images in {command.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
     for image in result if command.json else ():
         print(json.dumps(_row(image, bool(result.threshold)), ensure_ascii=False))
@@ -74,6 +75,10 @@ def main(argv: list[str], prog: str) -> None:
         pairs = zip(image.classes, image.probabilities, strict=True)
         likely = ", ".join(f"{shown_name(name)} {100 * p:.1f} %" for name, p in pairs)
         box = f" at {' '.join(f'{edge:.0f}' for edge in image.location.pixels)}" if image.location else ""
+        if image.labels is not None:
+            shown = ", ".join(map(shown_name, image.labels)) or "none"
+            print(f"{image.path}: {shown} ({likely}){box}")
+            continue
         print(f"{image.path}: {likely if image.sure else f'unsure ({likely})'}{box}")
     if result.skipped and not command.json:
         print(
@@ -84,7 +89,9 @@ def main(argv: list[str], prog: str) -> None:
 def _row(image: ImagePrediction, thresholded: bool) -> dict[str, Any]:
     """One image as JSON."""
     row: dict[str, Any] = {"image": image.path, "classes": dict(zip(image.classes, image.probabilities, strict=True))}
-    if thresholded:
+    if image.labels is not None:
+        row["labels"] = image.labels
+    elif thresholded:
         row["answer"] = image.answer
     if image.location is not None:
         row |= {"box": image.location.pixels, "size": image.location.size}

@@ -42,7 +42,8 @@ class Batch:
 
     Attributes:
         images: [B, 3, H, W], uint8 from the loader, normalised floats after `to_device`.
-        labels: int64 [B], classes of the dataset, -1 where there is none.
+        labels: int64 [B], classes of the dataset, -1 where there is none; or [B, K], 1 for each class of an image that
+            may have several.
         placement: float32 [B, 2, 3], network input to source image, in fractions; needed with maps.
         maps: score maps of the images.
         keys: the samples' names.

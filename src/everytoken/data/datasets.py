@@ -5,6 +5,7 @@ Accepted by `open_dataset` (`docs/data.md` shows each):
     a folder with one folder per class, with `val_split`;
     a zip or tar file of such folders, or a folder with train.zip and val.zip;
     WebDataset shards: `shards/train-{000..099}.tar`, `shards/*.tar`, or the folder that holds them;
+    `labels.csv`, or a folder with this file in it: labels, and perhaps splits, by path (see `labels`);
     a list of image files, `infograph_train.txt`, with `infograph_test.txt` or the like beside it for validation;
     `subset:LIST:DATA`, some of the classes of one of these: `subset:imagenet100:/data/imagenet`;
     `torchvision:CIFAR10`, `torchvision:CIFAR10:folder`, `hf:owner/name` (see `named`).
@@ -38,6 +39,9 @@ from PIL import Image
 from everytoken import keyed, schema
 from everytoken.data.archives import ArchiveReader, Strings
 from everytoken.data.decode import Picture
+from everytoken.data.labels import NAME as LABELS_NAME
+from everytoken.data.labels import LabelTable, Row, find_labels, read_labels, unusable_labels
+from everytoken.data.labels import class_names as class_names_of
 from everytoken.errors import DataError, EverytokenError, did_you_mean
 
 __all__ = ["DataError", "DataSet", "ImageSet", "ReaderSet", "Strings", "Subset", "open_dataset", "open_splits"]
@@ -53,6 +57,7 @@ SPLITS = {
     "val": ("val", "valid", "validation", "test", "testing"),
     "test": ("test", "testing"),
 }
+_LABEL_SPLITS = {"val": ("val", "test")}  # as with folders: test images validate where there are no others
 DEFAULT_VAL_SPLIT = 0.1
 """Part of the images that is held out where a dataset has no validation images and no other part was asked for."""
 NAMED = ("torchvision:", "hf:")  # how names of datasets start that are not paths
@@ -81,7 +86,7 @@ class DataSet(ABC):
     Attributes:
         name: what to call the dataset in messages.
         class_names: the name of each label; empty if the samples have no labels.
-        labels: int64 [n], -1 where there is none.
+        labels: int64 [n], -1 where there is none; or uint8 [n, K], 1 for each label of an image that may have several.
     """
 
     name: str
@@ -96,9 +101,38 @@ class DataSet(ABC):
         """How many classes there are."""
         return len(self.class_names)
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether a sample may have several labels, or none."""
+        return self.labels.ndim == 2
+
     def label(self, i: int) -> int:
-        """The class of sample i, -1 if it has none."""
+        """The class of sample i, -1 if it has none; of several, the first."""
+        if self.multi_label:
+            return int(self.labels[i].argmax()) if self.labels[i].any() else -1
         return int(self.labels[i])
+
+    def label_text(self, i: int) -> str:
+        """The label of sample i in words; several as in `labels.csv`, with ";"."""
+        numbers = np.flatnonzero(self.labels[i]).tolist() if self.multi_label else [self.label(i)]
+        return ";".join(self.class_names[number] for number in numbers if number >= 0)
+
+    def members(self, label: int) -> np.ndarray:
+        """Numbers of the samples that have a label."""
+        return np.flatnonzero(self.labels[:, label] if self.multi_label else self.labels == label)
+
+    def class_counts(self) -> np.ndarray:
+        """[K] samples of each class."""
+        if self.multi_label:
+            return self.labels.sum(0, dtype=np.int64)
+        return np.bincount(self.labels[self.labels >= 0], minlength=self.num_classes)
+
+    def strata(self) -> np.ndarray:
+        """[n] one class for each sample, for dealing samples out evenly: of several labels, the rarest of the set."""
+        if not self.multi_label:
+            return self.labels
+        rarity = np.where(self.labels > 0, self.class_counts(), len(self) + 1)
+        return np.where(self.labels.any(1), rarity.argmin(1), self.num_classes)
 
     def keys(self) -> Iterator[str]:
         """All keys, in order."""
@@ -204,13 +238,14 @@ class ReaderSet(DataSet):
         reader: Reader,
         positions: Sequence[int],
         keys: Iterable[str],
-        labels: Sequence[int],
+        labels: Sequence[int] | np.ndarray,
         class_names: Sequence[str],
     ) -> None:
         self.name, self.reader = name, reader
         self.positions = np.asarray(positions, dtype=np.int64)
         self._keys = Strings(keys)
-        self.labels = np.asarray(labels, dtype=np.int64)
+        self.labels = np.asarray(labels)
+        self.labels = self.labels.astype(np.int64 if self.labels.ndim < 2 else np.uint8)
         self.class_names = list(class_names)
 
     def key(self, i: int) -> str:
@@ -309,18 +344,24 @@ def split_off(data: DataSet, fraction: float, seed: int) -> tuple[np.ndarray, np
 
     Every image decides for itself, by a hash of seed and key, so images that are added later move none of the others
     between the two parts (each part's share is `fraction` on average, not exactly). A class of two images or more has
-    at least one in both parts: if chance left one part empty, the image nearest to the limit changes sides.
+    at least one in both parts: if chance left one part empty, the image nearest to the limit changes sides. With
+    several labels per image this is done for rare classes first, and the last image of a class is not held out.
     """
     if not 0 < fraction < 1:
         raise DataError(f"val_split must be between 0 and 1, got {fraction}.")
     draws = np.array([keyed.uniform(seed, "val-split", key) for key in data.keys()])  # noqa: SIM118
     held_out = draws < fraction
-    for label in np.unique(data.labels):
-        members = np.flatnonzero(data.labels == label)
+    counts = data.class_counts()
+    for label in np.argsort(counts, kind="stable").tolist():
+        members = data.members(label)
         if len(members) < 2:
             continue
         if not held_out[members].any():
-            held_out[members[np.argmin(draws[members])]] = True
+            for chosen in members[np.argsort(draws[members], kind="stable")].tolist():
+                others = np.flatnonzero(data.labels[chosen]).tolist() if data.multi_label else ()
+                if all((~held_out[data.members(other)]).sum() > 1 for other in others):
+                    held_out[chosen] = True
+                    break
         elif held_out[members].all():
             held_out[members[np.argmax(draws[members])]] = False
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -390,6 +431,8 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
     shards = _read_shards(tree, class_names)
     if shards:
         return shards
+    if tree.table is not None and labelled:
+        return _read_labelled(tree, tree.table, class_names, names_from)
     reader, images = tree.images()
     if not images:
         raise DataError(
@@ -399,9 +442,10 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
         return ReaderSet(tree.name, reader, [i for _, i in images], (p for p, _ in images), [-1] * len(images), [])
     in_folders = [(path, i) for path, i in images if "/" in path]
     if not in_folders:
+        why = unusable_labels(tree.folder) if tree.folder is not None else ""
         raise NoClassFoldersError(
             f"{tree.name} holds {len(images)} images but no class folders. Put the images of each class into a folder "
-            "with the class's name."
+            f"with the class's name, or write {LABELS_NAME} with path and label.{why and f' ({why})'}"
         )
     if len(in_folders) < len(images):
         _log.warning("%s: %d images outside the class folders are left out", tree.name, len(images) - len(in_folders))
@@ -428,6 +472,27 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
     return ReaderSet(tree.name, reader, [i for _, i in in_folders], (p for p, _ in in_folders), labels, names)
 
 
+def _read_labelled(tree: FileTree, table: LabelTable, class_names: list[str] | None, names_from: str) -> ReaderSet:
+    """The dataset of a labels file."""
+    rows = tree.rows()
+    names = class_names if class_names is not None else tree.folders()
+    number = {name: k for k, name in enumerate(names)}
+    for row in rows:
+        unknown = next((label for label in row.labels if label not in number), None)
+        if unknown is not None:
+            raise DataError(
+                f"{table.file}, line {row.line}: the label {unknown!r} is not one of the {len(names)} classes of "
+                f"{names_from or 'the list'}.{did_you_mean(unknown, names)}"
+            )
+    labels = np.zeros((len(rows), len(names)), dtype=np.uint8)
+    for i, row in enumerate(rows):
+        labels[i, [number[label] for label in row.labels]] = 1
+    reader, images = tree.images()
+    printable = list(map(schema.printable, names))
+    chosen = labels if table.multi_label else labels.argmax(1)
+    return ReaderSet(tree.name, reader, [i for _, i in images], (path for path, _ in images), chosen, printable)
+
+
 class NoClassFoldersError(DataError):
     """A folder holds images, but they do not lie in class folders."""
 
@@ -446,6 +511,7 @@ class FileTree:
         prefix: the part of the archives that is meant: "" or a path that ends with "/".
         listed: the files of the folder that a list names; None: all that are there.
         classes: the folders directly inside that count; None: all of them.
+        table: labels by path, instead of class folders. split: the rows of it that are meant; "": all.
     """
 
     name: str
@@ -454,11 +520,20 @@ class FileTree:
     prefix: str = ""
     listed: tuple[str, ...] | None = None
     classes: frozenset[str] | None = None
+    table: LabelTable | None = None
+    split: str = ""
+
+    def rows(self) -> list[Row]:
+        """Those of the labels file that are meant."""
+        rows = self.table.rows if self.table is not None else ()
+        return [row for row in rows if not self.split or row.split == self.split]
 
     def folders(self) -> list[str]:
-        """Names of the folders directly inside, sorted, without hidden ones."""
+        """Names of the folders directly inside, sorted, without hidden ones; of a labels file, its classes."""
         if self.classes is not None:
             return sorted(self.classes)
+        if self.table is not None:
+            return class_names_of(self.rows())
         if self.listed is not None:
             names = {path.split("/", 1)[0] for path in self.listed if "/" in path}
         elif self.folder is not None:
@@ -492,6 +567,8 @@ class FileTree:
 
     def choose(self, classes: frozenset[str]) -> FileTree:
         """Some of the classes, all of which must be there."""
+        if self.table is not None:
+            raise DataError(f"{SUBSET} chooses class folders, and {self.name} is a labels file: leave its lines out.")
         missing = sorted(classes - set(self.folders()))
         if missing:
             raise DataError(
@@ -504,6 +581,14 @@ class FileTree:
 def dataset_path(spec: str) -> str | None:
     """The path or pattern in what the user typed; None for a dataset that goes by a name."""
     return None if spec.startswith(NAMED) else _subset(spec)[1]
+
+
+def dataset_title(spec: str) -> str:
+    """What to call a dataset in names of folders: "photos" for /data/photos and for photos/labels.csv."""
+    path = Path(spec.split(":")[-1])
+    return (
+        path.absolute().parent.name if path.name == LABELS_NAME else path.stem if path.suffix == ".csv" else path.name
+    )
 
 
 def _subset(spec: str) -> tuple[frozenset[str] | None, str]:
@@ -526,6 +611,8 @@ def find_split(spec: str, split: str) -> FileTree | None:
         tree = find_split(spec, split)
         return tree.choose(classes) if tree else None
     path = Path(spec).expanduser()
+    if labels := find_labels(path):
+        return _labelled_tree(labels, split)
     if is_list(path):
         return _split_of_list(path, split)
     if not path.is_dir():
@@ -536,6 +623,19 @@ def find_split(spec: str, split: str) -> FileTree | None:
         return _archive_tree(archives) if archives else tree
     archives = _archives_in(path)
     return _split_of_archives(archives, split) if archives else None
+
+
+def _labelled_tree(file: Path, split: str) -> FileTree | None:
+    """The images of a split ("": all) that a labels file names; None if it has none for it."""
+    table = read_labels(file)
+    splits = {row.split for row in table.rows}
+    if split:
+        split = next((s for s in dict.fromkeys(_LABEL_SPLITS.get(split, (split,))) if s in splits), "")
+        if not split:
+            return None
+    paths = tuple(row.path for row in table.rows if not split or row.split == split)
+    name = f"{file} ({split})" if split else str(file)
+    return FileTree(name, file.parent, listed=paths, table=table, split=split)
 
 
 def is_list(path: Path) -> bool:
@@ -613,6 +713,10 @@ def _find_all(spec: str) -> FileTree:
     if classes is not None:
         return _find_all(spec).choose(classes)
     path = Path(spec).expanduser()
+    if labels := find_labels(path):
+        tree = _labelled_tree(labels, "")
+        assert tree is not None
+        return tree
     if is_list(path):
         return _listed_tree(path)
     if path.is_dir():

@@ -4,6 +4,10 @@
 counts a hit when the label is among the k largest logits; calibration error is the usual one with 15 equal bins of
 confidence; with ReaL labels an image is right when its prediction is among its labels, and images without labels are
 left out.
+
+With several labels per image, `MultiLabelPredictions` keeps the logits: mAP is the mean over classes of the average
+precision, the mean of the precision at each labelled image in the order of the scores; F1 is that of all decisions
+together, each at a probability of a half.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ import torch
 from torch import Tensor
 
 from everytoken import schema
-from everytoken.calibration import calibration_error
+from everytoken.calibration import calibration_error, sigmoid
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
-from everytoken.stats import Estimate, percentage
+from everytoken.stats import Estimate, Z, bootstrap_weights, percentage
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,7 @@ class Predictions:
     @staticmethod
     def join(parts: Sequence[Predictions]) -> Predictions:
         """Parts of a set, from batches or processes -> the whole, sorted by index, without repetitions."""
-        if not parts:
-            raise EverytokenError("there are no images to evaluate")
-        fields = ("index", "label", "top", "confidence", "loss")
-        joined = {f: np.concatenate([getattr(p, f) for p in parts]) for f in fields}
-        _, first = np.unique(joined["index"], return_index=True)
-        return Predictions(**{f: joined[f][first] for f in fields})
+        return Predictions(**_joined(Predictions, parts))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -84,6 +83,14 @@ class Predictions:
             "loss": float(self.loss.mean()),
             "ece": 100 * calibration_error(self.confidence, self.correct),
         }
+
+    def label_text(self, row: int, names: Sequence[str]) -> str:
+        """The label of a row in words."""
+        return names[int(self.label[row])]
+
+    def answer_text(self, row: int, names: Sequence[str]) -> str:
+        """The answer for a row in words."""
+        return names[int(self.top[row, 0])]
 
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """For each class: images, recall, precision (percent; None without images) and what it is taken for most."""
@@ -111,22 +118,190 @@ class Predictions:
 
     def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
         """Write an .npz file in one step, with unreadable images (key -> reason) and a note of what it belongs to."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = io.BytesIO()
-        np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(self))
-        write_atomically(path, file.getbuffer())
+        _save(self, path, note, skipped)
 
     @staticmethod
     def saved(path: Path, note: str) -> tuple[Predictions, dict[str, str]] | None:
         """What `save` wrote, with the unreadable images; None if there is no whole file with this very note."""
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                if str(arrays["note"]) != note:
-                    return None
-                skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
-                return Predictions(**{field.name: arrays[field.name] for field in fields(Predictions)}), skipped
-        except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
-            return None  # torn or of an older version: it is made again
+        found = _saved(Predictions, path, note)
+        return None if found is None else (Predictions(**found[0]), found[1])
+
+
+@dataclass(frozen=True)
+class MultiLabelPredictions:
+    """What a model answered for each image of which several classes may be true, in the dataset's order.
+
+    Attributes:
+        index: [N] position in the dataset.
+        label: [N, K] bool.
+        logits: [N, K] float32; their sigmoids are probabilities.
+    """
+
+    index: np.ndarray
+    label: np.ndarray
+    logits: np.ndarray
+
+    @staticmethod
+    def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> MultiLabelPredictions:
+        """From one batch: logits and labels [B, K]."""
+        index, label, logits = (t.detach().cpu() for t in (index, label, logits))
+        return MultiLabelPredictions(index.numpy(), label.bool().numpy(), logits.float().numpy())
+
+    @staticmethod
+    def join(parts: Sequence[MultiLabelPredictions]) -> MultiLabelPredictions:
+        """Parts of a set -> the whole, sorted by index, without repetitions."""
+        return MultiLabelPredictions(**_joined(MultiLabelPredictions, parts))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """[N] bool: exactly the labels are above a half."""
+        return ((self.logits > 0) == self.label).all(1)
+
+    @property
+    def confidence(self) -> np.ndarray:
+        """[N] probability of the likeliest class."""
+        return sigmoid(self.logits.max(1))
+
+    def label_text(self, row: int, names: Sequence[str]) -> str:
+        """The labels of a row in words."""
+        return ", ".join(names[k] for k in np.flatnonzero(self.label[row]).tolist()) or "none"
+
+    def answer_text(self, row: int, names: Sequence[str]) -> str:
+        """The classes of a row that are likelier than a half, in words."""
+        return ", ".join(names[k] for k in np.flatnonzero(self.logits[row] > 0).tolist()) or "none"
+
+    def summary(self) -> dict[str, float]:
+        """mAP, F1 (percent), loss (per image, added up over the classes)."""
+        x, y = self.logits.astype(np.float64), self.label
+        named = x > 0
+        found = float((named & y).sum())
+        return {
+            "mAP": self.mean_ap,
+            "f1": 100 * 2 * found / max(1.0, float(named.sum() + y.sum())),
+            "loss": float((np.logaddexp(0, x) - x * y).sum(1).mean()),
+        }
+
+    @property
+    def mean_ap(self) -> float:
+        """mAP in percent over the classes that have images; 0 if none has."""
+        values = [average_precision(self.logits[:, k], self.label[:, k]) for k in self._with_images()]
+        return 100 * float(np.mean(values)) if values else 0.0
+
+    @property
+    def accuracy(self) -> Estimate:
+        """mAP in percent with its 95 % interval by the bootstrap over images."""
+        half = (
+            100 * Z * float(self._bootstrap().std())
+        )  # around the value: drawing an image twice raises its class's AP
+        return Estimate(self.mean_ap, max(0.0, self.mean_ap - half), min(100.0, self.mean_ap + half))
+
+    def difference(self, other: MultiLabelPredictions) -> Estimate:
+        """mAP of this minus that of another model on the same images, in points, paired by the bootstrap."""
+        value, half = self.mean_ap - other.mean_ap, 100 * Z * float((self._bootstrap() - other._bootstrap()).std())
+        return Estimate(value, value - half, value + half)
+
+    def _with_images(self) -> list[int]:
+        found: list[int] = np.flatnonzero(self.label.any(0)).tolist()
+        return found
+
+    def _bootstrap(self) -> np.ndarray:
+        """mAP (0..1) over images that are drawn again and again; a class that is not drawn does not count."""
+        draws = int(np.clip(5e7 / max(1, self.logits.size), 100, 1000))
+        values = []
+        for _, weights in bootstrap_weights(len(self), draws):
+            each = [average_precisions(self.logits[:, k], self.label[:, k], weights) for k in self._with_images()]
+            values.append(np.nanmean(each, 0) if each else np.zeros(len(weights)))
+        return np.concatenate(values)
+
+    def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """For each class: images, average precision, recall and precision at a half (percent; None without images)."""
+        rows = []
+        for k, name in enumerate(names):
+            y, named = self.label[:, k], self.logits[:, k] > 0
+            rows.append(
+                {
+                    "class": name,
+                    "images": int(y.sum()),
+                    "AP": 100 * average_precision(self.logits[:, k], y) if y.any() else None,
+                    "recall": 100 * float(named[y].mean()) if y.any() else None,
+                    "precision": 100 * float(y[named].mean()) if named.any() else None,
+                }
+            )
+        return rows
+
+    def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
+        """As `Predictions.save`."""
+        _save(self, path, note, skipped)
+
+    @staticmethod
+    def saved(path: Path, note: str) -> tuple[MultiLabelPredictions, dict[str, str]] | None:
+        """As `Predictions.saved`."""
+        found = _saved(MultiLabelPredictions, path, note)
+        return None if found is None else (MultiLabelPredictions(**found[0]), found[1])
+
+
+AnyPredictions = Predictions | MultiLabelPredictions
+
+
+def predictions_of(index: Tensor, label: Tensor, logits: Tensor) -> AnyPredictions:
+    """Of one batch, whichever kind of labels it has: [B], or [B, K] for several of an image."""
+    kind = MultiLabelPredictions if label.dim() == 2 else Predictions
+    return kind.of_batch(index, label, logits)
+
+
+def join_predictions(parts: Sequence[AnyPredictions]) -> AnyPredictions:
+    """Parts of a set, all of one kind -> the whole."""
+    if parts and isinstance(parts[0], MultiLabelPredictions):
+        return MultiLabelPredictions.join([part for part in parts if isinstance(part, MultiLabelPredictions)])
+    return Predictions.join([part for part in parts if isinstance(part, Predictions)])
+
+
+def average_precision(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Mean of the precision at each positive in the order of the scores [n], highest first; nan without positives."""
+    return float(average_precisions(scores, positive, np.ones((1, len(scores))))[0])
+
+
+def average_precisions(scores: np.ndarray, positive: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The same for images that count several times or never, [draws, n] -> [draws]; equal scores count together."""
+    order = np.argsort(-scores, kind="stable")
+    ranked = -scores[order]
+    ends = np.searchsorted(ranked, ranked, side="right") - 1
+    weights = weights[:, order]
+    hits = weights * positive[order]
+    right, total = hits.cumsum(1), weights.cumsum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values: np.ndarray = np.nansum(hits * (right / total)[:, ends], 1) / right[:, -1]
+    return values
+
+
+def _joined(kind: type[Any], parts: Sequence[Any]) -> dict[str, np.ndarray]:
+    if not parts:
+        raise EverytokenError("there are no images to evaluate")
+    names = [field.name for field in fields(kind)]
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    _, first = np.unique(joined["index"], return_index=True)
+    return {name: joined[name][first] for name in names}
+
+
+def _save(predictions: AnyPredictions, path: Path, note: str, skipped: Mapping[str, str] | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = io.BytesIO()
+    np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(predictions))
+    write_atomically(path, file.getbuffer())
+
+
+def _saved(kind: type[Any], path: Path, note: str) -> tuple[dict[str, np.ndarray], dict[str, str]] | None:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["note"]) != note:
+                return None
+            skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
+            return {field.name: arrays[field.name] for field in fields(kind)}, skipped
+    except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
+        return None  # torn or of an older version: it is made again
 
 
 def real_accuracy(

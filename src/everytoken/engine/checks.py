@@ -124,6 +124,27 @@ def _check_model(options: TrainOptions) -> None:
         raise EverytokenError(f"there is no store of score maps at {options.maps}")
 
 
+def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> None:
+    """Raise on what cannot learn from images with several labels."""
+    for name, objective in objectives.items():
+        if not getattr(objective, "multi_label", True):  # one of somebody's own may not say
+            way = (
+                f"set objectives.{name}.class_target to truth"
+                if hasattr(objective, "class_target") and name != "online_token"
+                else f"leave it out (objectives.{name}: null)"
+            )
+            raise ContradictionError(
+                f"objective {name!r} learns one class per image, and the images of {options.data} have several labels; "
+                f"{way}. hard, drloc and tl_align learn several"
+            )
+    for setting in ("token_vote", "logit_adjustment"):
+        if value := getattr(options.model, setting):
+            raise ContradictionError(
+                f"{setting} is {value:g}, which is about classes of which an image has one; images of {options.data} "
+                "have several labels. Set it to 0"
+            )
+
+
 def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> list[str]:
     """The same for the objectives, once they are built."""
     notes: list[str] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everytoken.data.datasets import DataError, DataSet, find_split, open_dataset, split_folder
+from everytoken.data.labels import find_labels
 from everytoken.engine.run_folder import DATASET_NAMES, PUBLISHED, Run, run_of
 from everytoken.errors import EverytokenError
 
@@ -132,7 +133,9 @@ def _share(run: Run) -> float:
 
 
 def _train_folder(path: Path) -> Path:
-    """The folder that training images come from: data with train/ and that train/ itself hold the same."""
+    """Where training images come from: data with train/ and that train/ itself hold the same; a labels file."""
+    if labels := find_labels(path):
+        return labels
     try:
         train = find_split(str(path), "train")
     except DataError:

@@ -138,6 +138,12 @@ class Run:
         return next((m for m in ("top-1", "mIoU", "mAP") if f"val_{m.replace('-', '')}" in columns), "score")
 
     @property
+    def classifies(self) -> bool:
+        """Whether it is a classifier's; one of several labels has mAP as detectors do, and F1."""
+        columns = {name for row in self.epochs for name in row}
+        return self.metric not in ("mIoU", "mAP") or "val_f1" in columns
+
+    @property
     def scores(self) -> list[tuple[float, float]]:
         """(epoch, validation score in percent), of the averaged weights where there are any."""
         averaged = self.curve("ema_score", "epoch")

@@ -92,7 +92,8 @@ class PredictOptions(InferenceOptions):
     sure: float = 0.0
     """Answer "unsure" where the answer is not likely enough: the least probability is chosen so that the other answers
     are right at this rate (such as 0.95) on the images that the run held out. For models without held-out images it is
-    the least probability itself. 0: always answer."""
+    the least probability itself. 0: always answer. Of models that give several labels: the part of them that is right;
+    0: the best balance of that and of how many are found."""
     calibrate: bool = True
     """Calibrate probabilities on the images that the run held out (once, then kept in the run)."""
     locate: bool = False

@@ -25,7 +25,7 @@ def model_card(
     opened: OpenModel, run: Run | None, differences: Mapping[str, float], checked_on: str, options: ExportOptions
 ) -> str:
     """The text of README.md."""
-    facts = _data_facts(run)
+    facts = _data_facts(run, opened.info.multi_label)
     result = facts.get("result")
     title = options.push.split("/")[-1] or (run.name if run is not None else opened.info.architecture)
     front: dict[str, Any] = {
@@ -36,7 +36,8 @@ def model_card(
     if options.license:
         front["license"] = options.license
     if isinstance(result, Estimate):
-        metric = {"type": "accuracy", "value": round(result.value, 2), "name": "top-1 on held-out images"}
+        kind, name = ("mAP", "mAP") if opened.info.multi_label else ("accuracy", "top-1")
+        metric = {"type": kind, "value": round(result.value, 2), "name": f"{name} on held-out images"}
         data = {"type": "imagefolder", "name": str(facts["data"])}
         task = {"type": "image-classification"}
         results = [{"task": task, "dataset": data, "metrics": [metric]}]
@@ -54,7 +55,7 @@ def model_card(
     return f"---\n{head}---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _data_facts(run: Run | None) -> dict[str, Any]:
+def _data_facts(run: Run | None, multi_label: bool) -> dict[str, Any]:
     """Name and size of the data, and the result with its interval, as far as they can be known."""
     if run is None:
         return {}
@@ -67,7 +68,7 @@ def _data_facts(run: Run | None) -> dict[str, Any]:
     best = run.summary.get("best")
     score = best.get("score") if isinstance(best, Mapping) else run.best
     if isinstance(score, int | float):
-        count = facts.get("val", 0)
+        count = 0 if multi_label else facts.get("val", 0)  # the interval of mAP is not known without the answers
         facts["result"] = percentage(np.arange(count) < round(score / 100 * count)) if count else Estimate(float(score))
     return facts
 
@@ -78,7 +79,8 @@ def _about(opened: OpenModel) -> str:
     more = f" and {opened.num_classes - _SHOWN} more (config.json)" if opened.num_classes > _SHOWN else ""
     return (
         f"An image classifier: `{info.architecture}`, {opened.parameters / 1e6:.1f} M parameters, images of "
-        f"{info.img_size[1]} x {info.img_size[0]} pixels, {opened.num_classes} classes: {', '.join(names)}{more}."
+        f"{info.img_size[1]} x {info.img_size[0]} pixels, {opened.num_classes} classes"
+        f"{', of which an image may have several (sigmoid)' if info.multi_label else ''}: {', '.join(names)}{more}."
     )
 
 
@@ -105,20 +107,20 @@ def _training(run: Run | None, facts: Mapping[str, Any]) -> str:
 
 
 def _result(opened: OpenModel, facts: Mapping[str, Any]) -> str:
-    result, calibration = facts.get("result"), opened.info.calibration
+    result, calibration, several = facts.get("result"), opened.info.calibration, opened.info.multi_label
     lines = []
     if isinstance(result, Estimate):
         interval = "" if result.low is None else f" (95 % interval {result.low:.1f} to {result.high:.1f})"
         count = f"{facts['val']:,} held-out images" if "val" in facts else "held-out images"
         lines.append(
-            f"Top-1 accuracy {result.value:.1f} %{interval} on {count}, with the weights of the best epoch on these "
-            "images, which makes the number a little too good."
+            f"{'Mean average precision' if several else 'Top-1 accuracy'} {result.value:.1f} %{interval} on {count}, "
+            "with the weights of the best epoch on these images, which makes the number a little too good."
         )
     if calibration is not None:
         lines.append(
-            f"Divide logits by {calibration.temperature:.3g} before the softmax: on {calibration.images:,} held-out "
-            f"images the calibration error is then {calibration.error_after:.1f} % instead of "
-            f"{calibration.error_before:.1f} %."
+            f"Divide logits by {calibration.temperature:.3g} before the {'sigmoid' if several else 'softmax'}: on "
+            f"{calibration.images:,} held-out images the calibration error is then {calibration.error_after:.1f} % "
+            f"instead of {calibration.error_before:.1f} %."
         )
         rows = []
         for rate in (0.9, 0.95, 0.99):
@@ -126,7 +128,11 @@ def _result(opened: OpenModel, facts: Mapping[str, Any]) -> str:
             if coverage:
                 rows.append(f"| {rate:.0%} | {threshold:.3f} | {coverage:.0f} % |")
         if rows:
-            lines += ["", "| right answers | probability of at least | part of the images |", "|---|---|---|", *rows]
+            head = "right labels | probability of at least | labels that are found" if several else ""
+            head = head or "right answers | probability of at least | part of the images"
+            lines += ["", f"| {head} |", "|---|---|---|", *rows]
+        if several:
+            lines += ["", f"`everytoken predict` gives the labels of {calibration.best_threshold()[0]:.3f} or more."]
     return "\n".join(["## Result", *lines]) if lines else ""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everytoken.calibration import Calibration
 from everytoken.classes import shown_name
 from everytoken.data.datasets import FolderReader, ReaderSet, Subset, gather_images, result_stems
 from everytoken.data.decode import Picture
@@ -32,6 +33,7 @@ class ImagePrediction:
 
     Attributes:
         sure: whether the first is likely enough, by the option `sure`.
+        labels: of a model that answers several labels per image, all classes that are likely enough; else None.
         location: where the object of the first class is, by the option `locate`.
     """
 
@@ -40,10 +42,13 @@ class ImagePrediction:
     probabilities: tuple[float, ...]
     sure: bool = True
     location: Location | None = None
+    labels: tuple[str, ...] | None = None
 
     @property
     def answer(self) -> str:
-        """The first class, or "unsure"."""
+        """The first class, or "unsure"; of several labels all, with ";" between them."""
+        if self.labels is not None:
+            return ";".join(self.labels)
         return self.classes[0] if self.sure else UNSURE
 
 
@@ -53,7 +58,7 @@ class ImagePredictions(Sequence[ImagePrediction]):
 
     Attributes:
         skipped: images that could not be read, and why.
-        threshold: the least probability of a sure answer; 0: every answer is.
+        threshold: the least probability of a sure answer, or of each of several labels; 0: every answer is.
         notes: what to know about the probabilities.
     """
 
@@ -74,20 +79,22 @@ class ImagePredictions(Sequence[ImagePrediction]):
     def to_csv(self, path: str | Path) -> None:
         """One line per image: its path, class, probability, and the next best classes.
 
+        Of a model for several labels also `label`, all that are likely enough, with ";" between as in `labels.csv`.
         With the option `sure` also the answer, which may be "unsure"; with `locate` the box: left, top, right and
         bottom in pixels of the upright image.
         """
         count = max((len(image.classes) for image in self.images), default=1)
         header = [f"{what} {i}" for i in range(1, count + 1) for what in ("class", "probability")]
         header[:2] = ["image", "class", "probability"]
-        header += ["answer"] if self.threshold else []
+        several = any(image.labels is not None for image in self.images)
+        header += ["label"] if several else ["answer"] if self.threshold else []
         located = any(image.location is not None for image in self.images)
         header += ["left", "top", "right", "bottom"] if located else []
         rows = []
         for image in self.images:
             pairs = zip(image.classes, image.probabilities, strict=True)
             row = [image.path, *(cell for name, p in pairs for cell in (name, f"{p:.4f}"))]
-            row += [image.answer] if self.threshold else []
+            row += [image.answer] if self.threshold or several else []
             if located:
                 row += [f"{edge:.0f}" for edge in image.location.pixels] if image.location else [""] * 4
             rows.append(row)
@@ -176,6 +183,28 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
     return None if progress is None else lambda done, _: progress(before + done, total)
 
 
+def _label_threshold(calibration: Calibration | None, sure: float) -> tuple[float, str]:
+    """The least probability of each of several labels, and what to say about it."""
+    if calibration is None:
+        threshold = sure or 0.5
+        return (
+            threshold,
+            f"labels are classes of {threshold:.3f} or more; there are no held-out images to choose that by",
+        )
+    if not sure:
+        threshold, precision, recall = calibration.best_threshold()
+        why = "the best balance"
+    else:
+        threshold, recall = calibration.threshold(sure)
+        precision, why = 100 * sure, "as asked"
+        if not recall:
+            return threshold, f"no threshold makes {sure:.0%} of the labels of the held-out images right: none is given"
+    return threshold, (
+        f"labels are classes of {threshold:.3f} or more: on the held-out images, {precision:.0f} % of these are right, "
+        f"and {recall:.0f} % of all labels are found ({why})"
+    )
+
+
 def run_prediction(
     source: str | Path | OpenModel, images: Sequence[str], options: PredictOptions, progress: Progress | None
 ) -> ImagePredictions:
@@ -194,7 +223,10 @@ def run_prediction(
     calibration = opened.info.calibration if options.calibrate and as_trained else None
     temperature = 1.0 if calibration is None else calibration.temperature
     threshold = options.sure
-    if options.sure and calibration is not None:
+    if opened.info.multi_label:
+        threshold, note = _label_threshold(calibration, options.sure)
+        notes.append(note)
+    elif options.sure and calibration is not None:
         threshold, coverage = calibration.threshold(options.sure)
         notes.append(
             f"answers below {threshold:.3f} are unsure: on the held-out images, {coverage:.0f} % are left, and "
@@ -213,11 +245,18 @@ def run_prediction(
     likely: dict[int, tuple[Tensor, Tensor]] = {}
     for batch, logits in inference.batches():
         assert batch.indices is not None
-        probabilities = (logits / temperature).softmax(-1)
+        several = opened.info.multi_label
+        probabilities = (logits / temperature).sigmoid() if several else (logits / temperature).softmax(-1)
         values, classes = probabilities.topk(min(options.top, logits.shape[1]))
         for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), classes.tolist(), strict=True):
             named = tuple(opened.class_names[number] for number in numbers)
             out[i] = ImagePrediction(str(root / names[i]), named, tuple(row), row[0] >= threshold)
+        if several:
+            for i, likely_enough, order in zip(
+                batch.indices.tolist(), probabilities >= threshold, probabilities.argsort(descending=True), strict=True
+            ):
+                labels = tuple(opened.class_names[k] for k in order.tolist() if likely_enough[k])
+                out[i] = replace(out[i], labels=labels)
         if options.locate:
             values, classes = logits.softmax(-1).topk(min(ALIKE, logits.shape[1]))
             likely |= zip(batch.indices.tolist(), zip(classes, values, strict=True), strict=True)

@@ -15,13 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everytoken.calibration import Calibration, calibrate
+from everytoken.calibration import Calibration, calibrate, calibrate_several
 from everytoken.classes import imagenet_numbers, match_classes
 from everytoken.data.augment import EvalTransform
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.data.datasets import DataSet
 from everytoken.data.loader import BadImages, Loader
-from everytoken.engine.accuracy import Predictions, read_real, real_accuracy
+from everytoken.engine.accuracy import (
+    AnyPredictions,
+    Predictions,
+    join_predictions,
+    predictions_of,
+    read_real,
+    real_accuracy,
+)
 from everytoken.engine.distributed import pick_device
 from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
@@ -74,7 +81,8 @@ class Evaluation:
     """The result of evaluating one model on one dataset.
 
     Attributes:
-        numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters.
+        numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters. With several labels
+            per image: mAP, f1, loss instead of the first four.
         predictions: what each image got.
         class_names: of the model's answers.
         keys: of the images.
@@ -84,7 +92,7 @@ class Evaluation:
     """
 
     numbers: dict[str, float]
-    predictions: Predictions
+    predictions: AnyPredictions
     class_names: list[str]
     keys: list[str]
     skipped: dict[str, str] = field(default_factory=dict)
@@ -93,7 +101,7 @@ class Evaluation:
 
     @property
     def top1(self) -> Estimate:
-        """Top-1 accuracy in percent with its 95 % interval."""
+        """Top-1 accuracy, or mAP with several labels per image, in percent with its 95 % interval."""
         return self.predictions.accuracy
 
     def per_class(self) -> list[dict[str, Any]]:
@@ -101,8 +109,19 @@ class Evaluation:
         return [row for row in self.predictions.per_class(self.class_names) if row["images"]]
 
     def to_csv(self, path: str | Path) -> None:
-        """One line per image: key, label, prediction, confidence, loss."""
+        """One line per image: key, label, prediction, confidence, loss. With several labels: no loss, ";" between."""
         p, names = self.predictions, self.class_names
+        if not isinstance(p, Predictions):
+            several = [
+                [
+                    self.keys[i],
+                    *(";".join(names[k] for k in np.flatnonzero(chosen)) for chosen in (y, x > 0)),
+                    f"{sure:.4f}",
+                ]
+                for i, y, x, sure in zip(p.index, p.label, p.logits, p.confidence, strict=True)
+            ]
+            write_csv(Path(path), ["key", "label", "prediction", "confidence"], several)
+            return
         rows = [
             [self.keys[i], names[label], names[top[0]], f"{confidence:.4f}", f"{loss:.4f}"]
             for i, label, top, confidence, loss in zip(p.index, p.label, p.top, p.confidence, p.loss, strict=True)
@@ -226,24 +245,35 @@ class Inference:
         labels: Tensor,
         columns: Tensor | None = None,
         keep: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-    ) -> Predictions:
+        several: bool = False,
+    ) -> AnyPredictions:
         """What each image got.
 
         Args:
             labels: the class of the model (or column) for each class of the data.
             columns: outputs that may be answered; None: all.
             keep: called with the positions, labels and logits of each batch.
+            several: an image may have several of the model's classes.
         """
-        parts = []
+        parts: list[AnyPredictions] = []
         labels = labels.to(self.device)
         for batch, logits in self.batches():
             assert batch.labels is not None
             assert batch.indices is not None
             chosen = logits if columns is None else logits[:, columns.to(logits.device)]
-            parts.append(Predictions.of_batch(batch.indices, labels[batch.labels], chosen))
+            truth = _several(batch.labels, labels, chosen) if several else labels[batch.labels]
+            parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
-                keep(batch.indices, labels[batch.labels], chosen)
-        return Predictions.join(parts)
+                keep(batch.indices, truth, chosen)
+        return join_predictions(parts)
+
+
+def _several(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
+    """[B, K] labels in the model's classes, of one label [B] or several [B, classes of the data]."""
+    out = torch.zeros(logits.shape, dtype=torch.uint8, device=logits.device)
+    if labels.dim() == 1:
+        return out.scatter_(1, numbers[labels][:, None], 1)
+    return out.scatter_reduce_(1, numbers.expand(len(labels), -1), labels.to(torch.uint8), "amax")
 
 
 class _LogitSample:
@@ -262,6 +292,8 @@ class _LogitSample:
         """What they say about the probabilities, whatever the order of the batches was."""
         indices, labels, logits = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
         order = np.argsort(indices)
+        if labels.ndim == 2:
+            return calibrate_several(logits[order], labels[order].astype(bool))
         return calibrate(logits[order], labels[order])
 
 
@@ -282,18 +314,26 @@ def run_evaluation(
         dataset, note = open_part([name], str(data), options.split)
         notes = (note,) if note else ()
     labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)
+    several = opened.info.multi_label
+    if dataset.multi_label and not several:
+        raise EverytokenError(
+            f"images of {dataset.name} have several labels, and {opened.source} was trained to answer one per image: "
+            "train a model on them, which then answers several"
+        )
+    if several and options.real:
+        raise EverytokenError(f"{opened.source} answers several labels per image, so there is no ReaL accuracy of it")
     imagenet = imagenet_numbers(opened.classes) if options.real else None
     model = Voter(opened, options.token_vote).eval()
     inference = Inference(model, dataset, eval_view(opened.info), options, options.amp, progress)
     started = time.perf_counter()
     sample = _LogitSample(len(dataset), opened.num_classes) if calibrates else None
-    predictions = inference.predictions(labels, keep=None if sample is None else sample.keep)
+    predictions = inference.predictions(labels, keep=None if sample is None else sample.keep, several=several)
     seconds = time.perf_counter() - started
     keys = [dataset.key(i) for i in range(len(dataset))]
     numbers: dict[str, float] = predictions.summary()
     numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
     numbers["parameters"] = opened.parameters
-    if options.real:
+    if options.real and isinstance(predictions, Predictions):
         numbers |= real_accuracy(predictions, keys, read_real(options.real), imagenet)
     names = list(opened.class_names)
     if not opened.classes.or_imagenet().names:

@@ -3,7 +3,8 @@
 Score maps to targets:  `vocabulary`, `collate_maps` -> `MapBatch`; `plan_sampling`, `label_tokens` -> `MapTargets`
 (in two steps: `sample_maps` -> `SampledMaps`, `from_scores` -> `CompactTarget`); `from_labels`, `blend`,
 `mix_with_truth`, `map_classes`.
-Targets to losses:  `compact_cross_entropy`, `dense_soft_cross_entropy`, `distillation_loss`.
+Targets to losses:  `compact_cross_entropy`, `compact_binary_cross_entropy` (several labels per image),
+`dense_soft_cross_entropy`, `distillation_loss`.
 Dense relative localization:  `drloc`.  TL-Align:  `shares`.
 
 Shapes: B images, (h, w) map cells, k scores per cell, (H, W) tokens, U classes in a vocabulary, K classes in all.
@@ -25,9 +26,11 @@ from everytoken.functional.drloc import (
     same_image,
 )
 from everytoken.functional.losses import (
+    compact_binary_cross_entropy,
     compact_cross_entropy,
     dense_soft_cross_entropy,
     distillation_loss,
+    label_cross_entropy,
     participating,
 )
 from everytoken.functional.maps import MapBatch, collate_maps, vocabulary
@@ -75,6 +78,7 @@ __all__ = [
     "blend",
     "class_count",
     "collate_maps",
+    "compact_binary_cross_entropy",
     "compact_cross_entropy",
     "convolved_shares",
     "dense_soft_cross_entropy",
@@ -85,6 +89,7 @@ __all__ = [
     "from_labels",
     "from_scores",
     "kernel_of",
+    "label_cross_entropy",
     "label_tokens",
     "map_classes",
     "mean_shares",

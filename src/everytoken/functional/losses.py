@@ -54,6 +54,26 @@ def compact_cross_entropy(
     return _reduce(rows.view(target.shape), target.weight if weight is None else weight, reduction)
 
 
+def compact_binary_cross_entropy(logits: Tensor, target: CompactTarget) -> Tensor:
+    """Binary cross entropy, added up over the classes and averaged over images: each class is there or not, for itself.
+
+    Σ_c softplus(x_c) - t_c x_c is linear in the target, as the cross entropy is, so mixed and smoothed targets need no
+    K-wide tensor here either.
+
+    Args:
+        logits: [B, K], any float type.
+        target: shape [B], of labels [B, K] (`from_labels`), mixed or not.
+    """
+    x = logits.float()
+    named = (target.mass * x.gather(1, target.classes)).sum(1)
+    return _reduce(F.softplus(x).sum(1) - named - target.background * x.sum(1), target.weight, "mean")
+
+
+def label_cross_entropy(logits: Tensor, target: CompactTarget, labels: Tensor) -> Tensor:
+    """Binary cross entropy where an image may have several labels [B, K], else the usual one, of targets from them."""
+    return compact_binary_cross_entropy(logits, target) if labels.dim() == 2 else compact_cross_entropy(logits, target)
+
+
 def dense_soft_cross_entropy(
     logits: Tensor,
     teacher_logits: Tensor,

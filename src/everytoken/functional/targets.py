@@ -167,13 +167,19 @@ def smoothing_factors(smoothing: float, num_classes: int, released: bool = False
 
 
 def from_labels(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> CompactTarget:
-    """One class per image, as an image-level target.
+    """One class per image, or several, as an image-level target.
 
     Args:
-        labels: [B] int64; below 0 = no label, weight 0.
+        labels: [B] int64; below 0 = no label, weight 0. Or [B, K], 1 for each class of an image: the target then has 1
+            for each of them and is meant for `compact_binary_cross_entropy`.
         num_classes: K.
         smoothing: s; the class gets 1 - s + s/K, every other one s/K.
     """
+    if labels.dim() == 2:
+        every = torch.arange(num_classes, device=labels.device).expand(len(labels), -1)
+        ones = torch.ones(len(labels), device=labels.device)
+        target = CompactTarget(every, labels.float(), torch.zeros_like(ones), ones, num_classes)
+        return target.smooth(smoothing) if smoothing else target
     has_label = (labels >= 0).float()
     classes, background = labels.clamp(min=0)[:, None], torch.zeros_like(has_label)
     target = CompactTarget(classes, has_label[:, None], background, has_label, num_classes)

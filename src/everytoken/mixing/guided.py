@@ -61,7 +61,7 @@ def guide_for(model: TokenModel, images: Tensor, labels: Tensor | None) -> Guide
     Args:
         model: the network that looks.
         images: [B, C, H, W] as that network wants them.
-        labels: [B] classes for the gradient, -1 = not known.
+        labels: [B] classes for the gradient, -1 = not known; or [B, K], several of each image.
     """
 
     def guide(kind: GuideKind) -> Tensor:
@@ -97,7 +97,11 @@ def importance_by_gradient(model: TokenModel, images: Tensor, labels: Tensor | N
         raise EverytokenError("Puzzle-Mix looks at the gradient of the loss, and these images have no labels.")
     with torch.enable_grad():
         pixels = images.detach().float().requires_grad_()
-        loss = F.cross_entropy(model(pixels).logits.float(), labels, reduction="sum", ignore_index=-1)
+        logits = model(pixels).logits.float()
+        if labels.dim() == 2:
+            loss = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
+        else:
+            loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
         (gradient,) = torch.autograd.grad(loss, pixels)
     return gradient.square().sum(1).sqrt()
 

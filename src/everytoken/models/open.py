@@ -69,6 +69,7 @@ class Description:
         img_size: (height, width); mean, std, crop_pct, interpolation: evaluation preprocessing.
         token_vote: in evaluation, this much of the strongest token logit of each class is added to the class logits.
         calibration: what held-out images say about its probabilities, if that is known.
+        multi_label: an image may have several classes: probabilities are sigmoids, not a softmax.
     """
 
     architecture: str
@@ -82,6 +83,7 @@ class Description:
     interpolation: str = "bicubic"
     token_vote: float = 0.0
     calibration: Calibration | None = None
+    multi_label: bool = False
 
     def values(self) -> dict[str, Any]:
         """As plain data, which `from_values` reads."""

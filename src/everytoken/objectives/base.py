@@ -31,11 +31,13 @@ class Objective(nn.Module):
         requires: what must be there, of "labels", "maps", "token_logits", "distill_logits", "teacher", "progress" (of
             the training, in the batch's key) and "erased", so that training can complain before the first batch.
         teaches_class: it has a term for the class token; otherwise recipes add `hard`.
+        multi_label: it can learn from images with several labels, [B, K].
     """
 
     name: str = ""
     requires: frozenset[str] = frozenset()
     teaches_class: bool = False
+    multi_label: bool = False
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
@@ -49,6 +51,8 @@ class Objective(nn.Module):
             batch: labels, maps and so on, whatever this objective requires. If the model was given a mix, the targets
                 are mixed by it; `batch` itself stays as it was loaded.
         """
+        if batch is not None and not self.multi_label and isinstance(batch.labels, Tensor) and batch.labels.dim() == 2:
+            raise EverytokenError(f"{type(self).__name__} learns one label per image, and this batch has several.")
         terms = self.terms(view, with_mix(view, batch, type(self).__name__))
         loss = view.logits.new_zeros(())
         for i, term in enumerate(terms.values()):

@@ -135,6 +135,7 @@ class Drloc(Objective):
     """
 
     name = "drloc"
+    multi_label = True
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """`hard`: ordinary training, cross entropy of the class token with the true class.
 
 Equation: H(cls, (1-s)·onehot(y) + s/K), mixed by area when images are mixed (All Tokens Matter, eq. 1 and 7).
+For images with several labels, [B, K]: the same target, with 1 for each of them, and binary cross entropy.
 Cost: that of any cross entropy.
 """
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from everytoken.data.batch import Batch
-from everytoken.functional import compact_cross_entropy, from_labels
+from everytoken.functional import from_labels, label_cross_entropy
 from everytoken.mixing import mix_image_target
 from everytoken.objectives.base import Objective, need_batch, need_labels
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HardLabels(Objective):
-    """Cross entropy of class logits [B, K] with the true classes [B].
+    """Cross entropy of class logits [B, K] with the true classes [B], or binary cross entropy with several [B, K].
 
     Args:
         smoothing: label smoothing s.
@@ -32,6 +33,7 @@ class HardLabels(Objective):
     name = "hard"
     requires = frozenset({"labels"})
     teaches_class = True
+    multi_label = True
 
     def __init__(self, smoothing: float = 0.1, weight: float = 1.0) -> None:
         super().__init__(weight)
@@ -40,7 +42,8 @@ class HardLabels(Objective):
     def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """{"class": H}"""
         batch = need_batch(batch, self.name)
-        target = from_labels(need_labels(batch, self.name), view.logits.shape[-1], self.smoothing)
+        labels = need_labels(batch, self.name)
+        target = from_labels(labels, view.logits.shape[-1], self.smoothing)
         if batch.mix is not None:
             target = mix_image_target(target, batch.mix)
-        return {"class": compact_cross_entropy(view.logits, target)}
+        return {"class": label_cross_entropy(view.logits, target, labels)}

@@ -21,6 +21,7 @@ from everytoken.functional import (
     compact_cross_entropy,
     from_labels,
     from_scores,
+    label_cross_entropy,
     label_tokens,
     map_classes,
     mix_with_truth,
@@ -81,6 +82,7 @@ class FromMaps(Objective):
         self.smoothing, self.temperature, self.top_k = smoothing, temperature, top_k
         self.class_target, self.rho, self.class_map, self.released = class_target, rho, class_map, released
         self.requires = frozenset({"maps"} if class_target == "machine" else {"maps", "labels"})
+        self.multi_label = class_target == "truth"
 
     def map_targets(self, batch: Batch, grid: tuple[int, int]) -> MapTargets:
         """What the maps say about a grid of tokens and about the crop."""
@@ -104,7 +106,14 @@ class FromMaps(Objective):
     def class_loss(self, view: TokenView, batch: Batch, sampled: MapTargets | None = None) -> Tensor:
         """H(cls), with the target mixed as the images are."""
         target = self.image_target(view, batch, sampled)
-        return compact_cross_entropy(view.logits, target if batch.mix is None else mix_image_target(target, batch.mix))
+        target = target if batch.mix is None else mix_image_target(target, batch.mix)
+        return self.class_cross_entropy(view, target, batch)
+
+    def class_cross_entropy(self, view: TokenView, target: CompactTarget, batch: Batch) -> Tensor:
+        """Of the class token with its target, which may have several labels if it is the truth."""
+        if self.class_target == "truth":
+            return label_cross_entropy(view.logits, target, need_labels(batch, self.name))
+        return compact_cross_entropy(view.logits, target)
 
     def _machine_target(self, K: int, batch: Batch, sampled: MapTargets) -> CompactTarget:
         maps, _ = need_maps(batch, self.name)

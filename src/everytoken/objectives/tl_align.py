@@ -86,7 +86,7 @@ class TLAlign(FromMaps):
         if batch.mix is not None:
             shares = self._shares(view)
             target, total = aligned_target(target, target[batch.mix.partner], shares.image), shares.total
-        terms["class"] = compact_cross_entropy(view.logits, target) * total
+        terms["class"] = self.class_cross_entropy(view, target, batch) * total
         return terms
 
     def _shares(self, view: TokenView) -> Shares:

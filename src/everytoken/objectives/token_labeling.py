@@ -60,7 +60,7 @@ class TokenLabeling(FromMaps):
         self.beta = (1.0 if self.released else 0.5) if beta is None else beta
         self.participation, self.teaches_class, self.skip_erased = participation, class_term, skip_erased
         if not class_term:
-            self.requires = frozenset({"maps"})
+            self.requires, self.multi_label = frozenset({"maps"}), True
         self.requires |= {"token_logits", "erased"} if skip_erased else {"token_logits"}
 
     def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:

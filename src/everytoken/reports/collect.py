@@ -31,30 +31,36 @@ class Classes:
     """Predictions of a group, added up over its runs.
 
     Attributes:
-        confusion: [classes, classes], rows are labels; runs: how many were added.
-        top1: of a single run over its images, percent, with Wilson's interval.
+        tally: [3, classes] images that have a class, that are said to have it, and both; runs: how many were added.
+        images: that a run was asked about.
+        score: top-1, or mAP with several labels per image, of a single run over its images, percent, with its interval.
         calibration: of that run.
+        confusion: [classes, classes], rows are labels; None with several labels per image.
+        average_precision: [classes] percent, mean over the runs, with several labels per image.
     """
 
     group: Group
     names: list[str]
-    confusion: np.ndarray
+    tally: np.ndarray
     runs: int
-    top1: Estimate
+    images: int
+    score: Estimate
     calibration: Calibration
+    confusion: np.ndarray | None = None
+    average_precision: np.ndarray | None = None
 
     def recall(self) -> np.ndarray:
         """[classes] percent of each class's images that were found; nan without images."""
-        total = self.confusion.sum(1)
-        return np.where(total > 0, 100 * self.confusion.diagonal() / np.maximum(total, 1), np.nan)
+        return np.where(self.tally[0] > 0, 100 * self.tally[2] / np.maximum(self.tally[0], 1), np.nan)
 
     def precision(self) -> np.ndarray:
         """[classes] percent of what was called by a class's name and is; nan where nothing was."""
-        total = self.confusion.sum(0)
-        return np.where(total > 0, 100 * self.confusion.diagonal() / np.maximum(total, 1), np.nan)
+        return np.where(self.tally[1] > 0, 100 * self.tally[2] / np.maximum(self.tally[1], 1), np.nan)
 
     def taken_for(self, row: int) -> str:
         """What a class is most often mistaken for."""
+        if self.confusion is None:
+            return ""
         wrong = self.confusion[row].copy()
         wrong[row] = 0
         return self.names[int(wrong.argmax())] if wrong.any() else ""
@@ -194,7 +200,7 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
         for run in group.runs:
             if run.state in ("damaged", "not begun"):
                 continue
-            if run.scores and run.metric in ("mIoU", "mAP"):
+            if run.scores and not run.classifies:
                 report.notes.append(f"{run.name}: predictions are shown for classifiers only; this is {run.metric}.")
                 continue
             try:
@@ -209,16 +215,7 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
         if same_classes:
             first = same_classes[0]
             shown.append((group.name, first))
-            report.classes.append(
-                Classes(
-                    group,
-                    [shown_name(name) for name in first.class_names],
-                    np.sum([predicted.confusion() for predicted in same_classes], axis=0),
-                    len(same_classes),
-                    first.predictions.accuracy,
-                    first.calibration,
-                )
-            )
+            report.classes.append(_classes(group, same_classes))
     # pictures are of the same images for all groups
     comparable = [(name, predicted) for name, predicted in shown if predicted.same_images(shown[0][1])]
     if comparable and options.samples:
@@ -226,6 +223,23 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
             report.samples.extend(samples(comparable[:4], options.samples, device))
         except (EverytokenError, OSError, RuntimeError) as error:
             report.notes.append(f"No sample predictions, because {_first_line(error)}")
+
+
+def _classes(group: Group, runs: Sequence[PredictedRun]) -> Classes:
+    first = runs[0]
+    confusions = [c for run in runs if (c := run.confusion()) is not None]
+    precisions = [p for run in runs if (p := run.average_precision()) is not None]
+    return Classes(
+        group,
+        [shown_name(name) for name in first.class_names],
+        np.sum([run.tally() for run in runs], axis=0),
+        len(runs),
+        len(first.predictions),
+        first.predictions.accuracy,
+        first.calibration,
+        np.sum(confusions, axis=0) if confusions else None,
+        np.mean(precisions, axis=0) if precisions else None,
+    )
 
 
 def _add_agreements(report: Report, data: str) -> None:

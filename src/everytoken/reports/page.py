@@ -41,7 +41,7 @@ def render_html(report: Report, title: str = "") -> str:
         title,
         headline_charts=[chart for chart in _headline_charts(report) if chart],
         curves=[chart for chart in _curves(report) if chart],
-        matrices=[_matrix(classes) for classes in report.classes],
+        matrices=[_matrix(classes, c) for classes in report.classes if (c := classes.confusion) is not None],
         level_styles=level_styles(),
         colours=colours,
         other=draw.OTHER,
@@ -166,9 +166,8 @@ def _shares(tokens: TokenMap, count: int) -> str:
 # -- the confusion matrix ---------------------------------------------------------------------------------------------
 
 
-def _matrix(classes: Classes) -> dict[str, Any]:
+def _matrix(classes: Classes, counts: np.ndarray) -> dict[str, Any]:
     """Rows are labels, columns are answers; numbers are percent of the row."""
-    counts = classes.confusion
     wrong = counts.sum(1) - counts.diagonal() + counts.sum(0) - counts.diagonal()
     shown = sorted([i for i in np.argsort(-wrong, kind="stable").tolist() if counts[i].sum()][:MATRIX_CLASSES])
     percent = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)

@@ -19,7 +19,7 @@ import numpy as np
 
 from everytoken.calibration import Calibration
 from everytoken.data.datasets import DataSet
-from everytoken.engine.accuracy import Predictions
+from everytoken.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions
 from everytoken.engine.run_folder import Run
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PredictedRun:
         loaded: its model, if it had to be opened for the predictions.
     """
 
-    predictions: Predictions
+    predictions: AnyPredictions
     class_names: list[str]
     keys: list[str]
     data: DataSet
@@ -65,9 +65,27 @@ class PredictedRun:
             and np.array_equal(self.predictions.index, other.predictions.index)
         )
 
-    def confusion(self) -> np.ndarray:
-        """[classes, classes] images of a row's class that were taken for the column's."""
+    def tally(self) -> np.ndarray:
+        """[3, classes] images that have a class, that are said to have it, and both."""
+        p, count = self.predictions, len(self.class_names)
+        if isinstance(p, MultiLabelPredictions):
+            named = p.logits > 0
+            return np.stack([p.label.sum(0), named.sum(0), (p.label & named).sum(0)])
+        parts = (p.label, p.top[:, 0], p.label[p.correct])
+        return np.stack([np.bincount(part, minlength=count) for part in parts])
+
+    def average_precision(self) -> np.ndarray | None:
+        """[classes] percent, with several labels per image; nan for a class without images."""
+        if not isinstance(self.predictions, MultiLabelPredictions):
+            return None
+        rows = self.predictions.per_class(self.class_names)
+        return np.array([np.nan if row["AP"] is None else row["AP"] for row in rows])
+
+    def confusion(self) -> np.ndarray | None:
+        """[classes, classes] images of a row's class that were taken for the column's; None with several labels."""
         count, p = len(self.class_names), self.predictions
+        if not isinstance(p, Predictions):
+            return None
         return np.bincount(p.label * count + p.top[:, 0], minlength=count * count).reshape(count, count)
 
 
@@ -89,7 +107,9 @@ def predict_run(
     keys = list(images.keys())
     stamp = _stamp(weights, keys, images)
     about = describe(weights)
-    saved = Predictions.saved(run.path / CACHE, stamp)
+    several = about is not None and about.multi_label
+    saved: tuple[AnyPredictions, dict[str, str]] | None
+    saved = (MultiLabelPredictions if several else Predictions).saved(run.path / CACHE, stamp)
     calibration = read_calibration(run, weights)
     if saved is not None and calibration is not None and about is not None and about.class_names:
         predictions, skipped = saved

@@ -170,9 +170,9 @@ def samples(groups: Sequence[tuple[str, PredictedRun]], count: int = 12, device:
         answers = []
         for (name, predicted), (_, maps) in zip(groups, views, strict=True):
             p, names = predicted.predictions, predicted.class_names
-            top = shown_name(names[int(p.top[i, 0])])
+            top = p.answer_text(i, list(map(shown_name, names)))
             answers.append(Answer(name, top, float(p.confidence[i]), bool(p.correct[i]), maps[place]))
-        label = shown_name(base.class_names[int(base.predictions.label[i])])
+        label = base.predictions.label_text(i, list(map(shown_name, base.class_names)))
         reason = why.replace("the last group", groups[-1][0]).replace("the first group", groups[0][0])
         picture = data_address(views[-1][0][place])
         result.append(Sample(base.keys[indices[place]], reason, picture, label, tuple(answers)))
@@ -263,7 +263,7 @@ def _examples(store: Maps, images: DataSet, count: int) -> list[Example]:
         x0, y0, x1, y1 = score_map.area  # what the map covers; beyond the image (letterbox) is black
         w, h = picture.size
         picture = picture.crop((round(x0 * w), round(y0 * h), round(x1 * w), round(y1 * h)))
-        label = shown_name(images.class_names[images.label(i)]) if images.label(i) >= 0 else "no label"
+        label = ", ".join(map(shown_name, images.label_text(i).split(";"))) or "no label"
         tokens = TokenMap(summary.top, summary.confidence, names, "annotator")
         examples.append(Example(key, data_address(picture), label, tokens))
     return examples

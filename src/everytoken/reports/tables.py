@@ -125,33 +125,39 @@ def _value(value: Any) -> str:
 
 
 def class_table(report: Report, most: int = 60) -> Table | None:
-    """One row per class: recall in each group; worst first when there are many."""
+    """One row per class: recall in each group, or average precision with several labels; worst first."""
     if not report.classes:
         return None
     first = report.classes[0]
     same = [c for c in report.classes if c.names == first.names]
     last = same[-1]
-    recalls = [c.recall() for c in same]
-    order = [i for i in range(len(first.names)) if first.confusion[i].sum()]
+    several = all(c.average_precision is not None for c in same)
+    what = "average precision" if several else "recall"
+    recalls = [c.recall() if c.average_precision is None else c.average_precision for c in same]
+    order = [i for i in range(len(first.names)) if first.tally[0, i]]
     order.sort(key=lambda i: recalls[-1][i])
-    columns = ["class", "images", *(f"recall %: {c.group.name}" for c in same)]
+    columns = ["class", "images", *(f"{what} %: {c.group.name}" for c in same)]
     if len(same) > 1:
         columns.append("difference")
-    columns += [f"precision %: {last.group.name}", f"most often taken for ({last.group.name})"]
-    precision = last.precision()
+    columns += [f"recall %: {last.group.name}"] if several else []
+    columns += [f"precision %: {last.group.name}"]
+    columns += [] if several else [f"most often taken for ({last.group.name})"]
+    recall, precision = last.recall(), last.precision()
     rows = []
     for i in order[:most]:
         row = [
             first.names[i],
-            str(int(first.confusion[i].sum()) // first.runs),
+            str(int(first.tally[0, i]) // first.runs),
             *(number(r[i], ".1f") for r in recalls),
         ]
         if len(same) > 1:
             row.append(number(recalls[-1][i] - recalls[0][i], "+.1f"))
-        rows.append([*row, number(precision[i], ".1f"), last.taken_for(i) or "–"])
+        row += [number(recall[i], ".1f")] if several else []
+        rows.append([*row, number(precision[i], ".1f"), *([] if several else [last.taken_for(i) or "–"])])
     cut = f" The {most} worst of {len(order)} classes." if len(order) > most else ""
     caption = f"Best weights on the validation images, mean over each group's runs; worst first.{cut}"
-    return Table(caption, columns, rows, frozenset({0, len(columns) - 1}))
+    caption += " Recall and precision are at a probability of a half." if several else ""
+    return Table(caption, columns, rows, frozenset({0} if several else {0, len(columns) - 1}))
 
 
 def agreement_table(agreement: Agreement, most: int = 40) -> Table | None:

@@ -116,6 +116,12 @@ def confidence_words(classes: Classes) -> str:
         f"{calibration.temperature:.2f}, as `everytoken predict` does, {calibration.error_after:.1f} %."
     )
     threshold, coverage = calibration.threshold(0.95)
+    if classes.average_precision is not None:
+        best, precision, recall = calibration.best_threshold()
+        return words + (
+            f" It gives the labels with a probability of {best:.2f} or more: {precision:.0f} % of these are right, and "
+            f"{recall:.0f} % of all labels are found."
+        )
     if 0 < coverage < 100:
         words += (
             f" 95 % of the answers with a probability of {threshold:.2f} or more are right: {coverage:.0f} % of all."

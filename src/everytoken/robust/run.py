@@ -98,6 +98,11 @@ class TestedModel:
 def open_tested(source: str, options: InferenceOptions) -> TestedModel:
     """Open what `source` names."""
     opened = open_with(source, options)
+    if opened.info.multi_label:
+        raise EverytokenError(
+            f"{opened.source} answers several labels per image, and robustness is measured by top-1 accuracy here; "
+            "`everytoken eval` gives its mAP on other images"
+        )
     net = Voter(opened, options.token_vote).eval().requires_grad_(False)
     path = Path(source)
     name = source if ":" in source or path.is_dir() else path.name
@@ -252,6 +257,7 @@ class SuiteRunner:
         )
         columns = None if match.columns is None else torch.from_numpy(match.columns)
         predictions = inference.predictions(torch.from_numpy(match.labels), columns)
+        assert isinstance(predictions, Predictions)  # models for several labels are refused
         return predictions, dict(inference.bad_images.seen)
 
     def _real(self, suite: Suite, predictions: Predictions, keys: list[str], match: ClassMatch) -> Result:

@@ -53,9 +53,9 @@ from everytoken.annotators.fit_network import FOLDER, keys_hash
 from everytoken.annotators.job import run_job
 from everytoken.annotators.linear import LinearHead
 from everytoken.annotators.options import AnnotateOptions
-from everytoken.data.datasets import DataSet
+from everytoken.data.datasets import DataSet, dataset_title
 from everytoken.data.duplicates import alike, read_facts
-from everytoken.engine.accuracy import Predictions
+from everytoken.engine.accuracy import AnyPredictions, MultiLabelPredictions, predictions_of
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.distributed import World, best_device
 from everytoken.engine.dryrun import step_seconds
@@ -123,6 +123,11 @@ def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: Aut
     auto = auto or AutoOptions()
     started = time.monotonic()
     data = keys_of(options)
+    if (auto.compare or options.maps not in ("", "none")) and open_splits(options)[0].multi_label:
+        raise EverytokenError(
+            f"maps and compare label tokens with one class per photo, and photos of {options.data} have several "
+            "labels: leave them out"
+        )
     output, previous = _folder(options, data)
     if not (output / "recipe.yaml").is_file():
         _decide(options, asked, auto, output, previous, data, started)
@@ -154,7 +159,7 @@ def keys_of(options: TrainOptions) -> str:
 
 def _folder(options: TrainOptions, data: str) -> tuple[Path, Path | None]:
     """The run's folder, and that of the last run on fewer images."""
-    first = Path(options.run.output or Path("runs") / (Path(options.data.split(":")[-1]).stem or "photos"))
+    first = Path(options.run.output or Path("runs") / (Path(dataset_title(options.data)).stem or "photos"))
     folder, previous, number = first, None, 1
     while (folder / "decisions.json").is_file():
         content = schema.read_json(folder / "decisions.json", dict[str, Any])
@@ -201,12 +206,12 @@ def _decide(
     first = save_linear(options, photos, output / "linear", strength)
     accuracy = first.accuracy
     decisions.say(
-        f"first model: a linear head, right on {accuracy.value:.1f} % of {len(first):,} held-out photos (95 % interval "
+        f"first model: a linear head, {_result(first)} (95 % interval "
         f"{accuracy.low:.1f} to {accuracy.high:.1f}), after {time.monotonic() - started:.0f} s: {output / 'linear'}"
     )
     values = _settings(options, asked, photos, output, device, decisions)
     if strength:
-        counts = np.bincount(photos.train.labels, minlength=photos.train.num_classes)
+        counts = photos.train.class_counts()
         values["logit_adjustment"] = strength
         decisions.say(
             f"imbalance: the largest class has {counts.max() / max(1, counts.min()):.1f} times as many photos as the "
@@ -260,13 +265,15 @@ def _look(
 ) -> Photos:
     """The photos, the machine, the weights; the backbone, features and linear head that follow from them."""
     train, val, notes = open_splits(options)
-    counts = np.bincount(train.labels, minlength=train.num_classes)
-    if train.num_classes < 2:
+    counts = train.class_counts()
+    if train.num_classes < 2 and not train.multi_label:
         raise EverytokenError(f"{options.data} has one class only: give every class a folder of its own, at least two")
     each = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
+    several = ", any number of them per photo" if train.multi_label else ""
     held = "10 % of each class, by their names" if notes else "a part of their own"
     decisions.say(
-        f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}; {len(val):,} held out ({held})"
+        f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}{several}; {len(val):,} held out "
+        f"({held})"
     )
     memory, disk = (f"{size / 2**30:.0f} GB" for size in (_free_memory(device), free_disk(output)))
     decisions.say(f"machine: {device.type}, {cores()} cores, {memory} of free memory, {disk} of free disk")
@@ -445,8 +452,10 @@ def _settings(
 
 
 def _adjustment(train: DataSet) -> float:
-    """How much of the log of the classes' shares is taken from their logits."""
-    counts = np.bincount(train.labels, minlength=train.num_classes)
+    """How much of the log of the classes' shares is taken from their logits; several labels do not compete."""
+    if train.multi_label:
+        return 0.0
+    counts = train.class_counts()
     return ADJUSTMENT if counts.max() > IMBALANCE * max(1, counts.min()) else 0.0
 
 
@@ -522,22 +531,25 @@ def _time_steps(options: TrainOptions, output: Path) -> tuple[float, float, int]
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def save_linear(options: TrainOptions, photos: Photos, folder: Path, strength: float = 0.0) -> Predictions:
+def save_linear(options: TrainOptions, photos: Photos, folder: Path, strength: float = 0.0) -> AnyPredictions:
     """The linear head as a run folder, with out-of-fold answers for the training images; its held-out answers.
 
     Args:
         strength: how much of the log of the classes' shares is taken from the head's logits.
     """
     choice, train = photos.choice, photos.train
-    shares = torch.from_numpy(log_shares(train.labels, train.num_classes)).float()
-    head = LinearHead(choice.fit.head.weight, choice.fit.head.bias - strength * shares)
+    head = choice.fit.head
+    if strength:
+        shares = torch.from_numpy(log_shares(train.labels, train.num_classes)).float()
+        head = LinearHead(head.weight, head.bias - strength * shares)
     model, info = choice.backbone.with_head(head, train.class_names)
+    info = replace(info, multi_label=train.multi_label)
     good = photos.val_features.readable
     logits = head(torch.from_numpy(photos.val_features.values[good]))
-    answers = Predictions.of_batch(torch.from_numpy(good), torch.from_numpy(photos.val.labels[good]), logits)
+    answers = predictions_of(torch.from_numpy(good), torch.from_numpy(photos.val.labels[good]), logits)
     inside = choice.features.readable
     out_of_fold = torch.from_numpy(choice.fit.out_of_fold)
-    unseen = Predictions.of_batch(torch.from_numpy(inside), torch.from_numpy(choice.fit.labels), out_of_fold)
+    unseen = predictions_of(torch.from_numpy(inside), torch.from_numpy(choice.fit.labels), out_of_fold)
     described = {"model": info.architecture, "img_size": info.img_size[0], "weights": choice.backbone.name}
     config = apply(options, {**described, "epochs": 1, "maps": ""}, "linear")
     if (folder / "best.safetensors").is_file():
@@ -552,19 +564,20 @@ def _write_run(
     state: Mapping[str, torch.Tensor],
     info: Description,
     options: TrainOptions,
-    answers: Predictions,
+    answers: AnyPredictions,
     class_names: list[str],
 ) -> None:
     """A finished run of no updates."""
     writer = RunFolder(folder)
     writer.write_config(flat(options))
     summary = answers.summary()
-    numbers = {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
+    score = next(iter(summary.values()))
+    numbers = {"score": score, **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
     row = {"kind": "epoch", "step": 0, "epoch": 1, "seconds": 0.0, **numbers}
     writer.record(row)
     writer.write("classes.json", plain_json(answers.per_class(class_names)))
     write_weights(folder / "best.safetensors", state, info.to_metadata())
-    best = {"score": summary["top1"], "epoch": 1, "step": 0}
+    best = {"score": score, "epoch": 1, "step": 0}
     writer.write("summary.json", plain_json({"best": best, "last": row, "epochs": 1, "updates": 0, "seconds": 0.0}))
 
 
@@ -590,29 +603,43 @@ def _choose(output: Path, options: TrainOptions) -> dict[str, Any]:
     _, val, _ = open_splits(options)
     first = predict(output / "linear", val, options)
     result: dict[str, Any] = {"held_out": len(first), "linear": first.accuracy.value, "kept": "linear"}
-    text = f"kept: the linear head, {first.accuracy.value:.1f} % of {len(first):,} held-out photos"
+    text = f"kept: the linear head, {_result(first)}"
     if not options.optim.epochs:
         text += "; there was no time for more"
     elif read_run(output).summary.get("best", {}).get("step") == 0:
         text += "; fine-tuning did not beat it"
     else:
         last = predict(output, val, options)
-        gain = stats.paired_difference(first.correct, last.correct)
+        gain, worse = _gain(first, last)
         result |= {"fine_tuned": last.accuracy.value, "gain": [gain.value, gain.low, gain.high]}
         points = f"{gain.value:+.1f} points (95 % interval {gain.low:+.1f} to {gain.high:+.1f})"
-        if few_held_out(len(val)) and clearly_worse(first.correct, last.correct):
+        if few_held_out(len(val)) and worse:
             text += f"; the fine-tuned model is clearly worse, {points}"
         else:
             result["kept"] = "fine-tuned"
-            text = (
-                f"kept: the fine-tuned model, {last.accuracy.value:.1f} % of {len(last):,} held-out photos, {points} "
-                "to the linear head"
-            )
+            text = f"kept: the fine-tuned model, {_result(last)}, {points} to the linear head"
             text += ", which is within chance; fine-tuning is usually better" if gain.value < 0 else ""
-    result["top1"] = result["linear" if result["kept"] == "linear" else "fine_tuned"]
+    metric = "mAP" if isinstance(first, MultiLabelPredictions) else "top1"
+    result[metric] = result["linear" if result["kept"] == "linear" else "fine_tuned"]
     result["text"] = text
     _log(output, text)
     return result
+
+
+def _gain(first: AnyPredictions, last: AnyPredictions) -> tuple[stats.Estimate, bool]:
+    """Of the second model over the first, in points, and whether it is clearly worse: by more than a standard error."""
+    if isinstance(first, MultiLabelPredictions) and isinstance(last, MultiLabelPredictions):
+        gain = last.difference(first)
+        return gain, gain.value < -((gain.high or 0) - gain.value) / stats.Z
+    return stats.paired_difference(first.correct, last.correct), clearly_worse(first.correct, last.correct)
+
+
+def _result(answers: AnyPredictions) -> str:
+    """The number that counts, in words."""
+    value, photos = answers.accuracy.value, f"{len(answers):,} held-out photos"
+    if isinstance(answers, MultiLabelPredictions):
+        return f"mean average precision {value:.1f} % on {photos}"
+    return f"right on {value:.1f} % of {photos}"
 
 
 def _compare_with_plain(output: Path, options: TrainOptions) -> dict[str, Any]:
@@ -644,7 +671,7 @@ def _log(output: Path, text: str) -> None:
         folder.log(text)
 
 
-def predict(source: Path, data: DataSet, options: TrainOptions) -> Predictions:
+def predict(source: Path, data: DataSet, options: TrainOptions) -> AnyPredictions:
     """Answers of the model of a run folder for all readable images."""
     from everytoken.evaluation import evaluate  # an application; it is used as any user would
 

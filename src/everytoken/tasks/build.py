@@ -16,7 +16,7 @@ from torch import nn
 from everytoken.data import datasets
 from everytoken.data.augment import EvalTransform, TrainTransform
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, find_split
-from everytoken.engine.checks import ContradictionError, check_objectives, check_options
+from everytoken.engine.checks import ContradictionError, check_multi_label, check_objectives, check_options
 from everytoken.engine.distributed import World
 from everytoken.engine.options import TrainOptions
 from everytoken.errors import EverytokenError
@@ -68,7 +68,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     if store is not None:
         notes += check_held_out(store, train_set, val_set)
     num_classes = options.dataset.num_classes or train_set.num_classes
-    if num_classes < 2:
+    if num_classes < 2 and not train_set.multi_label:
         only = ", ".join(train_set.class_names)
         raise EverytokenError(
             f"{options.data} has one class only ({only}), so there is nothing to tell apart: give every class a folder "
@@ -88,6 +88,8 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     config = resolve_data_config({}, model=backbone) if weights is None else asdict(weights.info)
     model = TokenModel(backbone)
     objectives = build_objectives(settings, model, options.augment.smoothing)
+    if train_set.multi_label:
+        check_multi_label(options, objectives)
     token_names: tuple[str, ...] = ()
     if any("token_logits" in required_by(objective) for objective in objectives.values()):
         token_names = class_names if store is None else _names(store)
@@ -130,6 +132,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         crop_pct=eval_view.crop_pct,
         interpolation=eval_view.interpolation,
         token_vote=vote,
+        multi_label=train_set.multi_label,
     )
     return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
 

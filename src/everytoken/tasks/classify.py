@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from everytoken.data.batch import Batch, Prefetcher
-from everytoken.engine.accuracy import Predictions
+from everytoken.engine.accuracy import AnyPredictions, join_predictions, predictions_of
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import run
 from everytoken.engine.options import AutoOptions, TrainOptions
@@ -33,7 +33,6 @@ from everytoken.tasks.start import complete, default_output
 class Classification(Task):
     """Train a classifier with any objectives."""
 
-    score_name = "top-1"
     options: TrainOptions
 
     def __init__(self, setup: ClassifierSetup, options: TrainOptions, world: World, folder: RunFolder) -> None:
@@ -52,7 +51,8 @@ class Classification(Task):
         size = data.val_batch_size or data.batch_size
         self.val_loader = self.loader(setup.val_set, setup.eval_view, size, train=False)
         self.batches_per_epoch = len(self.train_loader)
-        self.latest: Predictions | None = None  # of the last validation
+        self.latest: AnyPredictions | None = None  # of the last validation
+        self.score_name = "mAP" if setup.train_set.multi_label else "top-1"
 
     @property
     def backbone(self) -> nn.Module:
@@ -80,24 +80,24 @@ class Classification(Task):
             yield
 
     def validate(self, module: nn.Module) -> dict[str, float]:
-        """Every validation image exactly once, over all processes; "score" is top-1."""
+        """Every validation image exactly once, over all processes; "score" is top-1, with several labels mAP."""
         self.latest = self._predictions(module)
         summary = self.latest.summary()
-        return {"score": summary["top1"], **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
+        return {"score": next(iter(summary.values())), **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
 
-    def _predictions(self, module: nn.Module) -> Predictions:
+    def _predictions(self, module: nn.Module) -> AnyPredictions:
         predictions = []
         for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.setup.val_set), self.world):
             logits = module(Batch(batch.images))["output"]
             assert batch.indices is not None
             assert batch.labels is not None
-            predictions.append(Predictions.of_batch(batch.indices, batch.labels, logits))
+            predictions.append(predictions_of(batch.indices, batch.labels, logits))
         if self.options.run.fsdp and self.world.size > 1:
             # sharded weights are gathered in every pass, so a process with fewer batches runs empty ones
             size, device = self.options.model.img_size, self.world.device
             for _ in range(len(predictions), max(self.world.gather(len(predictions)))):
                 module(Batch(torch.zeros(1, 3, size, size, device=device)))
-        return Predictions.join([p for of_rank in self.world.gather(predictions) for p in of_rank])
+        return join_predictions([p for of_rank in self.world.gather(predictions) for p in of_rank])
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The plain timm model and, if it is separate, the token head."""
@@ -144,8 +144,10 @@ class Classification(Task):
             self.latest = self._predictions(module)
         if self.latest is not None:
             self.folder.write("classes.json", plain_json(self.latest.per_class(self.setup.train_set.class_names)))
-            top1 = self.latest.accuracy
-            self.folder.log(f"top-1 {top1.value:.2f} % (95 % interval {top1.low:.2f} to {top1.high:.2f})")
+            score = self.latest.accuracy
+            self.folder.log(
+                f"{self.score_name} {score.value:.2f} % (95 % interval {score.low:.2f} to {score.high:.2f})"
+            )
 
 
 def train_with(options: TrainOptions) -> Run:

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from everytoken.data.datasets import open_dataset
+from everytoken.data.datasets import dataset_title, open_dataset
 from everytoken.engine.checkpoint import checkpoints_in
 from everytoken.engine.optim import default_scaling
 from everytoken.engine.options import AugmentOptions, TrainOptions
@@ -121,5 +121,5 @@ def default_output(options: TrainOptions) -> str:
     start = options.model.weights
     recipe = Path(options.recipe).stem if options.recipe not in ("", *FINETUNE) else "finetune" if start else "train"
     size = f"-{options.model.img_size}px" if start else ""
-    data = Path(options.data.split(":")[-1]).name or "data"
+    data = dataset_title(options.data) or "data"
     return str(Path("runs") / f"{recipe}-{options.model.model}{size}-{data}-seed{options.run.seed}")

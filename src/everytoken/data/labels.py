@@ -1,0 +1,202 @@
+"""Labels from a CSV file: `path` and `label`, several labels with ";" between them, and optionally `split`.
+
+    path,label,split
+    a/1.jpg,cat,train
+    a/2.jpg,cat;dog,train
+    b/3.jpg,;,val          (none of the classes)
+
+Paths are relative to the file's own folder. As soon as one cell has a ";", every image may have any number of labels.
+Columns may be in any order, others are ignored; they are divided by commas, semicolons (then cells with several labels
+are quoted, as spreadsheets do) or tabs.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from everytoken.errors import DataError, did_you_mean
+
+NAME = "labels.csv"
+_COLUMNS = ("path", "label")
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+_SPLITS |= dict.fromkeys(("val", "valid", "validation"), "val")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image: its path with "/", its labels (sorted, each once; `several`: written with ";"), its split or ""."""
+
+    line: int
+    path: str
+    labels: tuple[str, ...]
+    several: bool = False
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """A labels file, read and checked.
+
+    Attributes:
+        rows: sorted by path.
+        multi_label: whether images may have several labels, or none.
+    """
+
+    file: Path
+    rows: tuple[Row, ...]
+    multi_label: bool
+
+
+def find_labels(path: Path) -> Path | None:
+    """The labels file that a path means: a .csv file, or `labels.csv` in a folder, if it has the columns."""
+    if path.suffix.lower() == ".csv" and path.is_file():
+        return path
+    inside = path / NAME
+    return inside if inside.is_file() and not _problem(inside) else None
+
+
+def unusable_labels(folder: Path) -> str:
+    """Why `labels.csv` in a folder does not count; "" if it does, or if there is none."""
+    return _problem(folder / NAME) if (folder / NAME).is_file() else ""
+
+
+def _problem(file: Path) -> str:
+    try:
+        header = next(_rows(file), None)
+    except DataError as error:
+        return str(error)
+    return _missing_columns(file, header)
+
+
+def read_labels(file: Path) -> LabelTable:
+    """Read and check a labels file; every image that it names must be there.
+
+    Raises:
+        DataError: what is wrong, in which line.
+    """
+    status = file.stat()
+    return _read(file, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read(file: Path, changed: int, size: int) -> LabelTable:
+    """Once, although several questions are asked about it; anew when the file has changed."""
+    rows = list(parse_labels(file))
+    if not rows:
+        raise DataError(f"{file} lists no images.")
+    missing = [row for row in rows if not os.path.isfile(file.parent / row.path)]
+    if missing:
+        more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+        raise DataError(
+            f"{file}, line {missing[0].line}: there is no file {missing[0].path}{more}. Paths are relative to the "
+            f"folder of {file.name}."
+        )
+    ordered = tuple(sorted(rows, key=lambda row: row.path))
+    return LabelTable(file, ordered, any(row.several for row in rows))
+
+
+def parse_labels(file: Path, empty: bool = False) -> Iterator[Row]:
+    """The rows of a file, in its order, checked but for whether the images are there.
+
+    Args:
+        empty: allow cells without a label.
+    """
+    lines = _rows(file)
+    header = next(lines, None)
+    if problem := _missing_columns(file, header):
+        raise DataError(problem)
+    assert header is not None
+    columns = [name.strip().lower() for name in header[1]]
+    places = {name: columns.index(name) for name in (*_COLUMNS, "split") if name in columns}
+    seen: dict[str, int] = {}
+    for line, cells in lines:
+        where = f"{file}, line {line}"
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) <= max(places.values()):
+            raise DataError(f"{where} has {len(cells)} cells, and the first line {len(columns)}.")
+        path = _relative(cells[places["path"]].strip(), where)
+        text = cells[places["label"]].strip()
+        labels = tuple(sorted({label.strip() for label in text.split(";")} - {""}))
+        if not text and not empty:
+            raise DataError(
+                f"{where}: {path} has no label. Leave the line out, or write ; for an image that has none of several "
+                "labels."
+            )
+        if path in seen:
+            raise DataError(f"{where}: {path} was in line {seen[path]} already. Several labels go into one cell: a;b.")
+        seen[path] = line
+        split = cells[places["split"]].strip().lower() if "split" in places else ""
+        if "split" in places and split not in _SPLITS:
+            raise DataError(f"{where}: the split is {split!r}; it can be train, val or test.")
+        yield Row(line, path, labels, ";" in text, _SPLITS.get(split, ""))
+
+
+def _relative(text: str, where: str) -> str:
+    """A path of the file with "/"; it must stay in the folder."""
+    path = text.replace("\\", "/")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not parts:
+        raise DataError(f"{where} has no path.")
+    if path.startswith("/") or re.match(r"[A-Za-z]:", path) or ".." in parts:
+        raise DataError(f"{where}: {text} leaves the folder; paths are relative to the file's own folder.")
+    return "/".join(parts)
+
+
+def _missing_columns(file: Path, header: tuple[int, list[str]] | None) -> str:
+    columns = [] if header is None else [name.strip().lower() for name in header[1]]
+    missing = [name for name in _COLUMNS if name not in columns]
+    if not missing:
+        return ""
+    found = f"has the columns {', '.join(columns)}" if any(columns) else "is empty"
+    return (
+        f"{file}, line 1: there is no column {' and no column '.join(missing)}; the file {found}."
+        f"{did_you_mean(missing[0], columns)} It needs path and label, and may have split."
+    )
+
+
+def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line, cells) of a file, the header first."""
+    text = _decoded(file)
+    first = text.split("\n", 1)[0]
+    for delimiter in (",", ";", "\t"):
+        if set(_COLUMNS) <= {name.strip().lower().strip('"') for name in first.split(delimiter)}:
+            break
+    else:
+        delimiter = ","
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    while True:
+        line = reader.line_num + 1  # where the row begins; cells may have line breaks
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(f"{file}, line {line} cannot be read as CSV ({error}).") from error
+        yield line, cells
+
+
+def _decoded(file: Path) -> str:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}).") from error
+    wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        return content.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(f"{file}, line {line} is not UTF-8 text: save the file as UTF-8.") from error
+
+
+def class_names(rows: Sequence[Row]) -> list[str]:
+    """The labels that occur, sorted."""
+    return sorted({label for row in rows for label in row.labels})
