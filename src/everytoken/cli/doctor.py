@@ -36,6 +36,10 @@ class Doctor:
     """Look at this many images of each part only, spread evenly; 0: all."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
     """Threads that decode images."""
+    labels: bool = True
+    """Look for doubtful labels, by a classifier on frozen features that has not seen the image (from 100 images on)."""
+    out: str = ""
+    """Folder for the page and the table of doubtful labels. Default: doctor/NAME of the data."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -46,7 +50,7 @@ def main(argv: list[str], prog: str) -> int:
     from everytoken.doctor import diagnose
     from everytoken.progress import Progress
 
-    findings = diagnose(options.paths, Progress, options.sample, options.workers)
+    findings = diagnose(options.paths, Progress, options.sample, options.workers, options.labels, options.out)
     errors = sum(finding.level == "error" for finding in findings)
     if options.json:
         print(json.dumps({"errors": errors, "findings": [finding.to_json() for finding in findings]}, indent=1))

@@ -103,11 +103,11 @@ def _read(file: Path, changed: int, size: int) -> LabelTable:
     return LabelTable(file, ordered, any(row.several for row in rows))
 
 
-def parse_labels(file: Path, empty: bool = False) -> Iterator[Row]:
+def parse_labels(file: Path, corrections: bool = False) -> Iterator[Row]:
     """The rows of a file, in its order, checked but for whether the images are there.
 
     Args:
-        empty: allow cells without a label.
+        corrections: of images that are known: cells may be empty, and paths are relative to the folder of their split.
     """
     lines = _rows(file)
     header = next(lines, None)
@@ -116,28 +116,35 @@ def parse_labels(file: Path, empty: bool = False) -> Iterator[Row]:
     assert header is not None
     columns = [name.strip().lower() for name in header[1]]
     places = {name: columns.index(name) for name in (*_COLUMNS, "split") if name in columns}
-    seen: dict[str, int] = {}
+    seen: dict[tuple[str, str], int] = {}
     for line, cells in lines:
         where = f"{file}, line {line}"
         if not any(cell.strip() for cell in cells):
             continue
         if len(cells) <= max(places.values()):
             raise DataError(f"{where} has {len(cells)} cells, and the first line {len(columns)}.")
-        path = _relative(cells[places["path"]].strip(), where)
-        text = cells[places["label"]].strip()
+        path = _relative(_unquoted(cells[places["path"]]), where)
+        text = _unquoted(cells[places["label"]])
         labels = tuple(sorted({label.strip() for label in text.split(";")} - {""}))
-        if not text and not empty:
+        if not text and not corrections:
             raise DataError(
                 f"{where}: {path} has no label. Leave the line out, or write ; for an image that has none of several "
                 "labels."
             )
-        if path in seen:
-            raise DataError(f"{where}: {path} was in line {seen[path]} already. Several labels go into one cell: a;b.")
-        seen[path] = line
         split = cells[places["split"]].strip().lower() if "split" in places else ""
+        again = (path, split if corrections else "")
+        if again in seen:
+            raise DataError(f"{where}: {path} was in line {seen[again]} already. Several labels go into one cell: a;b.")
+        seen[again] = line
         if "split" in places and split not in _SPLITS:
             raise DataError(f"{where}: the split is {split!r}; it can be train, val or test.")
         yield Row(line, path, labels, ";" in text, _SPLITS.get(split, ""))
+
+
+def _unquoted(cell: str) -> str:
+    """A cell without the quote that keeps spreadsheets from taking it for a formula."""
+    cell = cell.strip()
+    return cell[1:] if cell.startswith("'") and cell[1:2] in ("=", "+", "-", "@") else cell
 
 
 def _relative(text: str, where: str) -> str:

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
+from everytoken.data.datasets import dataset_title
 from everytoken.doctor.findings import Finding, worst_first
 from everytoken.doctor.images import Images, examine, open_images, total_images
+from everytoken.doctor.labels import examine_labels
 from everytoken.doctor.machine import examine_machine
 from everytoken.doctor.maps import compare, examine_maps
 from everytoken.doctor.runs import examine_run
@@ -37,12 +39,16 @@ def kind_of(path: str) -> Kind:
     return "images"
 
 
-def diagnose(paths: Sequence[str], meter: Meter, sample: int = 0, workers: int = 4) -> list[Finding]:
+def diagnose(
+    paths: Sequence[str], meter: Meter, sample: int = 0, workers: int = 4, labels: bool = False, out: str = ""
+) -> list[Finding]:
     """All findings, worst first; with images and maps named together, they are compared.
 
     Args:
         meter: shows progress: meter(title, unit) is a context manager that gives tell(done, total).
         sample: look at this many images of each part only; 0: all.
+        labels: also look for doubtful labels, in all images (not with `sample`).
+        out: folder for the page and the table of doubtful labels; default: doctor/NAME of the data.
     """
     findings: list[Finding] = []
     sets: list[Images] = []
@@ -62,6 +68,10 @@ def diagnose(paths: Sequence[str], meter: Meter, sample: int = 0, workers: int =
             findings += found
             sets.append(images)
             findings += _look(images, meter, sample, workers)
+            if labels and not sample and "train" in images.parts:
+                folder = Path(out or Path("doctor") / dataset_title(path))
+                with meter(f"labels of {path}", "images") as tell:
+                    findings += examine_labels(images, folder, workers, tell)
     for store in stores:
         for images in sets:
             findings += compare(store, images)

@@ -71,6 +71,9 @@ class DataOptions:
     """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""
     exclude: str = ""
     """Text file with names of training images to leave out, a line each, relative to the folder of class folders."""
+    corrections: str = ""
+    """CSV file with path and label of images whose labels are wrong, as `everytoken doctor` writes it: they get this
+    label, or are left out if it is empty. Validation images, too."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with unreadable images. skip: they are logged and counted; training stops if more than 1 % are bad."""
 

@@ -43,6 +43,8 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
     place = None if data else run.place()  # from whatever folder the run was started in
     data = data or (str(place) if place is not None else "")
     settings = {name: value for name, value in run.config.items() if name in ("data", "val_split")}
+    if (corrections := run.place("corrections")) is not None:
+        settings["corrections"] = str(corrections)
     options = apply(TrainOptions(), settings, f"{run.path}/config.yaml")
     train, val, _ = open_splits(replace(options, data=data) if data else options)
     return train, val

@@ -16,10 +16,11 @@ from torch import nn
 from everytoken.data import datasets
 from everytoken.data.augment import EvalTransform, TrainTransform
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, find_split
+from everytoken.data.labels import parse_labels
 from everytoken.engine.checks import ContradictionError, check_multi_label, check_objectives, check_options
 from everytoken.engine.distributed import World
 from everytoken.engine.options import TrainOptions
-from everytoken.errors import EverytokenError
+from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.keyed import uniform
 from everytoken.maps import Maps
 from everytoken.mixing import build_mixer
@@ -150,7 +151,10 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
     # held out by the images' names alone: the same ones for every seed, and for `everytoken annotate`
     train_set, val_set = datasets.open_splits(options.data, share)
     if options.dataset.exclude:
-        train_set = _without(train_set, read_names(options.dataset.exclude))
+        train_set = without(train_set, read_names(options.dataset.exclude))
+    if options.dataset.corrections:
+        (train_set, val_set), more = corrected(train_set, val_set, Path(options.dataset.corrections))
+        notes += more
     return train_set, val_set, notes
 
 
@@ -170,7 +174,49 @@ def read_names(path: str | Path) -> set[str]:
     return {line.partition("\t")[0] for line in lines if line.strip()}
 
 
-def _without(data: DataSet, names: set[str]) -> DataSet:
+def corrected(train: DataSet, val: DataSet, file: Path) -> tuple[tuple[DataSet, DataSet], list[str]]:
+    """Both parts with the labels of a CSV file (path, label, perhaps split); images with an empty one are left out."""
+    if not file.is_file():
+        raise EverytokenError(f"corrections: there is no file {file}")
+    rows = list(parse_labels(file, corrections=True))
+    out, changed, dropped, found = [], 0, 0, set[int]()
+    for name, data in (("train", train), ("val", val)):
+        by_path = {row.path: row for row in rows if row.split in ("", name)}
+        number = {label: k for k, label in enumerate(data.class_names)}
+        labels, keep = data.labels.copy(), np.ones(len(data), dtype=bool)
+        for i, key in enumerate(data.keys()):
+            row = by_path.get(key)
+            if row is None:
+                continue
+            found.add(row.line)
+            unknown = next((label for label in row.labels if label not in number), None)
+            if unknown is not None or (len(row.labels) > 1 and not data.multi_label):
+                problem = (
+                    f"{';'.join(row.labels)!r} is not one label" if unknown is None else f"no class is {unknown!r}"
+                )
+                raise EverytokenError(
+                    f"{file}, line {row.line}: {problem} of {data.name}.{did_you_mean(unknown or '', number)}"
+                )
+            if not row.labels and not row.several:
+                keep[i], dropped = False, dropped + 1
+                continue
+            if data.multi_label:
+                labels[i] = 0
+                labels[i, [number[label] for label in row.labels]] = 1
+            else:
+                labels[i] = number[row.labels[0]]
+            changed += not np.array_equal(labels[i], data.labels[i])
+        part = data.subset(np.flatnonzero(keep))
+        part.labels = labels[keep]
+        out.append(part)
+    notes = [f"{file}: {changed:,} labels corrected, {dropped:,} images left out"]
+    if len(found) < len(rows):
+        notes.append(f"{file} names {len(rows) - len(found):,} images that are not there")
+    return (out[0], out[1]), notes
+
+
+def without(data: DataSet, names: set[str]) -> DataSet:
+    """The images but for those with these names."""
     keep = [i for i, key in enumerate(data.keys()) if key not in names]
     if not keep:
         raise EverytokenError(f"exclude leaves no images of {data.name}")
