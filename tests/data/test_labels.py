@@ -121,19 +121,11 @@ def test_a_folder_and_its_labels_file_are_the_same_data_and_have_one_name(folder
 class Several:
     """Images by their labels alone."""
 
-    multi_label = True
-
     def __init__(self, labels):
         self.labels = labels
 
     def keys(self):
         return (f"{i}.jpg" for i in range(len(self.labels)))
-
-    def class_counts(self):
-        return self.labels.sum(0)
-
-    def members(self, label):
-        return np.flatnonzero(self.labels[:, label])
 
 
 def test_every_class_of_several_images_is_trained_and_validated_as_far_as_its_labels_allow():

@@ -117,10 +117,6 @@ class DataSet(ABC):
         numbers = np.flatnonzero(self.labels[i]).tolist() if self.multi_label else [self.label(i)]
         return ";".join(self.class_names[number] for number in numbers if number >= 0)
 
-    def members(self, label: int) -> np.ndarray:
-        """Numbers of the samples that have a label."""
-        return np.flatnonzero(self.labels[:, label] if self.multi_label else self.labels == label)
-
     def class_counts(self) -> np.ndarray:
         """[K] samples of each class."""
         if self.multi_label:
@@ -351,15 +347,16 @@ def split_off(data: DataSet, fraction: float, seed: int) -> tuple[np.ndarray, np
         raise DataError(f"val_split must be between 0 and 1, got {fraction}.")
     draws = np.array([keyed.uniform(seed, "val-split", key) for key in data.keys()])  # noqa: SIM118
     held_out = draws < fraction
-    counts = data.class_counts()
-    for label in np.argsort(counts, kind="stable").tolist():
-        members = data.members(label)
+    several = data.labels.ndim == 2
+    columns = data.labels.T > 0 if several else (data.labels == label for label in np.unique(data.labels))
+    classes = [np.flatnonzero(column) for column in columns]
+    for members in sorted(classes, key=len) if several else classes:
         if len(members) < 2:
             continue
         if not held_out[members].any():
             for chosen in members[np.argsort(draws[members], kind="stable")].tolist():
-                others = np.flatnonzero(data.labels[chosen]).tolist() if data.multi_label else ()
-                if all((~held_out[data.members(other)]).sum() > 1 for other in others):
+                others = np.flatnonzero(data.labels[chosen]).tolist() if several else ()
+                if all((~held_out[classes[other]]).sum() > 1 for other in others):
                     held_out[chosen] = True
                     break
         elif held_out[members].all():

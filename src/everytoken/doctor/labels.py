@@ -53,7 +53,7 @@ class Doubt:
     @property
     def words(self) -> str:
         """The probabilities in words."""
-        return f"likely to {self.other:.0%}, the label {self.given:.1%}"
+        return f"{100 * self.other:.0f} %, the label {100 * self.given:.1f} %"
 
 
 def examine_labels(images: Images, folder: Path, workers: int, tell: Tell) -> list[Finding]:
@@ -74,7 +74,7 @@ def examine_labels(images: Images, folder: Path, workers: int, tell: Tell) -> li
         todo = f"The page with pictures cannot be written to {folder} ({error.strerror})."
     else:
         todo = f"Look at {folder / PAGE}; {_todo(folder)}"
-    examples = [f"{d.path}: {d.label or 'no label'}, rather {d.suggestion or 'no label'} ({d.words})" for d in doubts]
+    examples = [f"{d.path}: not {d.label or 'none'} but {d.suggestion or 'none'}? ({d.words})" for d in doubts]
     what = f"the {counted(len(doubts), 'most doubtful label')} ({about})"
     return [Finding("note", "doubtful-labels", what, images.spec, todo, some(examples), len(doubts))]
 
