@@ -270,7 +270,7 @@ def _look(
         raise EverytokenError(f"{options.data} has one class only: give every class a folder of its own, at least two")
     each = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
     several = ", any number of them per photo" if train.multi_label else ""
-    held = "10 % of each class, by their names" if notes else "a part of their own"
+    held = "10 % of each class, by their names" if any("held out" in note for note in notes) else "a part of their own"
     decisions.say(
         f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}{several}; {len(val):,} held out "
         f"({held})"
