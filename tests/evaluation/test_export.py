@@ -188,31 +188,39 @@ def test_the_calibration_travels_with_the_export(vit, data, tmp_path, monkeypatc
     assert "Divide logits by" in (folder / "README.md").read_text()
 
 
-def test_push_makes_the_repository_and_uploads_what_was_written(vit, tmp_path, monkeypatch, capsys):
-    calls = []
-
-    class Api:
-        def create_repo(self, repo_id, private, exist_ok):
-            calls.append(("create", repo_id, private, exist_ok))
-            return f"https://huggingface.co/{repo_id}"
-
-        def upload_folder(self, repo_id, folder_path, allow_patterns, commit_message):
-            calls.append(("upload", repo_id, sorted(allow_patterns)))
-            if repo_id == "me/forbidden":
-                raise OSError("403 Client Error")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+def test_what_is_pushed_to_the_hub_is_a_repository_that_opens_again(vit, data, hub, tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/private.txt").write_text("not part of the model")
     words = ["export", str(vit), "--to", "hf", "--out", str(tmp_path / "out")]
     assert main([*words, "--push", "me/bugs", "--private"]) == 0
-    assert "https://huggingface.co/me/bugs" in capsys.readouterr().out
-    names = ["README.md", "config.json", "model.safetensors", "model.token_head.safetensors"]
-    assert calls == [("create", "me/bugs", True, True), ("upload", "me/bugs", names)]
-    assert main([*words, "--push", "me/forbidden"]) == 2
+    assert f"{hub.address}/me/bugs" in capsys.readouterr().out
+    names = {"README.md", "config.json", "model.safetensors", "model.token_head.safetensors"}
+    assert set(hub.repositories["me/bugs"]) == names
+    assert hub.private == {"me/bugs"}
+    for name in names:
+        assert hub.repositories["me/bugs"][name] == (tmp_path / "out" / name).read_bytes()
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert main([*words, "--push", "me/bugs"]) == 0  # once more
+    opened, there = et.load("hf-hub:me/bugs"), et.load(vit)
+    assert opened.class_names == NAMES
+    photo = next((data / "val").rglob("*.png"))
+    wanted, got = ([image.probabilities for image in model.predict(photo)] for model in (there, opened))
+    assert got[0] == pytest.approx(wanted[0], abs=1e-5)
+
+
+def test_a_push_that_is_refused_says_why_and_what_to_do(vit, hub, tmp_path, monkeypatch, capsys):
+    words = ["export", str(vit), "--to", "hf", "--out", str(tmp_path / "out")]
+    assert main([*words, "--push", "somebody/bugs"]) == 2
     assert "403" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    assert main([*words, "--push", "me/bugs"]) == 2
+    text = capsys.readouterr().err
+    assert "401" in text
+    assert "hf auth" in text
+    assert (tmp_path / "out/model.safetensors").is_file()
     assert main([*words, "--push", "bugs"]) == 2
     assert "USER/NAME" in capsys.readouterr().err
+    assert not hub.repositories
 
 
 def test_a_repository_on_the_hub_is_opened_whole(vit, tmp_path, monkeypatch):

@@ -96,6 +96,16 @@ def test_the_last_epoch_is_compared_with_the_linear_head(result):
     assert read_run(result.path / "plain").config["objectives"] in ({}, {"hard": {}}, None)
 
 
+def test_later_commands_find_the_held_out_photos_by_themselves(result, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", str(result.path), "--json", "--workers", "0", "--device", "cpu"]) in (0, None)
+    numbers = json.loads(capsys.readouterr().out)
+    content = json.loads((result.path / "result.json").read_text())
+    assert (numbers["images"], numbers["top1"]) == (content["held_out"], pytest.approx(content["top1"]))
+    assert main(["eval", "timm:resnet18"]) == 2
+    assert "name the images" in capsys.readouterr().err
+
+
 def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder, tmp_path):
     text = (result.path / "recipe.yaml").read_text()
     values = yaml.safe_load(text)
@@ -156,6 +166,16 @@ def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, m
     assert json.loads((run.path / "result.json").read_text())["kept"] == "linear"
     assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
     assert run.state == "finished"
+
+
+def test_a_disk_without_room_for_checkpoints_is_not_filled(folder, weights, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (0.01, 0.0))[1])
+    monkeypatch.setattr(auto_module, "free_disk", lambda path: 10_000)
+    with caplog.at_level(logging.INFO):
+        run = train(folder, weights=weights, output=str(tmp_path / "run"), minutes=5, **QUIET)
+    assert "checkpoints take" in caplog.text
+    assert "mostly about 40 x 36 px" in caplog.text
+    assert not (run.path / "checkpoints").exists()
 
 
 def test_a_fine_tuned_model_that_is_clearly_worse_is_not_kept(folder, weights, tmp_path, monkeypatch):

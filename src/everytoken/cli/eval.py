@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from everytoken.cli._parse import parse, values_of
+from everytoken.engine.run_folder import run_of
+from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, evaluate
 from everytoken.files import plain_json
 from everytoken.progress import Progress
@@ -36,7 +38,8 @@ class EvalCommand(EvalOptions):
     images have several labels.
 
     Examples:
-        everytoken eval runs/small photos
+        everytoken eval runs/photos
+        everytoken eval runs/photos more-photos
         everytoken eval lvvit_s.pth.tar imagenet/val --model lvvit_s --token-vote 0.5 --real real.json
         everytoken eval timm:deit_tiny_patch16_224 imagenet/val
     """
@@ -44,8 +47,9 @@ class EvalCommand(EvalOptions):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
     """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
     registry:efficientnet_lite0."""
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME."""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
+    """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME. Default: the images
+    that the run held out."""
     classes: int = 10
     """Rows of the class table, worst first; 0: none."""
     out: str = ""
@@ -57,6 +61,7 @@ class EvalCommand(EvalOptions):
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     command = parse(EvalCommand, prog, argv)
+    command = replace(command, data=command.data or _own_data(command.source))
     with Progress("eval", "images") as progress:
         result = evaluate(command.source, command.data, progress=progress, **values_of(command, EvalOptions))
     for note in result.notes:
@@ -69,6 +74,17 @@ def main(argv: list[str], prog: str) -> None:
         print(plain_json(result.numbers))
     else:
         _print(result, f"{command.source} on {command.data}", command.classes)
+
+
+def _own_data(source: str) -> str:
+    """The data of a run."""
+    run = run_of(source)
+    place = None if run is None else run.place() or run.config.get("data")
+    if not place:
+        raise EverytokenError(
+            f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
+        )
+    return str(place)
 
 
 def _print(result: Evaluation, title: str, classes: int) -> None:

@@ -21,6 +21,7 @@ the features and the head of the last one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -272,8 +273,8 @@ def _look(
     several = ", any number of them per photo" if train.multi_label else ""
     held = "10 % of each class, by their names" if any("held out" in note for note in notes) else "a part of their own"
     decisions.say(
-        f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}{several}; {len(val):,} held out "
-        f"({held})"
+        f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}{several}{_usual_size(train)}; "
+        f"{len(val):,} held out ({held})"
     )
     memory, disk = (f"{size / 2**30:.0f} GB" for size in (_free_memory(device), free_disk(output)))
     decisions.say(f"machine: {device.type}, {cores()} cores, {memory} of free memory, {disk} of free disk")
@@ -329,6 +330,16 @@ def _look(
             choice, features=features, fit=fit_features(features, train, seed=options.run.seed, start=head)
         )
     return Photos(train, val, choice, val_features, excluded)
+
+
+def _usual_size(data: DataSet, most: int = 25) -> str:
+    """The sides of a middling photo, of a few."""
+    areas = {}
+    for i in range(0, len(data), max(1, len(data) // most)):
+        with contextlib.suppress(EverytokenError, OSError):
+            width, height = data.load(i).size
+            areas[width * height] = f", mostly about {width} x {height} px"
+    return areas[sorted(areas)[len(areas) // 2]] if areas else ""
 
 
 def _cache_of(folder: Path) -> Path:
@@ -509,6 +520,11 @@ def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, de
     per_update = max(seconds, loading / max(1, options.dataset.workers))
     forward = photos.choice.features.seconds / max(1, photos.choice.features.computed)
     validating = 2 * len(photos.val) * max(forward, seconds / options.dataset.batch_size / 4)
+    weights = sum(p.numel() * p.element_size() for p in photos.choice.backbone.model.parameters())
+    needed, free = 4 * (options.run.keep + 1) * weights, free_disk(output)  # weights, average, two moments
+    if free < needed:
+        decisions.say(f"no fine-tuning: its checkpoints take {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free")
+        return {"epochs": 0}
     interval = max(1, math.ceil(validating / (updates * per_update) / _VALIDATING))
     epoch = updates * per_update + (0.0 if few_held_out(len(photos.val)) else validating / interval)
     epochs = min(MOST_EPOCHS, int(left / epoch))
