@@ -369,9 +369,7 @@ def choose_backbone(
             rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
             left = seconds - (time.perf_counter() - started)
             if trials and rate * len(data) > left:
-                skipped.append(
-                    f"{candidate}: about {rate * len(data):.0f} s for all images, more than there is time for"
-                )
+                skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
                 continue
             subset, some = data.subset(few), [digests[i] for i in few]
             features = compute_features(subset, backbone, cache, digests=some, workers=workers)

@@ -67,7 +67,7 @@ SCALES = {
     "gpu": Scale(50_000, 10_000, 100, 30, 2, 5, 256, 2e-3, ("--model", "lvvit_mini_patch4_32", "--amp")),
 }
 KINDS = ("plain", "every-token")
-PRETRAINED_IMAGES, PRETRAINED_VAL, PRETRAINED_MINUTES = 1500, 1000, 3.5
+PRETRAINED_IMAGES, PRETRAINED_VAL, PRETRAINED_MINUTES = 800, 1000, 3.5
 
 
 def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int:

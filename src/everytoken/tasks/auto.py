@@ -79,7 +79,7 @@ IMBALANCE, ADJUSTMENT = 1.5, 0.5
 FEW_HELD_OUT = 200
 """Held-out images with which one epoch cannot be told from another: half a point and more is a single image."""
 _LOOKING = 0.2  # part of the time for features and the choice of a backbone, at most
-_VALIDATING = 0.5  # as much time as training takes, at most, times this
+_VALIDATING = 0.25  # of the time of training, at most
 _SIMILAR = 0.9  # cosine of the features of two images that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 _MACHINE = ("output", "device", "threads", "workers", "resume", "tensorboard", "wandb", "keep", "log_interval")
@@ -301,25 +301,28 @@ def _look(
     if cache.parent != output:
         output.mkdir(parents=True, exist_ok=True)
         write_atomically(output / "features.txt", str(cache.resolve()).encode())
-    tried = ", ".join(f"{trial.candidate} {trial.accuracy:.1%}" for trial in choice.trials) if len(offered) > 1 else ""
+    trials = choice.trials if len(choice.trials) > 1 else ()
+    tried = ", ".join(f"{trial.candidate} {trial.accuracy:.1%}" for trial in trials)
     name, size = choice.backbone.name, choice.backbone.info.img_size[0]
     reason = f"cross-validation of linear heads: {tried}" if tried else "as before" if previous else "as asked"
     best = min(choice.trials, key=lambda trial: trial.loss).candidate
     if best != Candidate(name, size):
         reason += f"; there is no time to fine-tune {best}"
+    if len(offered) > 1 and not trials:
+        reason = "the only one that there is time for"
     if not weights and not previous and len(offered) == 1:
         reason = f"all that is here ({', '.join(available_weights())})"
     decisions.say(f"backbone: {name} at {size} px: {reason}")
     if choice.skipped:
-        decisions.say(f"not tried: {'; '.join(choice.skipped)}")
+        decisions.say(f"not tried, for lack of time: {', '.join(choice.skipped)}")
     val_features = compute_features(val, choice.backbone, cache, workers=options.dataset.workers)
     excluded = _copies(train, choice.features, val, val_features)
     excluded |= {train.key(i): reason for i, reason in choice.features.failures.items()}
     if excluded:
         copies = len(excluded) - len(choice.features.failures)
         decisions.say(
-            f"left out of training: {len(choice.features.failures):,} unreadable photos, {copies:,} copies of held-out "
-            f"ones ({output / 'exclude.txt'})"
+            f"left out of training: unreadable photos: {len(choice.features.failures):,}, copies of held-out ones: "
+            f"{copies:,} ({output / 'exclude.txt'})"
         )
     keep = np.array([i for i, key in enumerate(train.keys()) if key not in excluded])
     if len(keep) < len(train) or start is not None:
@@ -621,7 +624,7 @@ def _choose(output: Path, options: TrainOptions) -> dict[str, Any]:
     result: dict[str, Any] = {"held_out": len(first), "linear": first.accuracy.value, "kept": "linear"}
     text = f"kept: the linear head, {_result(first)}"
     if not options.optim.epochs:
-        text += "; there was no time for more"
+        text += ", without fine-tuning"
     elif read_run(output).summary.get("best", {}).get("step") == 0:
         text += "; fine-tuning did not beat it"
     else:
