@@ -237,8 +237,8 @@ def test_the_batch_is_divided_where_memory_is_scarce(weights, monkeypatch):
     backbone = features_module.FrozenBackbone(weights, 32)
     monkeypatch.setattr(auto_module, "_free_memory", lambda device: 2**40)
     assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) == 32
-    fixed = 10 * sum(p.numel() * 4 for p in backbone.model.backbone.parameters())
-    monkeypatch.setattr(auto_module, "_free_memory", lambda device: fixed + 2**24)
+    fixed = 5 / 0.7 * sum(p.numel() * 4 for p in backbone.model.backbone.parameters())
+    monkeypatch.setattr(auto_module, "_free_memory", lambda device: fixed + 2**20)
     assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) < 32
 
 

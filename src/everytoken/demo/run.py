@@ -67,7 +67,8 @@ SCALES = {
     "gpu": Scale(50_000, 10_000, 100, 30, 2, 5, 256, 2e-3, ("--model", "lvvit_mini_patch4_32", "--amp")),
 }
 KINDS = ("plain", "every-token")
-PRETRAINED_IMAGES, PRETRAINED_VAL, PRETRAINED_MINUTES = 800, 1000, 3.5
+PRETRAINED_IMAGES, PRETRAINED_VAL, PRETRAINED_MINUTES = 1000, 1000, 3.5
+SMALLEST = "registry:efficientnet_lite0"
 
 
 def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int:
@@ -117,8 +118,10 @@ def _from_pretrained(out: Path, run: Run, data: str, started: float) -> int:
     _show(out, str(images))
     place, page, sheet, model = out / "run", out / "report.html", out / "tokens.png", out / "model"
     print(f"\n2. Train, from pretrained weights: everything is decided by looking at the photos -> {place}")
-    budget = ["--minutes", str(PRETRAINED_MINUTES), "--compare"]
-    _do(run, ["train", str(images), "--output", str(place), *budget])
+    words = ["train", str(images), "--output", str(place), "--minutes", str(PRETRAINED_MINUTES), "--compare"]
+    if not data and SMALLEST in available_weights():  # for tiny images; otherwise, it would choose
+        words += ["--weights", SMALLEST, "--img-size", "128"]
+    _do(run, words)
     print(f"\n3. What the tokens say, from image labels alone -> {sheet}")
     _do(run, ["maps", "sheet", str(place / "maps"), "--images", str(images), "--out", str(sheet)])
     print(f"\n4. A page about the models -> {page}")

@@ -487,21 +487,23 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device) -> int:
-    """The largest of wanted, wanted / 2, ... for which training takes at most half of the free memory."""
+    """The largest of wanted, wanted / 2, ... for which training takes at most 70 % of the free memory."""
     model = copy.deepcopy(backbone.model.backbone).requires_grad_(True)
+    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     images = torch.zeros(2, 3, *backbone.info.img_size, device=device)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         model(images)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    fixed, per_image = 5 * weights, 2 * sum(kept.values()) / 2  # gradients need as much again as what is kept for them
+    fixed, per_image = 5 * weights, 1.3 * sum(kept.values()) / 2  # what is kept for gradients, and some gradients
     batch = wanted
-    while batch > 1 and fixed + batch * per_image > _free_memory(device) / 2:
+    while batch > 1 and fixed + batch * per_image > 0.7 * _free_memory(device):
         batch //= 2
     return batch
 
