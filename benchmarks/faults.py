@@ -239,14 +239,12 @@ def kills(work: Path, share: float, rng: random.Random, only: str = "") -> Itera
     """60 of them, or those of one command."""
     photos, shapes = make_photos(work / "photos"), make_shapes(work / "shapes")
     teacher = work / "teacher"
-    job = Job(
-        ["train", str(photos), *TINY, "--epochs", "1", "--workers", "0", "--output", str(teacher)], work / "log.txt"
-    )
+    job = Job(["train", str(photos), *TINY, "--epochs", "1", "--workers", "0", "--out", str(teacher)], work / "log.txt")
     if job.wait() != 0:
         raise SystemExit(job.text)
 
     def train(out: Path, workers: int) -> list[str]:
-        return ["train", str(photos), *TINY, "--epochs", "4", "--workers", str(workers), "--output", str(out)]
+        return ["train", str(photos), *TINY, "--epochs", "4", "--workers", str(workers), "--out", str(out)]
 
     def annotate(out: Path, workers: int) -> list[str]:
         return ["small-shards", str(photos), str(out), str(teacher), str(workers)]
@@ -256,11 +254,11 @@ def kills(work: Path, share: float, rng: random.Random, only: str = "") -> Itera
         return ["annotate", str(photos), "--out", str(out), *words, "--workers", str(workers), "--device", "cpu"]
 
     def segment(out: Path, workers: int) -> list[str]:
-        place = ["--workers", str(workers), "--output", str(out)]
+        place = ["--workers", str(workers), "--out", str(out)]
         return ["segment", "train", str(shapes / "masks"), *SEGMENT, *place]
 
     def detect(out: Path, workers: int) -> list[str]:
-        place = ["--workers", str(workers), "--output", str(out)]
+        place = ["--workers", str(workers), "--out", str(out)]
         return ["detect", "train", str(shapes / "objects"), *DETECT, *place]
 
     for name, words, state, count in (
@@ -292,7 +290,7 @@ def kill_ranks(count: int, photos: Path, work: Path, rng: random.Random) -> Tall
 
             return prepare
 
-        return [Job([*words, "--output", str(out)], work / f"rank-{n}.txt", rank(n)) for n in range(2)]
+        return [Job([*words, "--out", str(out)], work / f"rank-{n}.txt", rank(n)) for n in range(2)]
 
     began = time.monotonic()
     codes = [job.wait() for job in start(work / "ranks-whole")]
@@ -373,7 +371,7 @@ def in_words(tally: Tally, what: str, job: Job, *, seconds: float = LONGEST, has
 def disks(work: Path, mounts: bool) -> Iterator[Tally]:
     """Full, read-only and forbidden disks; when there is room again, the same command ends with the same weights."""
     photos, disk = make_photos(work / "photos"), work / "disk"
-    plain = ["train", str(photos), *TINY, "--epochs", "2", "--workers", "0", "--output"]
+    plain = ["train", str(photos), *TINY, "--epochs", "2", "--workers", "0", "--out"]
     assert Job([*plain, str(work / "whole")], work / "log.txt").wait() == 0, (work / "log.txt").read_text()
     reference = fuzz.end_state(work / "whole")
     run, maps = str(work / "whole"), fuzz.make_maps(work / "maps", photos)
@@ -441,7 +439,7 @@ def _forbidden(tally: Tally, work: Path, photos: Path, commands: dict[str, list[
     for name, words in commands.items():
         in_words(tally, f"{name} in a forbidden folder", Job(words, work / "log.txt", nobody))
     secret = make_photos(work / "secret")
-    train = ["train", str(secret), *TINY, "--epochs", "1", "--workers", "0", "--output", "/nowhere/run"]
+    train = ["train", str(secret), *TINY, "--epochs", "1", "--workers", "0", "--out", "/nowhere/run"]
     for what, path in (
         ("class folder", secret / "train" / "class-0"),
         ("image", secret / "train" / "class-1" / "0.png"),
@@ -472,7 +470,7 @@ def _forbidden(tally: Tally, work: Path, photos: Path, commands: dict[str, list[
 def scarce(work: Path, mounts: bool) -> Iterator[Tally]:
     """Tiny shared memory, few file handles, little memory, workers that die."""
     photos = make_photos(work / "photos")
-    train = ["train", str(photos), *TINY, "--epochs", "2", "--output"]
+    train = ["train", str(photos), *TINY, "--epochs", "2", "--out"]
     tally = Tally("tiny shared memory")
     if mounts:
         for number, size in enumerate(("64k", "200k", "64m")):

@@ -143,7 +143,7 @@ def train(photos: Path, output: Path, **more: Any) -> None:
     values = {**RECIPE, **more}
     recipe = output.parent / f"{output.name}-recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
-    run_command("train", str(photos), "--recipe", str(recipe), "--output", str(output))
+    run_command("train", str(photos), "--recipe", str(recipe), "--out", str(output))
 
 
 def run_command(*words: str) -> str:
@@ -406,7 +406,7 @@ def recipes(count: int, rng: random.Random, work: Path, photos: Path, maps: Path
             path.write_bytes(text)
             words = ("--maps", str(maps), "--workers", "0", "--device", "cpu", "--model", "vit_tiny_patch16_224")
             words = (*words, "--img-size", "16", "--batch-size", "12")
-            _build("train", str(photos), "--recipe", str(path), *words, "--output", str(work / "no-run"))
+            _build("train", str(photos), "--recipe", str(path), *words, "--out", str(work / "no-run"))
             return not (work / "no-run").exists()
 
         yield f"recipe {i}", call
@@ -462,7 +462,7 @@ def settings(count: int, rng: random.Random, work: Path, photos: Path, maps: Pat
         words = ("train", str(photos), "--recipe", str(path), "--maps", str(maps), f"--set={text}")
 
         def call(words: tuple[str, ...] = words) -> bool:
-            _build(*words, "--output", str(work / "no-run"))
+            _build(*words, "--out", str(work / "no-run"))
             return not (work / "no-run").exists()
 
         yield f"--set {text!r} ({i})", call
@@ -488,7 +488,7 @@ def _build(*words: str) -> None:
         except SystemExit:
             return
     options = TrainOptions(**values_of(options, TrainOptions))
-    world, folder = World(0, 1, torch.device("cpu")), RunFolder(options.run.output, writable=False)
+    world, folder = World(0, 1, torch.device("cpu")), RunFolder(options.run.out, writable=False)
     task = Classification(build(options, world), options, world, folder)
     with torch.no_grad():
         for batch in itertools.islice(task.train_batches(0, 0), 1):

@@ -87,8 +87,8 @@ def measure(tree: Path, what: str, photos: Path, maps: Path, work: Path) -> floa
         else:
             words = ["-m", "everytoken", "train", str(photos), *TRAIN]
             words += [word.replace("{maps}", str(maps)) for word in STEPS[what]]
-            less = cpu_seconds(tree, [*words, "--epochs", "1", "--output", f"{folder}/a"])
-            more = cpu_seconds(tree, [*words, "--epochs", "3", "--output", f"{folder}/b"])
+            less = cpu_seconds(tree, [*words, "--epochs", "1", "--out", f"{folder}/a"])
+            more = cpu_seconds(tree, [*words, "--epochs", "3", "--out", f"{folder}/b"])
     return more - less
 
 

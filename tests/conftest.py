@@ -26,10 +26,25 @@ def run_program(words: Sequence[str], environment: dict[str, str], folder: str, 
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     from everytoken.cli import main
 
+    leave_nothing_to_look_at(setattr)
     code = main(words)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def leave_nothing_to_look_at(change):
+    """Runs of tests draw no batch.jpg and no report.html, which takes longer than they do; see tests/tasks."""
+    loop = sys.modules.get("everytoken.engine.loop")
+    if loop is not None:
+        change(loop.Task, "show", lambda self, batch: None)
+        change(loop.Loop, "_report", lambda self: None)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """In this process."""
+    leave_nothing_to_look_at(monkeypatch.setattr)
 
 
 class Program:

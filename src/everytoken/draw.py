@@ -7,6 +7,7 @@ belong to classes, grey is for the rest, and all palettes can be told apart with
 
 from __future__ import annotations
 
+import colorsys
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 if TYPE_CHECKING:
     from everytoken.maps.summary import MapSummary
 
-# Ten colours that can be told apart on a photograph; grey is for the rest.
+# The first ten classes; these colours can be told apart on a photograph. Grey is for the rest.
 PALETTE = (
     *("#e6194b", "#3cb4ff", "#ffd21e", "#2fbf71", "#b15be3"),
     *("#ff8c1a", "#1f4ed8", "#00c2b2", "#ff7ab8", "#7a4a1e"),
@@ -38,23 +39,30 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 class ClassColours:
-    """A class keeps its colour from card to card, and from model to model, as far as there are colours."""
+    """A class has one colour on all pictures, which its place in the list of classes decides.
 
-    def __init__(self) -> None:
-        self.colours: dict[str, str] = {}
+    Args:
+        names: of all classes; others get the colours after theirs as they come.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.numbers = {name: number for number, name in reversed(list(enumerate(names)))}
+
+    def __getitem__(self, name: str) -> str:
+        return colour_of(self.numbers.setdefault(name, len(self.numbers)))
 
     def choose(self, names: Sequence[str]) -> dict[str, str]:
-        """Class -> colour for the classes of one card, the main ones first; more than there are colours get none.
+        """Class -> colour for the classes of one card, the main ones first; more than ten get none."""
+        return {name: self[name] for name in list(dict.fromkeys(names))[: len(PALETTE)]}
 
-        Where two classes of a card would have the same colour, the later one gets another one on this card.
-        """
-        chosen: dict[str, str] = {}
-        for name in list(dict.fromkeys(names))[: len(PALETTE)]:
-            colour = self.colours.setdefault(name, PALETTE[len(self.colours) % len(PALETTE)])
-            if colour in chosen.values():
-                colour = next(free for free in PALETTE if free not in chosen.values())
-            chosen[name] = colour
-        return chosen
+
+def colour_of(number: int) -> str:
+    """The colour of a class: ten that are told apart easily, then others, whose neighbours are far from each other."""
+    if number < len(PALETTE):
+        return PALETTE[number]
+    hue, light = number * 0.7548776662466927 % 1, number * 0.5698402909980532 % 1  # spread evenly over the square
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.34 + 0.36 * light, 0.8)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 # -- overlays ---------------------------------------------------------------------------------------------------------
@@ -95,7 +103,7 @@ def _classes_on(
     colours: dict[int, str],
 ) -> Image.Image:
     paint = np.array([rgb(colours.get(int(c), OTHER)) for c in classes.ravel()], np.float32)[cells]
-    strength = (0.25 + 0.5 * np.sqrt(confidence.ravel()))[cells][..., None]
+    strength = (0.6 * np.sqrt(confidence.ravel()))[cells][..., None]  # what nobody is sure about stays grey
     base = _grey(photo)
     mixed = np.where(inside[..., None], (1 - strength) * base + strength * paint, 0.5 * base + 40)
     edge = np.zeros(inside.shape, bool)  # a dark line where the colour changes
@@ -120,7 +128,7 @@ def confidence_overlay(
     """How sure each cell is, as heat on the photo."""
     heat = heat_colours(summary.confidence.ravel()[cells]).astype(np.float32)
     base = _grey(photo)
-    return _image(np.where(inside[..., None], 0.25 * base + 0.75 * heat, 0.5 * base + 40))
+    return _image(np.where(inside[..., None], 0.4 * base + 0.6 * heat, 0.5 * base + 40))
 
 
 def heat_overlay(photo: Image.Image, values: NDArray[np.floating]) -> Image.Image:

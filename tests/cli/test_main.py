@@ -2,13 +2,16 @@
 
 import errno
 import json
+import re
+import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
 
 import pytest
 
-from everytoken.cli import COMMANDS, REMOVED, _parse, main
+from everytoken.cli import COMMANDS, REMOVED, _parse, main, options_of_commands
+from everytoken.cli._help import options_of
 
 
 def test_help_lists_every_command_without_importing_torch():
@@ -25,6 +28,97 @@ def test_every_command_explains_itself(command, capsys):
         sys.exit(main([command, "--help"]))
     assert stop.value.code in (0, None)
     assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "config"), options_of_commands().items())
+def test_help_begins_with_examples_and_says_nothing_twice(name, config, capsys):
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help-all"])
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0].startswith(f"usage: everytoken {name}")
+    assert lines[2].startswith(f"  everytoken {name}")
+    assert "(default: '')" not in text
+    assert "--output" not in text
+    every = [flag for option in options_of(config) for flag in option.flags]
+    assert all(any(re.match(rf"  (-\w, )?{flag}|  --\[no-\]{flag[2:]}", line) for line in lines) for flag in every)
+    assert not any(re.match(r"  --(?!\[)\S+, --no-", line) for line in lines)
+    for option in options_of(config):
+        assert option.help, f"{name} {option.name} is not explained"
+
+
+@pytest.mark.parametrize("command", ["train", "finetune", "segment train", "detect train"])
+def test_help_of_training_fits_three_screens_and_the_rest_is_in_help_all(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    pages = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), flag])
+        pages[flag] = capsys.readouterr().out
+        assert max(map(len, pages[flag].splitlines())) <= 120
+    assert len(pages["--help"].splitlines()) <= 120
+    assert "--epochs" in pages["--help"]
+    assert "--bad-loss-limit" not in pages["--help"]
+    assert "--bad-loss-limit" in pages["--help-all"]
+    assert "--help-all" in pages["--help"]
+
+
+@pytest.mark.parametrize("config", [c for c in options_of_commands().values() if hasattr(c, "COMMON")])
+def test_the_options_that_help_shows_first_exist(config):
+    known = {option.name for c in options_of_commands().values() if hasattr(c, "COMMON") for option in options_of(c)}
+    assert set(config.COMMON) <= known
+
+
+def test_help_shows_the_values_of_the_recipe(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--recipe", "small_96", "--help"])
+    assert "vit_micro_patch8_96" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["eval"], "MODEL is missing, as in: everytoken eval runs/photos"),
+        (["annotate", "photos"], "--out and --annotator are missing, as in: everytoken annotate photos --out maps"),
+        (["annotate", "photos", "--out", "maps"], "--annotator is missing"),
+        (["eval", "a", "b", "--table", "x"], "--table is 'x', which is no whole number"),
+        (["train", "a", "--lr", "high"], "--lr is 'high', which is no number"),
+        (["demo", "--scale", "big"], "--scale is 'big'; it can be 'minutes', 'hour', 'gpu'"),
+        (["train", "photos", "more"], "there is no place for more"),
+        (["train", "--epochs"], "--epochs needs a value"),
+    ],
+)
+def test_what_is_wrong_with_the_words_is_one_sentence(words, sentence, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert sentence in message
+    assert len(message.splitlines()) == 1
+
+
+def test_out_is_the_word_for_results_and_older_words_work(tmp_path, capsys):
+    assert all(option.name != "output" for config in options_of_commands().values() for option in options_of(config))
+    for words in ([], ["--num-classes", "10"]):
+        for out in (["--out", "y"], ["--output", "y"], ["y"]):
+            assert main(["maps", "import", *words, str(tmp_path / "x"), *out]) == 2
+            assert "with released maps" in capsys.readouterr().err
+    assert main(["train", str(tmp_path), "--output", "y", "--model", "lvvit_t"]) == 2
+    assert "no option" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash here")
+def test_bash_completes_commands_options_and_choices(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    asked = ["everytoken tr", "everytoken maps sh", "everytoken train --resume ''", "everytoken train --hfl"]
+    ask = "\n".join(
+        f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=(); _tyro_everytoken; "
+        'echo "${COMPREPLY[@]}"'
+        for words in asked
+    )
+    done = subprocess.run(["bash"], input=f"{script}\n{ask}", capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["train transfer", "sheet", "auto never", "--hflip"]
 
 
 def test_the_version_is_printed(capsys):

@@ -63,9 +63,9 @@ def test_the_page_has_everything_and_asks_for_nothing_from_outside(trained, tmp_
     assert "<h1>A &lt;b&gt; &amp; title</h1>" in text
     for words in (
         "token minus plain, seed by seed (1, 2)", "95 % interval", "Confusion matri",
-        "objectives.token_labeling.class_target",
+        "token labels: class target",
         "recall %: token", "Learning rate", "Images per second", "Waiting for data", "The annotator", "best top-1 %",
-        "Nothing was skipped", "What the tokens were taught", "Training: token_labeling/token", "Validation loss",
+        "Nothing was skipped", "What the tokens were taught", "Training: token labels, token", "Validation loss",
     ):  # fmt: skip
         assert words in text, words
     assert all(a.startswith(("data:", "#")) for a in page.addresses)

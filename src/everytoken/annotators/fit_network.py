@@ -155,6 +155,7 @@ class FitTask(Task):
     """Train the network of one fold."""
 
     score_name = "held-out accuracy"
+    is_reported = False
     options: TrainOptions
 
     def __init__(
@@ -287,9 +288,9 @@ def _train_fold(
             min_lr=lr / 250_000,
             clip_grad=5.0,
         ),
-        run=RunOptions(seed=plan["seed"], val_interval=epochs, keep=1, output=str(folder / f"fold-{fold.number}")),
+        run=RunOptions(seed=plan["seed"], val_interval=epochs, keep=1, out=str(folder / f"fold-{fold.number}")),
     )
-    run_folder = RunFolder(settings.run.output)
+    run_folder = RunFolder(settings.run.out)
     alone = World(0, 1, world.device)
     size = (plan["size"][0], plan["size"][1])
     task = FitTask(data, fold, network, view, size, options.resize, settings, alone, run_folder)

@@ -17,25 +17,43 @@ from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import disk_error
 from everytoken.machine import keep_freed_memory
 
-COMMANDS: dict[str, str] = {
-    "demo": "see it work on real images in a few minutes",
-    "train": "train a classifier on every token",
-    "finetune": "continue from trained weights, at another resolution or on other classes",
-    "eval": "accuracy of a trained model, with a table of classes",
-    "predict": "predict the classes of unlabelled images, and where the objects are",
-    "export": "write a model for timm and the Hugging Face Hub, ONNX or torch.export, with a model card",
-    "robust": "one table of shifted data, corruptions and attacks; two models compared",
-    "transfer": "fine-tune on several datasets (CIFAR, Flowers, Cars, your own) and tabulate",
-    "report": "one page about runs: result, comparison, curves, classes, sample predictions",
-    "doctor": "find problems in images, score maps, runs and this machine before training",
-    "explain": "pictures of what a model sees: its tokens, the regions that support a class, mixed images",
-    "segment": "train, evaluate and use segmenters: a class for every pixel",
-    "detect": "train, evaluate and use detectors: boxes and masks of objects",
-    "recipes": "list and print recipes",
-    "models": "the backbones that are supported; of one: parameters, multiply-adds, token grid, throughput here",
-    "annotate": "give every image of a dataset a score map: labels for every cell",
-    "maps": "look at, check, import and export stores of score maps",
+GROUPS: dict[str, dict[str, str]] = {  # in the order of use
+    "Begin": {
+        "demo": "see it work on real images in a few minutes",
+        "doctor": "find problems in images, score maps, runs and this machine before training",
+    },
+    "Train": {
+        "train": "train a classifier on every token",
+        "finetune": "continue from trained weights, at another resolution or on other classes",
+        "annotate": "give every image of a dataset a score map: labels for every cell",
+        "maps": "look at, check, import and export stores of score maps",
+        "recipes": "list and print recipes",
+        "models": "list the supported backbones; of one: parameters, multiply-adds, token grid, throughput here",
+    },
+    "Use": {
+        "eval": "accuracy of a trained model, with a table of classes",
+        "predict": "predict the classes of unlabelled images, and where the objects are",
+        "export": "write a model for timm and the Hugging Face Hub, ONNX or torch.export, with a model card",
+    },
+    "Understand": {
+        "report": "one page about runs: result, comparison, curves, classes, sample predictions",
+        "explain": "pictures of what a model sees: its tokens, the regions that support a class, mixed images",
+        "robust": "one table of shifted data, corruptions and attacks; two models compared",
+        "transfer": "fine-tune on several datasets (CIFAR, Flowers, Cars, your own) and tabulate",
+    },
+    "Other tasks": {
+        "segment": "train, evaluate and use segmenters: a class for every pixel",
+        "detect": "train, evaluate and use detectors: boxes and masks of objects",
+    },
+    "The shell": {
+        "completion": "print a script that completes commands and options in bash, zsh or fish",
+    },
 }
+COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
+EXAMPLES = (
+    "everytoken train photos                 # one folder per class; everything else is decided",
+    "everytoken predict runs/photos new.jpg  # what is it?",
+)
 ALIASES = {"labels": "maps", "model": "models"}  # old names, which work and are not shown
 REMOVED = {  # commands that are gone -> the way now
     "plan": "docs/scale.md has the figures and the arithmetic; `everytoken train ... --dry-run` times your own machine",
@@ -52,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     try:
         with machine_errors():
-            return dispatch("everytoken", COMMANDS, _set_limit(argv), _run_module) or 0
+            return dispatch("everytoken", GROUPS, _set_limit(argv), _run_module, EXAMPLES) or 0
     except EverytokenError as error:
         code: int | None = getattr(error, "exit_code", None)
         if code is not None:  # a run that was asked to stop, and has said so
@@ -123,18 +141,31 @@ def _run_module(name: str, argv: list[str], prog: str) -> int | None:
     return code
 
 
-def call(commands: Mapping[str, Command], argv: list[str], prog: str) -> int | None:
-    """Call the function of the command that the first word names; for commands that have commands of their own."""
-    described = {name: what for name, (what, _) in commands.items()}
-    return dispatch(prog, described, argv, lambda name, *rest: commands[name][1](*rest))
+def call(
+    commands: Mapping[str, Command], argv: list[str], prog: str, options: Mapping[str, type] | None = None
+) -> int | None:
+    """Call the function of the command that the first word names; for commands that have commands of their own.
+
+    Args:
+        options: of each command, whose first examples are shown in the help.
+    """
+    from everytoken.cli._help import examples
+
+    described = {"": {name: what for name, (what, _) in commands.items()}}
+    shown = [examples(config)[0] for config in (options or {}).values()]
+    return dispatch(prog, described, argv, lambda name, *rest: commands[name][1](*rest), shown)
 
 
 def dispatch(
-    prog: str, commands: Mapping[str, str], argv: list[str], run: Callable[[str, list[str], str], int | None]
+    prog: str,
+    groups: Mapping[str, Mapping[str, str]],
+    argv: list[str],
+    run: Callable[[str, list[str], str], int | None],
+    examples: Sequence[str] = (),
 ) -> int | None:
     """Run the command (name, its words, what to call it) of the first word, or print the list of commands."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_overview(prog, commands))
+    if not argv or argv[0] in ("-h", "--help", "--help-all", "help"):
+        print(_overview(prog, groups, examples))
         return 0
     if argv[0] in ("-V", "--version") and prog == "everytoken":
         from everytoken._version import version
@@ -144,6 +175,7 @@ def dispatch(
     name = ALIASES.get(argv[0], argv[0])
     if name in REMOVED and prog == "everytoken":
         raise EverytokenError(f"`everytoken {name}` is gone: {REMOVED[name]}.")
+    commands = [command for group in groups.values() for command in group]
     if name not in commands:
         raise EverytokenError(
             f"there is no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`."
@@ -151,13 +183,26 @@ def dispatch(
     return run(name, argv[1:], f"{prog} {name}")
 
 
-def _overview(prog: str, commands: Mapping[str, str]) -> str:
-    width = max(map(len, commands))
+def options_of_commands() -> dict[str, type]:
+    """ "train", "maps info" and so on -> the dataclass of the command's options."""
+    configs: dict[str, type] = {}
+    for name in COMMANDS:
+        found = importlib.import_module(f"everytoken.cli.{name}").OPTIONS
+        inner = {f"{name} {word}": config for word, config in found.items()} if isinstance(found, dict) else {}
+        configs |= inner or {name: found}
+    return configs
+
+
+def _overview(prog: str, groups: Mapping[str, Mapping[str, str]], examples: Sequence[str]) -> str:
+    width = max(len(name) for group in groups.values() for name in group)
     lines = [f"usage: {prog} COMMAND [OPTIONS]", ""]
     if prog == "everytoken":
         lines = ["Train vision transformers on every token.", "", *lines]
-    lines += [f"  {name:<{width}}  {what}" for name, what in commands.items()]
-    lines += ["", f"`{prog} COMMAND --help` explains a command, with examples."]
+    lines += [*(f"  {line}" for line in examples), ""]
+    for title, group in groups.items():
+        lines += [title] if title else []
+        lines += [*(f"  {name:<{width}}  {what}" for name, what in group.items()), ""]
+    lines += [f"`{prog} COMMAND --help` explains a command, with examples."]
     if prog == "everytoken":
         lines += ["Every command that reads images takes --max-pixels N, for images of more than 89 million pixels."]
     return "\n".join(lines)

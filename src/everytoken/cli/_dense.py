@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -24,8 +24,30 @@ if TYPE_CHECKING:
 class TrainFlags:
     """Flags of training that are not part of a run's options."""
 
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default_factory=tuple)
-    """NAME=VALUE for inner settings, such as model_kwargs.depth=4; may be repeated."""
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *(
+            "recipe",
+            "set",
+            "dry-run",
+            "val-split",
+            "model",
+            "weights",
+            "drop-path",
+            "batch-size",
+            "workers",
+            "on-bad-image",
+        ),
+        *("head", "layout", "classes", "reduce-zero-label", "crop-size", "mode"),  # segment
+        *("detector", "masks", "norm-eval", "annotations", "images", "sizes", "size"),  # detect
+        *("epochs", "iters", "opt", "lr", "weight-decay", "layer-decay", "warmup-iters", "clip-grad", "amp"),
+        *("out", "seed", "device", "val-iters", "tensorboard", "wandb", "mlflow"),
+    )
+    """Options that `--help` shows; `--help-all` shows all."""
+
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = field(
+        default_factory=tuple
+    )
+    """NAME=VALUE for inner settings, such as model_kwargs.depth=4. May be repeated."""
     dry_run: bool = False
     """Print the plan (data, model, schedule, memory, time from a few timed steps) and stop."""
 
@@ -133,4 +155,4 @@ def predict(config: type[Any], name: str, argv: list[str], prog: str) -> None:
     for row in rows:
         (_, image), *classes = row.items()
         print(f"{image}: {', '.join(f'{title} {value:.0f}{unit}' for title, value in classes[:5]) or 'nothing'}")
-    print(f"{len(rows)} pictures and their {'masks' if unit else 'objects'} in {options.output}")
+    print(f"{len(rows)} pictures and their {'masks' if unit else 'objects'} in {options.out}")

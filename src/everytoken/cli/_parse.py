@@ -1,16 +1,19 @@
-"""Options from dataclasses: flags and their help through tyro, and suggestions for flags that do not exist."""
+"""Options from dataclasses: tyro reads the flags, `_help` explains them, and what is wrong is said in a sentence."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-import inspect
+import io
+import re
 import sys
-import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
+
+from everytoken.cli._help import examples, help_text, options_of, usage
 
 T = TypeVar("T")
 
@@ -24,10 +27,8 @@ ELSEWHERE = {  # what other programs call our flags
     "num-workers": "workers",
     "optimizer": "opt",
     "optim": "opt",
-    "out": "output",
-    "out-dir": "output",
-    "output": "out",
-    "output-dir": "output",
+    "out-dir": "out",
+    "output-dir": "out",
     "resolution": "img-size",
     "scheduler": "sched",
 }
@@ -39,8 +40,14 @@ RENAMED = {
     "teacher-checkpoint": "teacher-weights",
 }
 """Old names of flags, which work and say what they are called now; `--pretrained` is `--weights timm`."""
-TIMM = {"aug-repeats": "repeat-augment", "validation-batch-size": "val-batch-size"}
-"""timm's names of flags, which work too."""
+ALSO = {
+    "aug-repeats": "repeat-augment",
+    "validation-batch-size": "val-batch-size",
+    "labels": "maps",
+    "output": "out",
+    "classes": "table",
+}
+"""timm's names of flags, and old ones of ours, which work too."""
 _MIXING = {
     "mixup": "Mixing is a setting with inner names: --set 'mixing.mixup={alpha: 0.8}'",
     "cutmix": "Mixing is a setting with inner names: --set 'mixing.cutmix={alpha: 1.0}'",
@@ -61,16 +68,46 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
     Wrong flags exit with code 2 and a suggestion.
     """
     argv = current_flags(config, argv)
-    # tyro leaves out sections such as "Examples:" when it reads a docstring itself
-    settings: dict[str, Any] = {"prog": prog, "args": list(argv), "description": inspect.getdoc(config) or ""}
-    if default is not None:
-        settings["default"] = default
+    asked = {"-h", "--help", "--help-all"} & set(argv)
+    if asked:
+        print(help_text(config, prog, default, everything="--help-all" in asked))
+        raise SystemExit(0)
+    settings: dict[str, Any] = {} if default is None else {"default": default}
+    said = io.StringIO()
     try:
-        return tyro.cli(config, **settings, console_outputs=False)
-    except SystemExit as stop:
-        if stop.code:
-            _explain_unknown(prog, argv, set(flags(config)))
-    return tyro.cli(config, **settings)  # prints the help, or what is wrong
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return tyro.cli(config, prog=prog, args=list(argv), **settings)
+    except SystemExit:
+        _explain_unknown(prog, argv, set(flags(config)))
+        print(f"{prog}: {_sentence(config, prog, said.getvalue())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _sentence(config: type, prog: str, text: str) -> str:
+    """What tyro says in a box, as a sentence with the way out."""
+    sections: list[list[str]] = [[]]  # a title, what is wrong, help
+    for line in (raw.strip("│ ") for raw in text.splitlines()):
+        if re.match("[-─╭╰]{8}|[╭╰]─", line):
+            sections.append([])
+        elif line:
+            sections[-1].append(line)
+    sections = [lines for lines in sections if lines] or [[""]]
+    lines = sections[1] if len(sections) > 1 and len(sections[0]) == 1 else sections[0]
+    if lines[0].startswith("Missing from"):
+        starts = {line.partition(" ")[0].rstrip(",") for line in lines}
+        names = {option.flags[-1] if option.flags else option.name.split()[0]: option for option in options_of(config)}
+        missing = [name for name, option in names.items() if option.required and name in starts]
+        is_are = "is" if len(missing) == 1 else "are"
+        return f"{' and '.join(missing)} {is_are} missing, as in: {examples(config)[0]}"
+    words = " ".join(lines).removeprefix("Error parsing ")
+    words = re.sub(r"^Unrecognized options: (.*)$", r"there is no place for \1", words)
+    words = re.sub(
+        r"^invalid choice (.*) for argument '(\S+)'. Expected one of \((.*?),?\)\.?$", r"\2 is \1; it can be \3", words
+    )
+    words = re.sub(r"^Missing value for argument '(\S+)'.*$", r"\1 needs a value", words)
+    words = re.sub(r"^(\S+): invalid literal for int.*: '(.*)'$", r"\1 is '\2', which is no whole number", words)
+    words = re.sub(r"^(\S+): could not convert string to float: '(.*)'$", r"\1 is '\2', which is no number", words)
+    return f"{words.rstrip('.')}. Usage: {usage(config, prog)}; `{prog} --help` explains it."
 
 
 def current_flags(config: type, argv: Sequence[str]) -> list[str]:
@@ -84,8 +121,8 @@ def current_flags(config: type, argv: Sequence[str]) -> list[str]:
             off = name.startswith("no-") or value == "False" or argv[i + 1 : i + 2] == ["False"]
             words.append(f"--weights={'' if off else 'timm'}")
             _tell_renamed(word, "--weights ''" if off else "--weights timm")
-        elif TIMM.get(name) in known:
-            words.append(f"--{TIMM[name]}{equals}{value}")
+        elif ALSO.get(name) in known:
+            words.append(f"--{ALSO[name]}{equals}{value}")
         elif RENAMED.get(name) in known:
             words.append(f"--{RENAMED[name]}{equals}{value}")
             _tell_renamed(f"--{name}", f"--{RENAMED[name]}")
@@ -114,24 +151,19 @@ def values_of(options: Any, kind: type) -> dict[str, Any]:
 
 
 def flags(config: type) -> Iterator[str]:
-    """Names of a dataclass's long flags, without their dashes; groups of options and aliases are looked into."""
-    plain, annotated = typing.get_type_hints(config), typing.get_type_hints(config, include_extras=True)
-    for field in dataclasses.fields(config):
-        kind = plain[field.name]
-        if dataclasses.is_dataclass(kind):
-            yield from flags(typing.cast(type, kind))
-            continue
-        name = field.name.replace("_", "-")
-        for extra in getattr(annotated[field.name], "__metadata__", ()):
-            name = getattr(extra, "name", None) or name
-            yield from (alias[2:] for alias in getattr(extra, "aliases", None) or () if alias.startswith("--"))
-        yield from (name, f"no-{name}") if kind is bool else (name,)
+    """Names of a dataclass's long flags, without their dashes; switches also have no-NAME."""
+    for option in options_of(config):
+        for flag in option.flags:
+            if flag.startswith("--"):
+                yield flag[2:]
+                if not option.value:
+                    yield f"no-{flag[2:]}"
 
 
 def _explain_unknown(prog: str, argv: Sequence[str], known: set[str]) -> None:
     """Say which flags do not exist and exit; return if all do."""
     words = [word[2:].split("=")[0].replace("_", "-") for word in argv if word.startswith("--") and len(word) > 2]
-    unknown = [word for word in dict.fromkeys(words) if word not in known | {"help"}]
+    unknown = [word for word in dict.fromkeys(words) if word not in known | {"help", "help-all"}]
     if not unknown:
         return
     for word in unknown:

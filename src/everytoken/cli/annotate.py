@@ -44,6 +44,9 @@ class Annotate(AnnotateOptions):
     """timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN or python:module:function."""
 
 
+OPTIONS = Annotate
+
+
 def main(argv: list[str], prog: str) -> int:
     """Parse, annotate, print."""
     options = parse(Annotate, prog, argv)

@@ -35,6 +35,9 @@ class Demo:
     """Runs of each model from scratch; 0: as many as the scale says, and in minutes from pretrained weights."""
 
 
+OPTIONS = Demo
+
+
 def main(argv: list[str], prog: str) -> int:
     """Parse, run."""
     options = parse(Demo, prog, argv)

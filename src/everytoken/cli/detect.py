@@ -43,9 +43,12 @@ class Predict(JsonFlag, DetectPredict):
     Images whose names differ in the ending alone keep it (photo.jpg.objects.jpg), and no image is ever overwritten.
 
     Examples:
-        everytoken detect predict runs/detect photo.jpg --output objects
-        everytoken detect predict runs/detect photos --output objects --sure 0.7 --size 640
+        everytoken detect predict runs/detect photo.jpg --out objects
+        everytoken detect predict runs/detect photos --out objects --sure 0.7 --size 640
     """
+
+
+OPTIONS = {"train": Train, "eval": Eval, "predict": Predict}
 
 
 def main(argv: list[str], prog: str) -> int | None:
@@ -61,7 +64,7 @@ def main(argv: list[str], prog: str) -> int | None:
             partial(predict, Predict, "detect"),
         ),
     }
-    return call(commands, spelled_out(argv, ("class-agnostic",)), prog)
+    return call(commands, spelled_out(argv, ("class-agnostic",)), prog, OPTIONS)
 
 
 def _eval(argv: list[str], prog: str) -> None:

@@ -44,6 +44,9 @@ class Doctor:
     """Print JSON instead of text."""
 
 
+OPTIONS = Doctor
+
+
 def main(argv: list[str], prog: str) -> int:
     """Parse, examine, print."""
     options = parse(Doctor, prog, argv)

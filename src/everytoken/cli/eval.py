@@ -44,18 +44,21 @@ class EvalCommand(EvalOptions):
         everytoken eval timm:deit_tiny_patch16_224 imagenet/val
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
     registry:efficientnet_lite0."""
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME. Default: the images
     that the run held out."""
-    classes: int = 10
+    table: int = 10
     """Rows of the class table, worst first; 0: none."""
     out: str = ""
     """Write predictions to OUT.csv and numbers to OUT.json."""
     json: bool = False
     """Print JSON instead of tables."""
+
+
+OPTIONS = EvalCommand
 
 
 def main(argv: list[str], prog: str) -> None:
@@ -73,7 +76,7 @@ def main(argv: list[str], prog: str) -> None:
     if command.json:
         print(plain_json(result.numbers))
     else:
-        _print(result, f"{command.source} on {command.data}", command.classes)
+        _print(result, f"{command.source} on {command.data}", command.table)
 
 
 def _own_data(source: str) -> str:

@@ -25,13 +25,16 @@ class ExplainCommand(ExplainOptions):
         everytoken explain runs/first cat.jpg dog.jpg --mix --out pictures
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a weights file, an exported folder, timm:NAME (pretrained weights), hf-hub:USER/NAME,
     registry:efficientnet_lite0."""
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE ...")]
     """Image files."""
     out: Path
     """Folder for the pictures and explain.json."""
+
+
+OPTIONS = ExplainCommand
 
 
 def main(argv: list[str], prog: str) -> int:

@@ -29,8 +29,11 @@ class ExportCommand(ExportOptions):
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a weights file, timm:NAME (pretrained weights), hf-hub:USER/NAME, registry:efficientnet_lite0."""
-    out: Annotated[str, tyro.conf.arg(aliases=["--output"])] = ""
+    out: str = ""
     """The folder to write; default: `export` in the run."""
+
+
+OPTIONS = ExportCommand
 
 
 def main(argv: list[str], prog: str) -> None:

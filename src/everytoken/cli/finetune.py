@@ -23,11 +23,14 @@ class Finetune(Train):
     """
 
 
+OPTIONS = Finetune
+
+
 def main(argv: list[str], prog: str) -> int:
     """Check that there are weights, train."""
     argv = current_flags(Finetune, argv)
     words = {word.partition("=")[0] for word in argv}
-    if not words & {"--weights", "-h", "--help"} and not recipe_of(argv):
+    if not words & {"--weights", "-h", "--help", "--help-all"} and not recipe_of(argv):
         parse(Finetune, prog, argv)  # a misspelt flag is named first
         raise EverytokenError("say what to start from: everytoken finetune DATA --weights RUN|FILE|timm:NAME")
     return train(Finetune, argv, prog)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from everytoken.cli import Command, call
+from everytoken.cli._help import options_of
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
 from everytoken.maps.check import verify
@@ -26,7 +27,7 @@ def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
     if argv[:1] == ["show"]:
         raise EverytokenError(f"`{prog} sheet MAPS KEY ...` draws the images you name; there is no `{prog} show`.")
-    return call(_COMMANDS, argv, prog)
+    return call(_COMMANDS, argv, prog, OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,13 @@ class Import(ImportOptions):
     Nothing in the files is executed; files that are not what they should be are refused and listed.
 
     Examples:
-        everytoken maps import label_top5_train_nfnet maps --images imagenet/train
-        everytoken maps import relabel maps --images imagenet/train
+        everytoken maps import label_top5_train_nfnet --out maps --images imagenet/train
+        everytoken maps import relabel --out maps --images imagenet/train
     """
 
 
 def import_maps(argv: list[str], prog: str) -> int:
-    options = parse(Import, prog, argv)
+    options = parse(Import, prog, _with_out(Import, argv))
     with Progress("import", "maps") as progress:
         result = import_released(options, progress)
     print(f"{result.store}: {result.maps:,} maps")
@@ -158,18 +159,31 @@ class Export(ExportOptions):
     """Write a store as released .pt maps [2, k, height, width], for other code that reads them.
 
     Examples:
-        everytoken maps export maps pt_maps
+        everytoken maps export maps --out pt_maps
     """
 
 
 def export_maps(argv: list[str], prog: str) -> int:
-    options = parse(Export, prog, argv)
+    options = parse(Export, prog, _with_out(Export, argv))
     with Progress("export", "maps") as progress:
         notes = export_released(options, progress)
     print(f"{options.out}: {len(Maps(options.maps)):,} maps")
     for note in notes:
         print(f"  note: {note}")
     return 0
+
+
+def _with_out(config: type, argv: list[str]) -> list[str]:
+    """The words with --out before a second word that is no flag: OUT once had no flag."""
+    switches = {flag for option in options_of(config) if not option.value for flag in option.flags}
+    places, flag = [], ""
+    for i, word in enumerate(argv):
+        if not word.startswith("-") and (not flag or flag in switches or "=" in flag):
+            places.append(i)
+        flag = word if word.startswith("-") else ""
+    if len(places) != 2 or any(word.partition("=")[0] in ("--out", "--output") for word in argv):
+        return argv
+    return [*argv[: places[1]], "--out", *argv[places[1] :]]
 
 
 def _list(lines: Iterable[str], limit: int) -> None:
@@ -185,6 +199,7 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+OPTIONS = {"info": Info, "sheet": Sheet, "verify": Verify, "import": Import, "export": Export}
 _COMMANDS: dict[str, Command] = {
     "info": ("what is in a store, as a table", info),
     "sheet": ("a picture of many maps on their images: wrong and interesting ones first, or those you name", sheet),

@@ -42,7 +42,7 @@ class ModelsOptions:
     """Of one model: side of the image in pixels, or height and width. Default: the model's own."""
     num_classes: int = 1000
     """Of one model: classes of the class head."""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
     """Of one model: NAME=VALUE for other arguments, such as depth=12; may be repeated."""
     batch_size: int = 8
     """Images per step when measuring throughput."""
@@ -52,6 +52,9 @@ class ModelsOptions:
     """cpu, cuda, mps... Default: the best available."""
     json: bool = False
     """Print JSON instead of a table."""
+
+
+OPTIONS = ModelsOptions
 
 
 def main(argv: list[str], prog: str) -> None:

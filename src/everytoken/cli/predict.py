@@ -46,6 +46,9 @@ class PredictCommand(PredictOptions):
     """Write the images with mask and box drawn on them to this folder."""
 
 
+OPTIONS = PredictCommand
+
+
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print or write."""
     command = parse(PredictCommand, prog, argv)

@@ -29,6 +29,9 @@ class Recipes:
     """Print this recipe (or a file of your own), or list those whose names match: part of a name, or with * and ?."""
 
 
+OPTIONS = Recipes
+
+
 def main(argv: list[str], prog: str) -> None:
     """Parse, print."""
     options = parse(Recipes, prog, argv)

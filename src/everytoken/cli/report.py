@@ -36,6 +36,9 @@ class ReportCommand(ReportOptions):
     """html: a page with charts and pictures. md: text and tables. Default: by the file's name."""
 
 
+OPTIONS = ReportCommand
+
+
 def main(argv: list[str], prog: str) -> int:
     """Parse, collect, write."""
     options = parse(ReportCommand, prog, argv)

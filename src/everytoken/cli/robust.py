@@ -27,12 +27,15 @@ class RobustCommand(RobustOptions):
         everytoken robust runs/plain --compare runs/aligned --suite val=val corrupt c=ImageNet-C
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT|timm:NAME|registry:NAME")]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a weights file, timm:NAME, hf-hub:USER/NAME, or registry:efficientnet_lite0."""
     json: bool = False
     """Print JSON instead of a table; both are written to --out."""
     out: str = ""
     """Folder for tables, predictions and logs. Default: RUN/robust, else robust/NAME."""
+
+
+OPTIONS = RobustCommand
 
 
 def main(argv: list[str], prog: str) -> None:

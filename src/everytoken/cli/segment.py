@@ -45,10 +45,13 @@ class Predict(JsonFlag, SegmentPredict):
     (photo.jpg.png), and no image is ever overwritten.
 
     Examples:
-        everytoken segment predict runs/segment photo.jpg --output masks
-        everytoken segment predict runs/segment photos --output masks --mode slide --flip
-        everytoken segment predict runs/lvvit_s photos --output masks --head token --class-map animals.json
+        everytoken segment predict runs/segment photo.jpg --out masks
+        everytoken segment predict runs/segment photos --out masks --mode slide --flip
+        everytoken segment predict runs/lvvit_s photos --out masks --head token --class-map animals.json
     """
+
+
+OPTIONS = {"train": Train, "eval": Eval, "predict": Predict}
 
 
 def main(argv: list[str], prog: str) -> int | None:
@@ -58,7 +61,7 @@ def main(argv: list[str], prog: str) -> int | None:
         "eval": ("mIoU, mAcc and pixel accuracy of a segmenter, or of a classifier's token head", _eval),
         "predict": ("write masks and pictures of images", partial(predict, Predict, "segment")),
     }
-    return call(commands, spelled_out(argv, ("flip", "reduce-zero-label")), prog)
+    return call(commands, spelled_out(argv, ("flip", "reduce-zero-label")), prog, OPTIONS)
 
 
 def _eval(argv: list[str], prog: str) -> None:

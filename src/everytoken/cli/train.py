@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import tyro
 
@@ -44,11 +44,37 @@ class Train(TrainOptions):
     Objectives and mixing come from the recipe; --set changes them, and null removes one.
     """
 
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("recipe", "maps", "set", "dry-run", "minutes", "compare"),
+        *("model", "img-size", "weights", "drop-path", "val-split", "batch-size", "workers", "on-bad-image"),
+        *(
+            "scale",
+            "hflip",
+            "aa",
+            "reprob",
+            "smoothing",
+            "epochs",
+            "opt",
+            "lr",
+            "lr-base",
+            "weight-decay",
+            "layer-decay",
+        ),
+        *("warmup-epochs", "clip-grad", "grad-accum-steps", "model-ema", "amp"),
+        *("out", "seed", "device", "patience", "tensorboard", "wandb", "mlflow"),
+    )
+    """Options that `--help` shows; `--help-all` shows all."""
+
     auto: tyro.conf.OmitArgPrefixes[AutoOptions] = field(default_factory=AutoOptions)
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default_factory=tuple)
-    """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1; may be repeated."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = field(
+        default_factory=tuple
+    )
+    """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1. May be repeated."""
     dry_run: bool = False
     """Print the plan (model, batches, schedule, memory, time from a few timed steps) and stop."""
+
+
+OPTIONS = Train
 
 
 def main(argv: list[str], prog: str) -> int:

@@ -28,7 +28,7 @@ class TransferCommand:
         everytoken transfer runs/plain --compare runs/aligned --suite mine=photos --recipe transfer_cifar10
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WEIGHTS")]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a weights file, timm:NAME, registry:efficientnet_lite0|1|2 or hf-hub:USER/NAME."""
     suite: tuple[str, ...] = ()
     """cifar10, cifar100, flowers, cars, each with =FOLDER for data in folders, or NAME=FOLDER. Default: all but
@@ -47,6 +47,9 @@ class TransferCommand:
     """Folder for runs and tables. Default: RUN/transfer, else transfer/NAME."""
 
 
+OPTIONS = TransferCommand
+
+
 def main(argv: list[str], prog: str) -> None:
     """Parse, fine-tune, evaluate, print."""
     cut = argv.index("--") if "--" in argv else len(argv)
@@ -62,7 +65,7 @@ def main(argv: list[str], prog: str) -> None:
     flags = ["--device", device, "--workers", str(command.workers), *argv[cut + 1 :]]
 
     def finetune(source: str, target: Target, folder: Path) -> None:
-        start = ["train", target.data, "--weights", source, "--recipe", target.recipe, "--output", str(folder)]
+        start = ["train", target.data, "--weights", source, "--recipe", target.recipe, "--out", str(folder)]
         code = run([*start, *flags])
         if code:
             raise EverytokenError(f"fine-tuning on {target.name} stopped (code {code}); the same command resumes it")

@@ -118,7 +118,7 @@ def _from_pretrained(out: Path, run: Run, data: str, started: float) -> int:
     _show(out, str(images))
     place, page, sheet, model = out / "run", out / "report.html", out / "tokens.png", out / "model"
     print(f"\n2. Train, from pretrained weights: everything is decided by looking at the photos -> {place}")
-    words = ["train", str(images), "--output", str(place), "--minutes", str(PRETRAINED_MINUTES), "--compare"]
+    words = ["train", str(images), "--out", str(place), "--minutes", str(PRETRAINED_MINUTES), "--compare"]
     if not data and SMALLEST in available_weights():  # for tiny images; otherwise, it would choose
         words += ["--weights", SMALLEST, "--img-size", "128"]
     _do(run, words)
@@ -172,7 +172,7 @@ def train_words(
         *("train", images, "--epochs", str(scale.epochs), "--warmup-epochs", str(min(5, scale.epochs / 10))),
         *("--lr", str(scale.lr), "--batch-size", str(scale.batch), "--scale", "0.5", "1", "--aa", "", "--reprob", "0"),
         *("--img-size", "32", "--workers", "1", "--log-interval", "20", *scale.model, *held, *learn),
-        *("--val-interval", str(max(1, scale.epochs // 10)), "--seed", str(seed), "--output", str(place)),
+        *("--val-interval", str(max(1, scale.epochs // 10)), "--seed", str(seed), "--out", str(place)),
     ]
 
 

@@ -66,11 +66,12 @@ from everytoken.keyed import StepKey, generator
 from everytoken.models.open import find_weights
 from everytoken.models.weights import WeightsError, check_weights
 
+_QUICK = 120  # seconds: the report evaluates the best weights once more if a validation takes less
 _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
 _READ_EVERY = 1000  # updates at most whose flags stay on the device
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
 _PATHS = ("data", "maps", "weights")
-_HARMLESS = {"workers", "output", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
+_HARMLESS = {"workers", "out", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
 
 
 class BadLossError(EverytokenError):
@@ -166,6 +167,7 @@ class Loop:
         self.unread: list[tuple[Tensor, int, Mapping[str, Tensor], list[str]]] = []  # see `read_flags`
         self.seconds = 0.0  # of training, over all starts
         self.saved = time.monotonic()
+        self.validating = 0.0  # seconds of the last validation
         self.signal = 0  # that asked to stop
 
     @property
@@ -209,7 +211,7 @@ class Loop:
         if resumed:
             for key, (before, now) in changes.items():
                 self.folder.log(f"note: continuing with another {key}: {before!r} before, {now!r} now")
-        self.folder.write_config(flat(self.options))
+        self.folder.write_config(flat(self.options), self.task.timm_config())
         if self.world.is_main:
             self.folder.trackers = build_trackers(self.options, self.folder.path, flat(self.options))
         self.folder.log(
@@ -224,8 +226,7 @@ class Loop:
                     self._train()
                     self._validate_and_save()
         finally:
-            for tracker in self.folder.trackers:
-                tracker.close()
+            self.folder.close_trackers()
         self._finish()
 
     def _train(self) -> None:
@@ -291,6 +292,8 @@ class Loop:
                 if name != "output":
                     terms[name] = terms.get(name, 0) + value.detach() / self.accumulate
             keys += batch.keys
+            if self.step == 0 and part == 0:
+                task.show(batch)
         self._apply(terms, keys)
         return terms, len(keys), waited
 
@@ -376,8 +379,10 @@ class Loop:
         self.world.share_buffers(module)
         was_training = module.training
         module.eval()
+        started = time.monotonic()
         with torch.no_grad():
             numbers = self.task.validate(module)
+        self.validating = time.monotonic() - started
         module.train(was_training)
         return numbers
 
@@ -402,6 +407,18 @@ class Loop:
             f"best {self.task.score_name} {self.best['score']:.2f} at {self._best_at()}; weights: "
             f"{self.folder.path / 'best.safetensors'}"
         )
+        if self.task.is_reported:
+            self._report()
+
+    def _report(self) -> None:
+        """report.html; with predictions, unless these would take long."""
+        path, quick = self.folder.path / "report.html", self.world.size == 1 and self.validating < _QUICK
+        with self.folder.surviving("report.html"):
+            self.folder.read().report(
+                path, predictions=quick, device=self.world.device.type, workers=self.options.dataset.workers
+            )
+            more = "" if quick else "; without predictions, which `everytoken report` adds"
+            self.folder.log(f"report: {path}{more}")
 
     # -- words ----------------------------------------------------------------------------------------------------
 

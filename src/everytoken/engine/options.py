@@ -69,7 +69,7 @@ class DataOptions:
     """Loader processes per training process; 0 loads in the main process."""
     repeat_augment: int = 1
     """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""
-    exclude: str = ""
+    exclude: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Text file with names of training images to leave out, a line each, relative to the folder of class folders."""
     corrections: str = ""
     """CSV file with path and label of images whose labels are wrong, as `everytoken doctor` writes it: they get this
@@ -89,28 +89,29 @@ class OptimOptions:
     opt: str = "adamw"
     """timm optimizer name."""
     lr: float = 0.0
-    """Learning rate for the whole batch; 0: from lr_base and the real global batch."""
+    """Learning rate for the whole batch; 0: from --lr-base and the real global batch."""
     lr_base: float = 1e-3
-    """Learning rate at a global batch of lr_base_size; scales with the global batch, see lr_scaling."""
+    """Learning rate at a global batch of --lr-base-size; scales with the global batch, see --lr-scaling."""
     lr_base_size: int = 1024
-    """See lr_base. Token labeling uses 640, everything else in the papers 1024."""
+    """See --lr-base. Token labeling uses 640, everything else in the papers 1024."""
     lr_scaling: Literal["", "linear", "sqrt"] = ""
-    """How lr_base follows the global batch. Default: linear with a recipe that does not say, as in the papers; without
-    a recipe sqrt for AdamW and its relatives, linear for others, as in timm."""
+    """How --lr-base follows the global batch. Default: linear with a recipe that does not say, as in the papers;
+    without a recipe sqrt for AdamW and its relatives, linear for others, as in timm."""
     weight_decay: float = 0.05
     """Weight decay; biases, norms, positions and the class token are excluded."""
     layer_decay: float = 0.0
     """Multiply the learning rate by this per layer from the top; 0: off."""
     sched: str = "cosine"
-    """timm schedule name, stepped every update; also linear, straight down to min_lr."""
+    """timm schedule name, stepped every update; also linear, straight down to --min-lr."""
     decay_milestones: tuple[int, ...] = ()
-    """Epochs (updates when --iters is set) after which sched=multistep multiplies the learning rate by decay_rate."""
+    """Epochs (updates when --iters is set) after which the schedule multistep multiplies the learning rate by
+    --decay-rate."""
     decay_rate: float = 0.1
-    """See decay_milestones; also timm's of the schedules step (the factor) and poly (the power)."""
+    """See --decay-milestones; in the schedules step and poly, timm's factor and power."""
     warmup_epochs: float = 5
     """Epochs of linear warm-up."""
     warmup_iters: int = 0
-    """The same in updates; 0: warmup_epochs."""
+    """The same in updates; 0: --warmup-epochs."""
     warmup_lr: float = 1e-6
     """Where warm-up starts."""
     min_lr: float = 1e-5
@@ -135,7 +136,7 @@ class OptimOptions:
 class RunOptions:
     """The run."""
 
-    output: str = ""
+    out: str = ""
     """The run's folder. Default: runs/<recipe or command>-<model>-<data>-seed<seed>, with the size when it
     starts from weights."""
     resume: Literal["auto", "never"] = "auto"
@@ -166,15 +167,17 @@ class RunOptions:
     """Stop after this many non-finite losses in a row; single ones are skipped and counted."""
     tensorboard: bool = False
     """Also write TensorBoard files (extra: track)."""
-    wandb: str = ""
+    wandb: Annotated[str, tyro.conf.arg(metavar="PROJECT")] = ""
     """Also log to this Weights & Biases project (extra: track)."""
+    mlflow: Annotated[str, tyro.conf.arg(metavar="EXPERIMENT")] = ""
+    """Also log to this MLflow experiment (extra: track), where MLFLOW_TRACKING_URI says."""
     fsdp: bool = False
     """Shard weights and optimizer over the processes (FSDP2) instead of copying them (DDP)."""
 
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """Without a recipe and without --model: backbone, size and settings are decided by looking at the photos."""
+    """Without a recipe and a model: everything else is decided by looking at the photos."""
 
     minutes: float = 0.0
     """Time for everything: looking, annotating, training, comparing; turned into epochs once. 0: 20 minutes."""
@@ -188,7 +191,7 @@ class TrainOptions:
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
     """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
-    maps: Annotated[str, tyro.conf.arg(aliases=["--labels"])] = ""
+    maps: str = ""
     """Store of score maps (`everytoken annotate`), for objectives that need maps. Without a recipe: auto makes and
     keeps them and trains every token, as does --compare; none trains without, which is the default."""
     recipe: str = ""

@@ -32,6 +32,7 @@ T = TypeVar("T", bound="DataclassInstance")
 _DICTS = ("objectives", "mixing", "model_kwargs")
 ALIASES = {
     "labels": "maps",
+    "output": "out",
     "initial_checkpoint": "weights",
     "checkpoint": "weights",
     "teacher_checkpoint": "teacher_weights",

@@ -1,6 +1,8 @@
 """A run is a folder; this is its only writer and its only reader.
 
 config.yaml       all options, resolved
+config.json       of a classifier: what timm needs to open the folder (`local-dir:RUN`)
+batch.jpg         the first training batch, with what is learnt from it
 environment.json  versions, machine and command of each start
 metrics.jsonl     a row per logged update (kind "step") and per epoch or validation (kind "epoch")
 metrics.csv       the rows of kind "epoch" as a table
@@ -8,6 +10,7 @@ log.txt           what was logged
 checkpoints/      see checkpoint.py
 best.safetensors  the weights with the best validation score, as a plain timm model
 summary.json      the result
+report.html       a page about the run
 
 `RunFolder` writes, and only rank 0 does. `read_run` reads whatever is there, in whatever state: a file that cannot be
 read is named in `Run.troubles`, and never keeps a run from being continued or looked at.
@@ -26,6 +29,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Options that do not change what is learned, or that name the run.
 NOT_SETTINGS = {
-    *("seed", "output", "resume", "device", "threads", "workers", "log_interval", "keep", "checkpoint_minutes"),
-    *("checkpoint_steps", "tensorboard", "wandb", "val_interval", "val_batch_size", "bad_loss_limit"),
+    *("seed", "out", "resume", "device", "threads", "workers", "log_interval", "keep", "checkpoint_minutes"),
+    *("checkpoint_steps", "tensorboard", "wandb", "mlflow", "val_interval", "val_batch_size", "bad_loss_limit"),
 }
 DATASET_NAMES = ("torchvision:", "hf:")
 """How the names of datasets that are no paths begin."""
@@ -92,11 +96,11 @@ class Run:
         """A row per epoch or validation: epoch, step, seconds, score, validation numbers."""
         return [{key: value for key, value in row.items() if key != "kind"} for row in self.epochs]
 
-    def report(self, path: str | Path) -> Path:
-        """Write the page of `everytoken report` about this run."""
+    def report(self, path: str | Path, **options: Any) -> Path:
+        """Write the page of `everytoken report` about this run; options: those of `et.report`."""
         from everytoken.reports import report
 
-        report(self.path, path)
+        report(self.path, path, **options)
         return Path(path)
 
     def load(self) -> LoadedModel:
@@ -331,11 +335,13 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path / name, text.encode())
 
-    def write_config(self, options: Mapping[str, Any]) -> None:
-        """`config.yaml`, and the environment of this start appended to `environment.json`."""
+    def write_config(self, options: Mapping[str, Any], timm_config: Mapping[str, Any] | None = None) -> None:
+        """`config.yaml`; `config.json`, if timm can open the weights; the environment, added to `environment.json`."""
         if self.writable:
             starts = self.read().starts
             self.write("config.yaml", yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True))
+            if timm_config is not None:
+                self.write("config.json", plain_json(dict(timm_config)))
             self.write("environment.json", json.dumps([*starts, environment()], indent=1))
 
     def log(self, text: str) -> None:
@@ -346,6 +352,15 @@ class RunFolder:
         if self._opened:
             with (self.path / "log.txt").open("a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    @contextmanager
+    def surviving(self, what: str) -> Iterator[None]:
+        """For what a run does not depend on, copies and pictures: an error becomes a line in the log."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            self.log(f"note: {what} failed: {type(error).__name__}: {reason}")
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """A line at the end of a file of JSON lines."""
@@ -359,10 +374,19 @@ class RunFolder:
         if not self.writable:
             return
         self.append("metrics.jsonl", row)
-        for tracker in self.trackers:
-            tracker.record(row)
+        for tracker in list(self.trackers):
+            with self.surviving(f"{type(tracker).__name__}, which gets no more rows"):
+                tracker.record(row)
+                continue
+            self.trackers.remove(tracker)
         if row.get("kind") == "epoch":
             self._write_csv(self.rows())
+
+    def close_trackers(self) -> None:
+        """Finish the records of the trackers."""
+        for tracker in self.trackers:
+            with self.surviving(type(tracker).__name__):
+                tracker.close()
 
     def rows(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl that can be read."""

@@ -13,11 +13,13 @@ classify, segment, detect and the annotator's `fit` are subclasses; `loop.run` t
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from PIL import Image
 from timm.task import TrainingTask
 from timm.utils.model import unwrap_model
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from everytoken.data.loader import BadImages, BatchReader, Loader
 from everytoken.engine.distributed import World
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.run_folder import RunFolder
+from everytoken.files import write_atomically
 
 
 class Task(TrainingTask):
@@ -41,9 +44,11 @@ class Task(TrainingTask):
     Attributes:
         batches_per_epoch: of this process.
         score_name: what the score is called, such as top-1.
+        is_reported: whether its run ends with a page for people.
     """
 
     score_name = "score"
+    is_reported = True
     batches_per_epoch: int
 
     def __init__(self, module: nn.Module, options: LoopOptions, world: World, folder: RunFolder) -> None:
@@ -87,6 +92,10 @@ class Task(TrainingTask):
         """What somebody needs to know to use the weights; kept in the files."""
         return {}
 
+    def timm_config(self) -> dict[str, Any] | None:
+        """What timm reads in config.json beside the weights; None: timm cannot open them."""
+        return None
+
     def describe(self) -> str:
         """Data and model in a few words, for the log."""
         return type(self).__name__
@@ -97,6 +106,22 @@ class Task(TrainingTask):
 
     def finish(self, module: nn.Module) -> None:
         """Write tables and pictures of a finished run, on rank 0; `module` is in evaluation mode."""
+
+    def picture(self, batch: Any) -> Image.Image | None:
+        """The first training batch, as a picture for people; None: there is nothing to see."""
+        return None
+
+    def show(self, batch: Any) -> None:
+        """Write the picture of a batch to batch.jpg, on rank 0. Random numbers stay as they were, errors are logged."""
+        if not self.folder.writable:
+            return
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with self.folder.surviving("batch.jpg"), torch.random.fork_rng(devices), torch.no_grad():
+            picture = self.picture(batch)
+            if picture is not None:
+                file = io.BytesIO()
+                picture.save(file, "JPEG", quality=88)
+                write_atomically(self.folder.path / "batch.jpg", file.getvalue())
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision as the options have it."""

@@ -45,7 +45,7 @@ from everytoken.evaluation.run import eval_view, open_with
 from everytoken.files import disk_errors, plain_json, write_atomically
 from everytoken.maps.summary import sample_positions
 from everytoken.models.inference import export_onnx
-from everytoken.models.open import DESCRIPTION, Description, OpenModel, token_head_file
+from everytoken.models.open import Description, OpenModel, timm_config, token_head_file
 
 if TYPE_CHECKING:
     from everytoken.data.augment import EvalTransform
@@ -210,27 +210,9 @@ def _drawn(view: EvalTransform) -> Tensor:
 def _write_timm(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
     """model.safetensors and config.json."""
     model, info = opened.model, opened.info
-    config: dict[str, Any] = dict(model.backbone.pretrained_cfg or {})  # type: ignore[arg-type]
-    kept = ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
-    about = {
-        "architecture": info.architecture,
-        "num_classes": opened.num_classes,
-        "num_features": model.num_features,
-        "label_names": list(info.class_names),
-        "model_args": {name: value for name, value in info.arguments.items() if name != "num_classes"},
-        "pretrained_cfg": {
-            "num_classes": opened.num_classes,
-            "input_size": [3, *info.img_size],
-            "mean": info.mean,
-            "std": info.std,
-            "crop_pct": info.crop_pct,
-            "crop_mode": "center",
-            "interpolation": info.interpolation,
-            **{name: config[name] for name in kept if config.get(name) is not None},
-        },
-        DESCRIPTION: info.values(),
-        **({} if model.token_head is None else {"token_head": _TOKEN_HEAD}),
-    }
+    about = timm_config(model.backbone, info)
+    if model.token_head is not None:
+        about["token_head"] = _TOKEN_HEAD
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as work:
         trial = Path(work)
         files: dict[str, dict[str, Tensor]] = {"model.safetensors": dict(model.backbone.state_dict())}

@@ -51,7 +51,7 @@ class ExplainOptions:
     """attention: gradient-weighted attention relevance. lrp: relevance propagated through layers, as in the papers'
     pictures (ViT, DeiT, LV-ViT). rollout: attention rollout. cam: Grad-CAM. auto: attention for transformers with a
     class token, else cam."""
-    maps: Annotated[Path | None, tyro.conf.arg(aliases=["--labels"])] = None
+    maps: Path | None = None
     """A store of score maps: the annotator's map beside what the tokens say, and where they differ."""
     compare: str = ""
     """A second model, shown next to the first on the same images and classes."""
@@ -165,6 +165,7 @@ def _write(result: Explanation, folder: Path, files: Sequence[str], settings: Ex
 
 
 def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], settings: ExplainOptions) -> Explanation:
+    from everytoken.classes import shown_name
     from everytoken.explanation.saliency import choose_method
     from everytoken.maps import Maps
 
@@ -173,7 +174,7 @@ def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], sett
     maps = None if settings.maps is None else Maps(settings.maps, partial=True)
     methods = [choose_method(model.model, settings.method) for model in models]
     keys = _keys(maps, files)
-    colours = draw.ClassColours()
+    colours = draw.ClassColours([shown_name(name) for name in models[0].token_classes.names])
     cards, facts = [], []
     for number, file in enumerate(files, 1):
         rows, numbers = [], []

@@ -43,7 +43,7 @@ class ImportOptions:
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Folder of the released maps, with one folder per class."""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    out: Path
     """Folder of the new store."""
     images: Path | None = None
     """Image folder; keys become its images' paths. Without it, keys are the maps' paths without .pt."""
@@ -85,7 +85,7 @@ class ExportOptions:
 
     maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
     """Folder of the store."""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    out: Path
     """Folder for the files; new or empty."""
     overwrite: bool = False
     """Replace files in a folder that is not empty."""

@@ -7,7 +7,7 @@ maps are all shown where they lie; what the map does not cover stays grey.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -86,7 +86,7 @@ def sheet_picture(maps: Maps, options: SheetOptions) -> Image.Image:
         title += f" · {maps.manifest.annotator['name']}"
     if missing:
         log.info(f"note: {missing} of {len(tiles)} images were not found under {folder}; their cells are drawn on grey")
-    return draw_sheet(tiles, name_of, title, options.columns)
+    return draw_sheet(tiles, name_of, title, options.columns, map(name_of, range(maps.num_classes)))
 
 
 def find_images(images: Path, keys: Sequence[str]) -> tuple[Path, int]:
@@ -147,9 +147,11 @@ def load_photo(path: Path, size: tuple[int, int]) -> tuple[Image.Image | None, s
     return draw.fit_photo(photo), remark
 
 
-def draw_sheet(tiles: Sequence[Tile], name_of: Callable[[int], str], title: str, columns: int = 2) -> Image.Image:
-    """The whole sheet; tiles of one section stand together under its name."""
-    colours = draw.ClassColours()
+def draw_sheet(
+    tiles: Sequence[Tile], name_of: Callable[[int], str], title: str, columns: int = 2, classes: Iterable[str] = ()
+) -> Image.Image:
+    """The whole sheet; tiles of one section stand together under its name. `classes`: all names, for their colours."""
+    colours = draw.ClassColours(list(classes))
     return draw.draw_sheet(title, SUBTITLE, [_card(tile, name_of, colours) for tile in tiles], columns)
 
 

@@ -120,6 +120,31 @@ class Description:
         return info
 
 
+def timm_config(backbone: nn.Module, info: Description) -> dict[str, Any]:
+    """The content of config.json, with which timm opens a folder: `timm.create_model("local-dir:FOLDER")`."""
+    model: Any = backbone
+    config = dict(model.pretrained_cfg or {})
+    kept = ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
+    return {
+        "architecture": info.architecture.partition(".")[0],
+        "num_classes": model.num_classes,
+        "num_features": model.num_features,
+        "label_names": list(info.class_names),
+        "model_args": {name: value for name, value in info.arguments.items() if name != "num_classes"},
+        "pretrained_cfg": {
+            "num_classes": model.num_classes,
+            "input_size": [3, *info.img_size],
+            "mean": info.mean,
+            "std": info.std,
+            "crop_pct": info.crop_pct,
+            "crop_mode": "center",
+            "interpolation": info.interpolation,
+            **{name: config[name] for name in kept if config.get(name) is not None},
+        },
+        DESCRIPTION: info.values(),
+    }
+
+
 @dataclass(frozen=True)
 class OpenModel:
     """A model in evaluation mode, and what is known about it.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.functional import compact_cross_entropy, participating
+from everytoken.functional import CompactTarget, MapTargets, compact_cross_entropy, participating
 from everytoken.mixing import mix_token_target
 from everytoken.objectives.base import draws, need_batch, need_token_logits
 from everytoken.objectives.relabel import FromMaps, MapSettings
@@ -66,16 +66,27 @@ class TokenLabeling(FromMaps):
     def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """{"token": β · mean H(token), "class": H(cls)}"""
         batch, logits = need_batch(batch, self.name), need_token_logits(view, self.name)
-        grid = (logits.shape[1], logits.shape[2])
-        target, sampled = batch.token_target, None
-        if target is None:
-            sampled = self.map_targets(batch, grid)
-            target = sampled.tokens
+        target, sampled = self.token_target(batch, (logits.shape[1], logits.shape[2]))
         if logits.shape[-1] != target.num_classes:
             raise EverytokenError(
                 f"the token head has {logits.shape[-1]} outputs, but the score maps have {target.num_classes} classes: "
                 f"build TokenModel(backbone, token_classes={target.num_classes})."
             )
+        weight = target.weight
+        if self.participation < 1:
+            generator = draws(batch, "participation", weight.device)
+            weight = weight * participating(weight.shape, self.participation, generator, weight.device)
+        terms = {"token": compact_cross_entropy(logits, target, weight=weight) * self.beta}
+        if self.teaches_class:
+            terms["class"] = self.class_loss(view, batch, sampled)
+        return terms
+
+    def token_target(self, batch: Batch, grid: tuple[int, int]) -> tuple[CompactTarget, MapTargets | None]:
+        """What the tokens of a view learn, [B, h, w], mixed as they are; and what was sampled from maps for it."""
+        target, sampled = batch.token_target, None
+        if target is None:
+            sampled = self.map_targets(batch, grid)
+            target = sampled.tokens
         if self.skip_erased:
             if batch.erased is None:
                 raise EverytokenError(
@@ -87,14 +98,7 @@ class TokenLabeling(FromMaps):
             if self.released and shown.level == "pixels":  # one ratio for all tokens, wherever the box is
                 shown = replace(shown, mask=shown.ratio[:, None, None], moves=None)
             target = mix_token_target(target, shown)
-        weight = target.weight
-        if self.participation < 1:
-            generator = draws(batch, "participation", weight.device)
-            weight = weight * participating(weight.shape, self.participation, generator, weight.device)
-        terms = {"token": compact_cross_entropy(logits, target, weight=weight) * self.beta}
-        if self.teaches_class:
-            terms["class"] = self.class_loss(view, batch, sampled)
-        return terms
+        return target, sampled
 
 
 def erased_part(rectangles: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -68,7 +68,7 @@ def _render(template: str, report: Report, title: str, **more: Any) -> str:
     )
     environment.filters |= {"px": lambda value: f"{value:.1f}", "md": _markdown}
     sections = {
-        "compared": "What was compared",
+        "compared": "What was compared" if len(report.groups) > 1 else "What was trained",
         "runs": "Runs",
         "curves": "Training curves",
         "classes": "Classes" if report.classes else "",
@@ -108,6 +108,8 @@ def _headline_charts(report: Report) -> list[Chart | None]:
     colour = {group.name: i for i, group in enumerate(report.groups)}
     accuracies = [(g.name, e, colour[g.name]) for g in report.groups if (e := g.accuracy)]
     differences = [(d.other.name, d.estimate, colour[d.other.name]) for d in report.differences]
+    if len(report.runs) == 1:  # a dot
+        return []
     return [
         interval_chart(f"Validation {report.metric}", " %", accuracies),
         interval_chart(f"Difference to {report.groups[0].name}, seed by seed", " points", differences, zero=True),
@@ -127,7 +129,7 @@ def _curves(report: Report) -> list[Chart | None]:
     return [
         line_chart(f"Validation {report.metric}", " %", scores, least=4.0),
         line_chart("Validation loss", "", lines("val_loss", "epoch")),
-        *(line_chart(f"Training: {term}", "", lines(term)) for term in terms[:10]),
+        *(line_chart(f"Training: {text.term_words(term)}", "", lines(term)) for term in terms[:10]),
         line_chart("Learning rate", "", lines("lr")),
         line_chart("Images per second", "", lines("images_per_second")),
         line_chart("Waiting for data", " of the time", lines("waiting"), note="1: always; if high, use more workers"),
@@ -139,14 +141,17 @@ def _curves(report: Report) -> list[Chart | None]:
 
 
 def class_colours(report: Report) -> dict[str, str]:
-    """Class -> colour: the classes with the most tokens in what is shown, in a fixed order."""
+    """Class -> colour: the classes with the most tokens in what is shown, in the order of the classes."""
     maps = [a.tokens for sample in report.samples for a in sample.answers if a.tokens is not None]
     maps += [example.tokens for agreement in report.agreements for example in agreement.examples]
     counts: Counter[str] = Counter()
     for tokens in maps:
         counts.update(dict(tokens.shares()))
-    names = sorted(name for name, _ in counts.most_common(len(draw.PALETTE)))
-    return dict(zip(names, draw.PALETTE, strict=False))
+    every = draw.ClassColours([name for tokens in maps[:1] for name in tokens.names])
+    shown = sorted(
+        (name for name, _ in counts.most_common(len(draw.PALETTE))), key=lambda name: every.numbers.get(name, 0)
+    )
+    return every.choose(shown)
 
 
 def overlay(tokens: TokenMap, colours: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from everytoken.engine.run_folder import Run
 from everytoken.progress import clock
 from everytoken.reports.collect import Report
-from everytoken.reports.text import interval_words, progress
+from everytoken.reports.text import interval_words, option_words, progress, term_words
 
 if TYPE_CHECKING:
     from everytoken.reports.samples import Agreement
@@ -74,10 +74,10 @@ def run_table(report: Report) -> Table:
         "seed",
         f"{report.metric} %",
         f"best {report.metric} %",
-        "val loss",
-        *(f"{t} (train)" for t in terms),
+        "validation loss",
+        *(f"{term_words(t)} (training loss)" if t != "loss" else "training loss" for t in terms),
     ]
-    columns += ["highest lr", "time", "images/s", "data waiting"]
+    columns += ["highest learning rate", "time", "images/s", "waiting for data"]
     return Table(
         "Last values; the learning rate is the highest on the way; images per second and waiting are means.",
         columns,
@@ -109,9 +109,9 @@ def settings_table(report: Report) -> Table | None:
     """Options that differ between groups."""
     if not report.settings:
         return None
-    rows = [[name, *(_value(v) for v in values)] for name, values in report.settings]
+    rows = [[option_words(name), *(_value(v) for v in values)] for name, values in report.settings]
     names = [group.name for group in report.groups]
-    return Table("Options that are not the same in all groups.", ["option", *names], rows, frozenset(range(9)))
+    return Table("Settings that are not the same in all groups.", ["setting", *names], rows, frozenset(range(9)))
 
 
 def _value(value: Any) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from everytoken.engine.run_folder import Run
 from everytoken.objectives.registry import ALIASES
 from everytoken.reports.charts import describe
 from everytoken.reports.collect import Classes, Report
 from everytoken.reports.groups import Difference, Group
-from everytoken.stats import Estimate
+from everytoken.stats import Estimate, percentage
 
 if TYPE_CHECKING:
     from everytoken.reports.samples import Agreement
@@ -27,6 +29,54 @@ OBJECTIVES = {
 }
 
 
+METHODS = {
+    "hard": "label of the image",
+    "token_labeling": "token labels",
+    "relabel": "labels of crops",
+    "online_token": "teacher's token labels",
+    "distillation": "teacher's answer",
+    "drloc": "relative localization",
+    "tl_align": "aligned labels",
+    "transmix": "TransMix",
+    "cutmix": "CutMix",
+    "mixup": "MixUp",
+    "mixtoken": "MixToken",
+}
+OPTIONS = {
+    "aa": "RandAugment",
+    "amp": "mixed precision",
+    "img_size": "image size",
+    "lr": "learning rate",
+    "lr_base": "learning rate before scaling",
+    "lr_base_size": "batch of that learning rate",
+    "lr_scaling": "learning rate by batch",
+    "maps": "score maps",
+    "min_lr": "last learning rate",
+    "model": "network",
+    "model_ema": "averaged weights",
+    "model_ema_decay": "decay of averaged weights",
+    "opt": "optimizer",
+    "reprob": "chance of erasing",
+    "sched": "schedule",
+    "smoothing": "label smoothing",
+    "warmup_lr": "first learning rate",
+}
+
+
+def option_words(name: str) -> str:
+    """What people call an option: `objectives.token_labeling.beta` is "token labels: beta"."""
+    first, *rest = name.split(".")
+    if first in ("objectives", "mixing", "model_kwargs") and rest:
+        return ": ".join([METHODS.get(rest[0], rest[0]), *rest[1:]]).replace("_", " ")
+    return OPTIONS.get(name, name.replace("_", " "))
+
+
+def term_words(term: str) -> str:
+    """What people call a loss term: `token_labeling/token` is "token labels, token"."""
+    objective, _, part = term.partition("/")
+    return ", ".join([METHODS.get(objective, objective.replace("_", " ")), *([part] if part else [])])
+
+
 def headline(report: Report) -> str:
     """The result in one line."""
     if report.differences:
@@ -36,7 +86,22 @@ def headline(report: Report) -> str:
     if not ranked:
         return "No run is finished yet."
     group, estimate = max(ranked, key=lambda pair: pair[1].value)
-    return f"{group.name}: {report.metric} {estimate.value:.2f} % on the validation images"
+    return f"{group.name}: {report.metric} {estimate.value:.2f} %{_interval(group, estimate, report)}"
+
+
+def _interval(group: Group, estimate: Estimate, report: Report) -> str:
+    """The interval that stands with a group's number: over its seeds; of one run, over the validation images."""
+    if estimate.low is not None and estimate.high is not None:
+        return f" ({estimate.low:.2f} to {estimate.high:.2f} over {len(estimate.values)} seeds)"
+    classes = next((c for c in report.classes if c.group is group and c.runs == 1), None)
+    if classes is not None and report.metric == "top-1":
+        right = round(estimate.value / 100 * classes.images)
+        of_images = percentage(np.arange(classes.images) < right)
+        return f" of {classes.images:,} validation images (95 % interval {of_images.low:.1f} to {of_images.high:.1f})"
+    if classes is not None and abs(classes.score.value - estimate.value) < 0.01:  # the best weights are the last
+        low, high = classes.score.low, classes.score.high
+        return f" on {classes.images:,} validation images (95 % interval {low:.1f} to {high:.1f})"
+    return " on the validation images (one run, no interval)"
 
 
 def difference_words(difference: Difference) -> str:
@@ -45,11 +110,14 @@ def difference_words(difference: Difference) -> str:
     if len(e.values) < 2:
         return f"{other} against {base}: {e.value:+.2f} points with one seed, which proves nothing yet"
     if e.clear:
-        return f"{other} is {abs(e.value):.2f} points {'better' if e.value > 0 else 'worse'} than {base}"
+        way = "better" if e.value > 0 else "worse"
+        return f"{other} is {abs(e.value):.2f} points {way} than {base} ({e.low:+.2f} to {e.high:+.2f})"
     if min(e.values) > 0 or max(e.values) < 0:
         way = "ahead of" if e.value > 0 else "behind"
-        return f"{other} is {way} {base} with every seed, by {abs(e.value):.2f} points, but the interval includes zero"
-    return f"No clear difference between {other} and {base}: {e.value:+.2f} points"
+        words = f"{other} is {way} {base} with every seed, by {abs(e.value):.2f} points, but the interval includes zero"
+    else:
+        words = f"No clear difference between {other} and {base}: {e.value:+.2f} points"
+    return f"{words} ({e.low:+.2f} to {e.high:+.2f})"
 
 
 def how_sure(difference: Difference) -> str:
@@ -80,7 +148,7 @@ def learns(config: Mapping[str, Any]) -> str:
     """What a run's network is asked to learn."""
     names = [str(name) for name in config.get("objectives") or {}] or ["hard"]
     parts = [OBJECTIVES.get(ALIASES.get(name, name), name) for name in names]
-    mixing = ", ".join(map(str, config.get("mixing") or {}))
+    mixing = ", ".join(METHODS.get(str(name), str(name)) for name in config.get("mixing") or {})
     return "; and ".join(parts) + (f" (images mixed by {mixing})" if mixing else "")
 
 
@@ -88,7 +156,11 @@ def facts(config: Mapping[str, Any]) -> str:
     """Model, size, initial weights, length and data of a run, as far as its configuration says."""
     size, weights, epochs, data = (config.get(name) for name in ("img_size", "weights", "epochs", "data"))
     model = str(config.get("model", "unknown model")) + (f" at {size} px" if size else "")
-    parts = [(weights, f"from {weights}"), (epochs, f"{epochs} epochs"), (data, f"data {data}")]
+    parts = [
+        (weights, f"from {weights}"),
+        (epochs, f"{epochs} epoch{'' if epochs == 1 else 's'}"),
+        (data, f"data {data}"),
+    ]
     return ", ".join([model, *(text for value, text in parts if value)])
 
 

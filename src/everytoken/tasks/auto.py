@@ -28,7 +28,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ from everytoken.engine.run_folder import Run, RunFolder, read_run
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken.machine import cores, free_disk, memory
-from everytoken.models.open import Description, open_model
+from everytoken.models.open import Description, open_model, timm_config
 from everytoken.tasks.build import build, log_shares, open_splits
 from everytoken.tasks.classify import Classification, train_with
 
@@ -82,7 +82,7 @@ _LOOKING = 0.2  # part of the time for features and the choice of a backbone, at
 _VALIDATING = 0.25  # of the time of training, at most
 _SIMILAR = 0.9  # cosine of the features of two images that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
-_MACHINE = ("output", "device", "threads", "workers", "resume", "tensorboard", "wandb", "keep", "log_interval")
+_MACHINE = ("out", "device", "threads", "workers", "resume", "tensorboard", "wandb", "mlflow", "keep", "log_interval")
 
 
 def _device(options: TrainOptions) -> torch.device:
@@ -160,7 +160,7 @@ def keys_of(options: TrainOptions) -> str:
 
 def _folder(options: TrainOptions, data: str) -> tuple[Path, Path | None]:
     """The run's folder, and that of the last run on fewer images."""
-    first = Path(options.run.output or Path("runs") / (Path(dataset_title(options.data)).stem or "photos"))
+    first = Path(options.run.out or Path("runs") / (Path(dataset_title(options.data)).stem or "photos"))
     folder, previous, number = first, None, 1
     while (folder / "decisions.json").is_file():
         content = schema.read_json(folder / "decisions.json", dict[str, Any])
@@ -178,7 +178,7 @@ def _read_decisions(output: Path, options: TrainOptions) -> TrainOptions:
     path = output / "recipe.yaml"
     decided = replace(apply(TrainOptions(), read_recipe(str(path)), str(path)), recipe=str(path))
     machine = {name: value for name, value in flat(options).items() if name in _MACHINE}
-    return apply(decided, {**machine, "output": str(output)}, "machine")
+    return apply(decided, {**machine, "out": str(output)}, "machine")
 
 
 # -- deciding ----------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def _decide(
     values = {"data": options.data, **values}
     head = "".join(f"# {line}\n" for line in decisions.lines)
     path = output / "recipe.yaml"
-    again = f"everytoken train {options.data} --recipe {path} --output NEW"
+    again = f"everytoken train {options.data} --recipe {path} --out NEW"
     again = f"# Run it again, edited or not: {again}\n" if epochs else f"# To fine-tune, add --epochs 10: {again}\n"
     text = head + again + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     facts = {
@@ -575,14 +575,14 @@ def save_linear(options: TrainOptions, photos: Photos, folder: Path, strength: f
     config = apply(options, {**described, "epochs": 1, "maps": ""}, "linear")
     if (folder / "best.safetensors").is_file():
         shutil.rmtree(folder)
-    _write_run(folder, model.state_dict(), info, config, answers, photos.train.class_names)
+    _write_run(folder, model, info, config, answers, photos.train.class_names)
     unseen.save(folder / "out-of-fold.npz", note=keys_hash(photos.train))
     return answers
 
 
 def _write_run(
     folder: Path,
-    state: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
     info: Description,
     options: TrainOptions,
     answers: AnyPredictions,
@@ -590,23 +590,26 @@ def _write_run(
 ) -> None:
     """A finished run of no updates."""
     writer = RunFolder(folder)
-    writer.write_config(flat(options))
+    writer.write_config(flat(options), timm_config(model, info))
     summary = answers.summary()
     score = next(iter(summary.values()))
     numbers = {"score": score, **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
     row = {"kind": "epoch", "step": 0, "epoch": 1, "seconds": 0.0, **numbers}
     writer.record(row)
     writer.write("classes.json", plain_json(answers.per_class(class_names)))
-    write_weights(folder / "best.safetensors", state, info.to_metadata())
+    write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
     best = {"score": score, "epoch": 1, "step": 0}
     writer.write("summary.json", plain_json({"best": best, "last": row, "epochs": 1, "updates": 0, "seconds": 0.0}))
 
 
 def _keep_linear(output: Path) -> None:
     """Make the linear head the result of the run."""
-    names = ("best.safetensors", "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "classes.json")
-    for name in (*names, "summary.json"):  # last: it says that the run is finished
-        shutil.copyfile(output / "linear" / name, output / name)
+    names = ("best.safetensors", "config.yaml", "config.json", "environment.json", "metrics.jsonl", "metrics.csv")
+    for name in (*names, "classes.json", "summary.json"):  # last: it says that the run is finished
+        if (output / "linear" / name).exists():  # folders of earlier versions have no config.json
+            shutil.copyfile(output / "linear" / name, output / name)
+    with RunFolder(output).surviving("report.html"):
+        read_run(output).report(output / "report.html")
 
 
 def clearly_worse(first: np.ndarray, last: np.ndarray) -> bool:
@@ -665,7 +668,7 @@ def _result(answers: AnyPredictions) -> str:
 
 def _compare_with_plain(output: Path, options: TrainOptions) -> dict[str, Any]:
     """Train the twin without token labels for the same time, and say what the tokens brought."""
-    plain = apply(options, {"objectives": {}, "mixing": {}, "maps": "", "output": str(output / "plain")}, "plain")
+    plain = apply(options, {"objectives": {}, "mixing": {}, "maps": "", "out": str(output / "plain")}, "plain")
     seconds = read_run(output).seconds or 0.0
     if not (output / "plain/config.yaml").is_file():
         ratio = min(1.5, max(1.0, _time_steps(options, output)[0] / _time_steps(plain, output)[0]))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,8 +25,11 @@ from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.maps import Maps
+from everytoken.mixing import MIXERS, GuidedMixer
+from everytoken.models.open import timm_config
 from everytoken.objectives import ALIASES, required_by
 from everytoken.objectives.registry import resolved
+from everytoken.tasks.batch_picture import batch_picture
 from everytoken.tasks.build import ClassifierSetup, build
 from everytoken.tasks.start import complete, default_output
 
@@ -79,6 +83,17 @@ class Classification(Task):
         with super().autocast(), sdpa_kernel(SDPBackend.MATH) if slow and small else nullcontext():
             yield
 
+    def picture(self, batch: Batch) -> Image.Image | None:
+        """The batch as it is mixed, with what its tokens are to learn."""
+        step, view, store = self.setup.step, self.setup.eval_view, self.setup.store
+        guided = any(issubclass(MIXERS[name], GuidedMixer) for name in self.options.mixing if name in MIXERS)
+        if not guided or not self.options.run.fsdp:  # a network that is sharded answers to all processes at once only
+            batch = step.mixed(batch)
+        token_names = store.class_names if store is not None else ()
+        names = self.setup.train_set.class_names
+        objectives = [m for m in step.objectives.values() if isinstance(m, nn.Module)]
+        return batch_picture(batch, objectives, self.setup.grid, names, token_names, view.mean, view.std)
+
     def validate(self, module: nn.Module) -> dict[str, float]:
         """Every validation image exactly once, over all processes; "score" is top-1, with several labels mAP."""
         self.latest = self._predictions(module)
@@ -111,6 +126,10 @@ class Classification(Task):
     def metadata(self) -> dict[str, str]:
         """The description that `open_model` reads."""
         return self.setup.description.to_metadata()
+
+    def timm_config(self) -> dict[str, Any]:
+        """config.json, with which timm opens the run folder: `timm.create_model("local-dir:RUN", pretrained=True)`."""
+        return timm_config(self.backbone, self.setup.description)
 
     def describe(self) -> str:
         """Data, model, objectives."""
@@ -153,7 +172,7 @@ class Classification(Task):
 def train_with(options: TrainOptions) -> Run:
     """Train a classifier as the options say, or continue the run that their output folder holds."""
     options = complete(options)
-    output = options.run.output or default_output(options)
+    output = options.run.out or default_output(options)
     begun = read_run(Path(output)).config.get("objectives")
     options = dataclasses.replace(options, objectives=resolved(options.objectives, begun))
 
@@ -190,7 +209,7 @@ def train(
         recipe: name of a shipped recipe, or a YAML file.
         objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
         mixing: likewise.
-        options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, output, device;
+        options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, out, device;
             without recipe and model also minutes (a budget) and compare (train a plain twin).
     """
     settings = TrainOptions()
@@ -251,5 +270,5 @@ def dry_run(options: TrainOptions) -> dict[str, Any]:
     return plan(
         lambda world, folder: Classification(build(options, world), quick, world, folder),
         options,
-        options.run.output or default_output(options),
+        options.run.out or default_output(options),
     )

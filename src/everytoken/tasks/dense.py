@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from everytoken import schema
@@ -34,7 +35,7 @@ from everytoken.data.datasets import (
 )
 from everytoken.data.decode import ImageError
 from everytoken.data.loader import BadImages, Loader, Request
-from everytoken.draw import Card, draw_sheet
+from everytoken.draw import Card, Row, draw_sheet
 from everytoken.engine.distributed import World, pick_device
 from everytoken.engine.dryrun import plan
 from everytoken.engine.held_out import held_out
@@ -48,12 +49,14 @@ from everytoken.files import plain_json
 from everytoken.models.open import Description, find_weights, parse_metadata, read_metadata
 from everytoken.models.weights import load_weights
 from everytoken.tasks.backbone import Features, name_weights, rebuild_features
+from everytoken.tasks.batch_picture import IMAGES, pixels_of
 from everytoken.tasks.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 
 A = TypeVar("A")
 V = TypeVar("V")
 N = TypeVar("N", bound=nn.Module)
 PICTURES = 8  # of validation images, at the end of a run
+PICTURE_SIDE = 360  # pixels
 
 
 # -- datasets and batches ---------------------------------------------------------------------------------------------
@@ -354,6 +357,20 @@ class DenseTask(Task):
         """The network in a few words."""
         raise NotImplementedError
 
+    def picture(self, batch: Batch) -> Image.Image:
+        """Images of a batch with what is to be found in them."""
+        info, count = self.info.backbone, min(IMAGES, len(batch))
+        images = pixels_of(batch.images[:count], info.mean, info.std)
+        cards = [
+            Card(batch.keys[i], [self.truth(pixels, batch, i, PICTURE_SIDE)], side=PICTURE_SIDE)
+            for i, pixels in enumerate(images)
+        ]
+        return draw_sheet(f"The first batch: {count} of {len(batch)} images", "", cards, 2)
+
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
+        """Image i of a batch, uint8 [H, W, 3], and what is to be found in it."""
+        raise NotImplementedError
+
 
 def train_dense(task_type: type[DenseTask], options: Any) -> Run:
     """Train a dense task, or continue the run in the output folder."""
@@ -385,7 +402,7 @@ def _checked_output(task_type: type[DenseTask], options: DenseOptions) -> str:
     if not options.data:
         raise EverytokenError(f"data is empty: name the images to train on (everytoken {task_type.command} train DATA)")
     check_rate(options.optim)
-    return options.run.output or default_output(options, task_type.command)
+    return options.run.out or default_output(options, task_type.command)
 
 
 def held_out_note(data: str, val_split: float) -> str:
@@ -467,8 +484,8 @@ def open_unseen(
 def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[FileSet, Callable[[str, str], Path]]:
     """The images, and where to put what is made of each: (key, ending) -> path; never over an image."""
     root, names = gather_images(options.images)
-    stems = result_stems(root, names, Path(options.output), endings)
-    Path(options.output).mkdir(parents=True, exist_ok=True)
+    stems = result_stems(root, names, Path(options.out), endings)
+    Path(options.out).mkdir(parents=True, exist_ok=True)
 
     def place(key: str, ending: str) -> Path:
         stems[key].parent.mkdir(parents=True, exist_ok=True)

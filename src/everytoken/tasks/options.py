@@ -82,7 +82,7 @@ def check_rate(optim: OptimOptions) -> None:
 class SourceOptions:
     """A trained model and where it runs."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT")]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder or a weights file."""
     device: str = field(default="", kw_only=True)
     """cpu, cuda, mps; default: the best available."""
@@ -115,7 +115,7 @@ class PredictOptions(SourceOptions):
 
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
     """Image files and folders."""
-    output: str
+    out: str
     """Folder for the results."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
     """Loader processes."""

@@ -111,7 +111,7 @@ def _fine_tuning(options: TrainOptions, weights: Weights, source: str) -> dict[s
 
 def _recorded(options: TrainOptions, decisions: Iterable[str]) -> dict[str, Any]:
     """What was decided when the run in the output folder began, if there is one; the first version scaled linearly."""
-    folder = Path(options.run.output or default_output(options))
+    folder = Path(options.run.out or default_output(options))
     config = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
     return {"lr_scaling": "linear", **{k: config[k] for k in decisions if k in config}} if config else {}
 

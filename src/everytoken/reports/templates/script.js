@@ -5,6 +5,12 @@ window.addEventListener("error", (event) => {
   const place = document.getElementById("page-errors");
   if (place) place.textContent += "This page has a fault: " + event.message;
 });
+// tables that scroll say so
+const mark = () => {
+  for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
+};
+window.addEventListener("resize", mark);
+mark();
 const said = (value) => {
   const size = Math.abs(value);
   if (value === 0) return "0";

@@ -265,5 +265,5 @@ def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
         picture.save(place(key, ".objects.jpg"), quality=90)
         objects += answer.rows(key, names)
         rows.append({"image": key, **dict(Counter(names[label] for label in shown.labels.tolist()).most_common())})
-    (Path(options.output) / "predictions.json").write_text(json.dumps(objects))
+    (Path(options.out) / "predictions.json").write_text(json.dumps(objects))
     return rows, []

@@ -12,15 +12,17 @@ from functools import partial
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
 from everytoken.data.datasets import DataSet
+from everytoken.draw import Panel, Row, fit_photo, object_overlay
 from everytoken.engine.distributed import World
 from everytoken.engine.run_folder import RunFolder
 from everytoken.errors import EverytokenError
 from everytoken.tasks.dense import DenseTask, fill_colour, held_out_note, plan_dense, train_dense, whole_set
-from everytoken.tasks.detect.data import DetectTransform, InstanceSet, ObjectViews, divided, open_instances
+from everytoken.tasks.detect.data import DetectTransform, InstanceSet, Objects, ObjectViews, divided, open_instances
 from everytoken.tasks.detect.infer import DetectScore, Inference, resolve
 from everytoken.tasks.detect.masks import tool
 from everytoken.tasks.detect.metrics import Detections
@@ -81,6 +83,16 @@ class DetectTask(DenseTask):
     def score(self, pictures: int) -> DetectScore:
         """AP of masks, or of boxes if there are no masks."""
         return DetectScore(self.val_set, pictures=pictures)
+
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
+        """The image and its objects."""
+        objects: Objects = batch.targets
+        some = slice(sum(objects.counts[:i]), sum(objects.counts[: i + 1]))
+        names = [self.info.class_names[label - 1] for label in objects.labels[some].tolist()]
+        masks = () if objects.masks is None else list(objects.masks[some].cpu().numpy().astype(bool))
+        shown = object_overlay(pixels, objects.boxes[some].cpu().numpy(), names, masks, side)
+        photo = fit_photo(Image.fromarray(pixels), side)
+        return Row("", [Panel("what the network gets", photo), Panel(f"its {len(names)} objects", shown)])
 
     def network_words(self) -> str:
         """Detector and backbone."""

@@ -262,5 +262,5 @@ def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
         shares = np.bincount(mask.reshape(-1), minlength=len(class_names)) / mask.size
         order = [i for i in np.argsort(-shares, kind="stable").tolist() if shares[i] > 0]
         rows.append({"image": key, **{class_names[i]: round(100 * float(shares[i]), 2) for i in order}})
-    (Path(options.output) / "classes.json").write_text(json.dumps(dict(enumerate(class_names)), indent=1))
+    (Path(options.out) / "classes.json").write_text(json.dumps(dict(enumerate(class_names)), indent=1))
     return rows, notes

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
+from everytoken.draw import Panel, Row, fit_photo, mask_legend, mask_overlay
 from everytoken.engine.distributed import World
 from everytoken.engine.run_folder import RunFolder
 from everytoken.errors import EverytokenError
@@ -93,6 +96,16 @@ class SegmentTask(DenseTask):
     def score(self, pictures: int) -> SegmentScore:
         """mIoU."""
         return SegmentScore(self.info.class_names, pictures)
+
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
+        """The image and its mask."""
+        mask, names = batch.targets[i].cpu().numpy(), self.info.class_names
+        pictures = {
+            "what the network gets": Image.fromarray(pixels),
+            "its mask": mask_overlay(pixels, mask, len(names)),
+        }
+        panels = [Panel(title, fit_photo(picture, side)) for title, picture in pictures.items()]
+        return Row("", panels, mask_legend([mask], names))
 
     def network_words(self) -> str:
         """Backbone and head."""
