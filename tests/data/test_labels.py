@@ -1,9 +1,12 @@
 """Labels from a CSV file."""
 
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
 
+from everytoken.cli import main
 from everytoken.data.datasets import DataError, dataset_title, find_split, open_dataset, open_splits, split_off
 from everytoken.engine.held_out import _train_folder
 
@@ -116,6 +119,18 @@ def test_a_folder_and_its_labels_file_are_the_same_data_and_have_one_name(folder
     (folder / "list.txt").write_text("cat\n")
     with pytest.raises(DataError, match="leave its lines out"):
         open_dataset(f"subset:{folder / 'list.txt'}:{file}")
+
+
+def test_the_doctor_reads_labels_files_and_says_what_is_wrong_with_them(folder, capsys):
+    write(folder, "path,label\na/1.png,cat;dog\na/2.png,cat\nb/3.png,;\nb/4.png,dog;cat\n")
+    main(["doctor", str(folder), "--json"])
+    found = {f["code"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["tiny-class"]["examples"] == ["dog: 2", "cat: 3"]
+    assert found["duplicate-classes"]["count"] == 2  # the images are the same; of two, so are the labels
+    write(folder, "path,label\na/1.png,cat\na/7.png,dog\n")
+    assert main(["doctor", str(folder), "--json"]) == 1
+    (unusable,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["code"] == "data-unusable"]
+    assert "line 3: there is no file a/7.png" in unusable["what"]
 
 
 class Several:

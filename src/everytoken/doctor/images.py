@@ -122,13 +122,13 @@ def _unreadable(data: DataSet, facts: dict[int, ImageFacts]) -> list[Finding]:
 def _classes(data: DataSet, part_name: str) -> list[Finding]:
     if part_name != "train" or not data.num_classes:
         return []
-    counts = np.bincount(data.labels[data.labels >= 0], minlength=data.num_classes)
+    counts = data.class_counts()
     ranked = sorted(zip(counts.tolist(), data.class_names, strict=True))
     named = [f"{name}: {count}" for count, name in ranked if count]  # those of val alone are reported already
     counts = counts[counts > 0]
     findings = []
     tiny = int((counts < TINY).sum())
-    if len(counts) < 2:
+    if len(counts) < 2 and not data.multi_label:
         todo = "Put the images of each class into a folder of its own."
         findings.append(Finding("error", "one-class", "there is one class only", data.name, todo, some(named)))
     if tiny:
@@ -177,7 +177,7 @@ def _sizes(data: DataSet, facts: Sequence[ImageFacts]) -> list[Finding]:
 def _doubles(images: Images) -> list[Finding]:
     places = [(name, index) for name, facts in images.facts.items() for index in facts]
     facts = [images.facts[name][index] for name, index in places]
-    labels = [images.parts[name].label(index) for name, index in places]
+    labels = [images.parts[name].label_text(index) for name, index in places]
 
     def where(position: int) -> str:
         name, index = places[position]
@@ -194,7 +194,7 @@ def _doubles(images: Images) -> list[Finding]:
 
 def _double_findings(
     spec: str, alike: str, leak_level: str, pairs: Sequence[tuple[int, int]], places: Sequence[tuple[str, int]],
-    labels: Sequence[int], where: Callable[[int], str], code: str,
+    labels: Sequence[str], where: Callable[[int], str], code: str,
 ) -> list[Finding]:  # fmt: skip
     leaks = [(a, b) for a, b in pairs if places[a][0] != places[b][0]]
     inside = [(a, b) for a, b in pairs if places[a][0] == places[b][0]]

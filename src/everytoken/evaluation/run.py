@@ -261,6 +261,8 @@ class Inference:
             assert batch.labels is not None
             assert batch.indices is not None
             chosen = logits if columns is None else logits[:, columns.to(logits.device)]
+            if batch.labels.dim() == 2 and not several:
+                raise EverytokenError(f"images of {self.data.name} have several labels, and one is asked for here")
             truth = _several(batch.labels, labels, chosen) if several else labels[batch.labels]
             parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
