@@ -151,11 +151,21 @@ def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, 
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (5.0, 0.0))[1])
     monkeypatch.setattr(auto_module, "train_with", lambda options: read_run(tmp_path / "run/linear"))
     monkeypatch.setattr(auto_module, "_choose", lambda output, options: {"kept": "fine-tuned"})
-    train(folder, weights=weights, output=str(tmp_path / "run"), minutes=3, maps="none", **QUIET)
+    train(folder, weights=weights, output=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
-    assert 3 <= values["epochs"] <= 12  # an epoch of three updates takes 15 s and more
+    assert 14 <= values["epochs"] <= 40  # an epoch of three updates takes 15 s and more
     assert "maps" not in values
     assert values["warmup_epochs"] == pytest.approx(values["epochs"] / 10)
+
+
+def test_a_larger_backbone_must_suit_the_time_or_be_far_ahead():
+    def trial(loss: float, seconds: float) -> features_module.Trial:
+        return features_module.Trial(features_module.Candidate("any"), 0.5, loss, 0.0, seconds)
+
+    better = features_module._suits_better
+    assert better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=2.0)  # there is time for both
+    assert not better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=1.0)
+    assert not better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=0.1)  # there is time for neither
 
 
 def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):

@@ -8,7 +8,7 @@
 Features are kept by the content of the image, in one folder per backbone and view (`KEY/part-*.safetensors`, half
 precision), so that renamed images and images that were added later cost nothing extra; a job that was killed goes on
 after its last part of 256 images.
-Cost: one forward pass per image and candidate; see docs/pretrained.md.
+Cost: one forward pass per image and candidate; see docs/photos.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Progress = Callable[[int, int], None]
 PROBED = 400
 """Images that backbones are compared on, at most."""
 ENOUGH_EPOCHS, LEAD = 10, 0.04
-"""A backbone that cannot be fine-tuned for so many epochs has to be ahead by so much of those that can."""
+"""A backbone that cannot be fine-tuned for so many epochs has to be ahead by so much of those that can, or of the
+cheapest."""
 _PART = 256
 _BATCH = 32
 _MANY = 100  # images for which the network is made faster first
@@ -383,8 +384,7 @@ def choose_backbone(
         trial = trials[-1]
         if best is None or trial.loss < best[1].loss:
             best = backbone, trial
-        enough = trial.training_seconds * len(data) * ENOUGH_EPOCHS <= training_seconds
-        if enough and (trainable is None or trial.loss < trainable[1].loss):
+        if training_seconds and (trainable is None or _suits_better(trial, trainable[1], training_seconds / len(data))):
             trainable = backbone, trial
     assert best is not None
     if trainable is not None and best[1].accuracy - trainable[1].accuracy < LEAD:
@@ -392,6 +392,17 @@ def choose_backbone(
     features = compute_features(data, best[0], cache, digests=digests, workers=workers, progress=progress)
     fit = fit_features(features, data, folds, seed)
     return Choice(best[0], features, fit, tuple(trials), tuple(skipped))
+
+
+def _suits_better(one: Trial, other: Trial, seconds: float) -> bool:
+    """Whether to fine-tune one backbone and not another, with so many seconds for each image.
+
+    Of those for which the time is enough the one with the lower loss, else the one that takes less time.
+    """
+    enough = [trial.training_seconds * ENOUGH_EPOCHS <= seconds for trial in (one, other)]
+    if all(enough):
+        return one.loss < other.loss
+    return one.training_seconds < other.training_seconds
 
 
 def fit_features(
@@ -418,12 +429,13 @@ def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.n
 
 
 def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor], images: int = 8) -> float:
-    """Time of the network alone, from the second of two small batches."""
+    """Time of the network alone: the least of three small batches after the first, since others may be at work."""
     pixels = torch.zeros(images, 3, *backbone.info.img_size, device=backbone.device)
     pixels = pixels.to(memory_format=torch.channels_last)
-    for _ in range(2):
+    spent = []
+    for _ in range(4):
         started = time.perf_counter()
         with torch.inference_mode():
             pooled(pixels).sum().item()
-        spent = time.perf_counter() - started
-    return spent / images
+        spent.append(time.perf_counter() - started)
+    return min(spent[1:]) / images
