@@ -38,7 +38,7 @@ COMMANDS = [code for code in CODE if code.startswith("everytoken ")]
 def flags_of(command):
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        main([*command.split(), "--help"])
+        main([*command.split(), "--help-all"])
     return set(re.findall(r"--[a-z][a-z-]*", text.getvalue()))
 
 
