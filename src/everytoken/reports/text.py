@@ -104,6 +104,12 @@ def _interval(group: Group, estimate: Estimate, report: Report) -> str:
     return " on the validation images (one run, no interval)"
 
 
+def best_differs(report: Report) -> bool:
+    """Whether the best weights of the only run were not the last."""
+    run = report.runs[0]
+    return run.score is None or run.best is None or run.best > run.score
+
+
 def difference_words(difference: Difference) -> str:
     """What a group gained over the first, honestly."""
     e, other, base = difference.estimate, difference.other.name, difference.base.name
@@ -212,6 +218,9 @@ def caution(report: Report) -> str:
     """What the interval does and does not cover."""
     counts = [len(e.values) for g in report.groups if (e := g.accuracy) is not None]
     text = f"Compared is {report.metric} on the validation images after the last epoch, not the best one. "
+    if len(report.runs) == 1:
+        text = text.replace("Compared is", "This is")
+        return text + "The interval is over images; another seed can differ by a point or two."
     if counts and max(counts) > 1:
         return text + "Intervals are over seeds (Student, 95 %): they say what another seed may give on these images."
     return text + "There is one seed of each; two runs that differ in the seed only can differ by a point or two."
