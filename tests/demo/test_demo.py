@@ -115,7 +115,7 @@ def test_the_demo_calls_the_real_commands_and_reports_every_seed(tmp_path, capsy
     def run(words: list[str]) -> int:
         called.append(words)
         if words[0] == "train":
-            place = Path(words[words.index("--output") + 1])
+            place = Path(words[words.index("--out") + 1])
             place.mkdir(parents=True)
             seed = int(words[words.index("--seed") + 1])
             score = 50.0 + (2 + seed / 10) * ("every-token" in place.name)
