@@ -36,7 +36,7 @@ from everytoken.annotators.options import AnnotateOptions, FitOptions, pair
 from everytoken.annotators.reading import BatchReader, ImageBatch, batches, eval_view, store_order
 from everytoken.classes import ClassPlan, plan_classes
 from everytoken.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
-from everytoken.engine.distributed import World, join_world
+from everytoken.engine.distributed import World, join_world, ranks_at
 from everytoken.engine.recipe import apply
 from everytoken.errors import EverytokenError
 from everytoken.maps import Manifest, Maps, MapWriter, StoreMeta
@@ -65,6 +65,7 @@ class Outcome:
         notes: sentences the user should read.
         copied: maps that came from another store.
         world: this process among those that shared the job.
+        apart: if machines wrote to a disk each, the processes that wrote to this one; the store has a part of the maps.
     """
 
     data: DataSet
@@ -75,6 +76,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     copied: int = 0
     world: World = _ALONE
+    apart: tuple[int, ...] = ()
 
 
 def annotate(
@@ -103,8 +105,8 @@ def annotate(
     for name in ("img_size", "fit_size"):
         if isinstance(options.get(name), int):  # a square, as in `et.train`
             options[name] = (options[name],)
-    run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
-    return Maps(out)
+    outcome = run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
+    return Maps(out, partial=bool(outcome.apart))
 
 
 def run_job(
@@ -119,9 +121,16 @@ def run_job(
     check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
     # processes wait for each other at the beginning and at the end only, and the end can be far
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
+        ranks = ranks_at(out, world)
+        apart = ranks if world.any(len(ranks) < world.size) else ()
+        if apart and annotator == "fit":
+            raise EverytokenError(
+                f"the processes do not share the disk of {out}, and the annotator fit is fitted there. Give a folder "
+                "on a shared disk, or an annotator that exists (timm:NAME)."
+            )
         if isinstance(annotator, str):
             annotator = make_annotator(annotator, dataset, out, options, world)
-        return fill_store(dataset, out, annotator, options, world, progress)
+        return fill_store(dataset, out, annotator, options, world, progress, apart)
 
 
 def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
@@ -177,11 +186,13 @@ def fill_store(
     options: AnnotateOptions,
     world: World = _ALONE,
     progress: Progress | None = None,
+    apart: tuple[int, ...] = (),
 ) -> Outcome:
     """Give every image of `data` a score map in the store `out`, or continue a store that was begun.
 
     Args:
         progress: called with (images done, images in all) of this process, images of earlier runs included.
+        apart: if `out` is on several disks, the processes that write to the same one as this; see `Outcome`.
     """
     if not len(data):
         raise EverytokenError(f"{data.name} holds no images to annotate.")
@@ -206,7 +217,10 @@ def fill_store(
     ) as writer:
         world.barrier()
         shards = writer.pending_shards()
-        of_rank = range(world.rank, writer.manifest.num_shards, world.size)
+        of_rank: Sequence[int] = range(world.rank, writer.manifest.num_shards, world.size)
+        if apart:  # what is finished on no disk is divided anew
+            unfinished = set[int].intersection(*map(set, world.gather(writer.pending_shards(0, 1))))
+            of_rank = shards = sorted(unfinished)[world.rank :: world.size]
         total = sum(len(writer.shard_range(i)) for i in of_rank)
         done = total - sum(len(writer.shard_range(i)) for i in shards)
         copied = frozenset() if older is None else copy_maps(writer, shards, older)
@@ -226,11 +240,11 @@ def fill_store(
                     tell(done, total)
         seconds = time.perf_counter() - started
         world.barrier()
-        if world.is_main:
+        if world.is_main and (not apart or not writer.pending_shards(0, 1)):
             writer.finalize()
         world.barrier()
     notes = tuple(_notes(annotator, plan, grid))
-    return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world)
+    return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world, apart)
 
 
 def _as_begun(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -56,7 +56,21 @@ def main(argv: list[str], prog: str) -> int:
     with Progress("annotating", "images") as progress:
         plain = AnnotateOptions(**values_of(options, AnnotateOptions))
         outcome = run_job(options.data, options.out, options.annotator, plain, progress)
+    if outcome.apart:
+        return _report_part(options, outcome) if outcome.world.rank == outcome.apart[0] else 0
     return _report(options, outcome) if outcome.world.is_main else 0
+
+
+def _report_part(options: Annotate, outcome: Outcome) -> int:
+    """Print what this machine has, if each has a disk of its own."""
+    from everytoken.maps import Maps
+
+    store, out = Maps(options.out, partial=True), quote(str(options.out))
+    print(f"{options.out}: {len(store):,} maps of {store.manifest.total:,} images; other machines have the rest")
+    for note in outcome.notes:
+        print(f"note: {note}")
+    print(f"next, with the folders of all machines side by side:\n  everytoken maps merge {out} OTHERS --out all-maps")
+    return 0
 
 
 def _report(options: Annotate, outcome: Outcome) -> int:

@@ -17,6 +17,7 @@ from everytoken.cli._help import options_of
 from everytoken.cli._parse import parse
 from everytoken.errors import EverytokenError
 from everytoken.maps.check import verify
+from everytoken.maps.merge import merge_maps
 from everytoken.maps.released import ExportOptions, ImportOptions, export_released, import_released
 from everytoken.maps.sheet import SheetOptions, make_sheet
 from everytoken.maps.store import Maps
@@ -186,6 +187,31 @@ def _with_out(config: type, argv: list[str]) -> list[str]:
     return [*argv[: places[1]], "--out", *argv[places[1] :]]
 
 
+@dataclass(frozen=True)
+class Merge:
+    """Make one store of several: parts that machines with a disk each have annotated, or stores of different images.
+
+    The stores must come from the same annotator with the same settings and classes. An interrupted merge resumes when
+    the same command is run again.
+
+    Examples:
+        everytoken maps merge node0/maps node1/maps --out maps
+    """
+
+    maps: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    """Folders of two stores or more; unfinished ones, too, if together they have all images."""
+    out: Path
+    """Folder of the new store."""
+
+
+def merge(argv: list[str], prog: str) -> int:
+    options = parse(Merge, prog, argv)
+    with Progress("merge", "maps") as progress:
+        store = merge_maps(options.maps, options.out, progress)
+    print(f"{options.out}: {len(store):,} maps, {store.manifest.skipped:,} skipped images")
+    return 0
+
+
 def _list(lines: Iterable[str], limit: int) -> None:
     lines = list(lines)
     for line in lines[:limit]:
@@ -204,6 +230,7 @@ _COMMANDS: dict[str, Command] = {
     "info": ("what is in a store, as a table", info),
     "sheet": ("a picture of many maps on their images: wrong and interesting ones first, or those you name", sheet),
     "verify": ("check every byte; names the images whose maps are damaged", verify_store),
+    "merge": ("make one store of several", merge),
     "import": ("make a store of released .pt maps (token labeling, ReLabel)", import_maps),
     "export": ("write a store as released .pt maps", export_maps),
 }

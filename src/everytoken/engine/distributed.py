@@ -9,10 +9,12 @@ DDP.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from everytoken.errors import EverytokenError
+from everytoken.files import disk_errors, temporary_name
 
 DEVICES = ("cpu", "cuda", "mps")
 
@@ -101,6 +104,29 @@ class World:
         """Wait for all."""
         if self.size > 1:
             dist.barrier()
+
+
+def ranks_at(folder: Path, world: World, patience: float = 5.0) -> tuple[int, ...]:
+    """The processes for which `folder` is the same folder as for this one; all of them, if they share the disk.
+
+    Args:
+        patience: seconds after which a file that another process has made is not expected to be seen any more.
+    """
+    if world.size == 1:
+        return (0,)
+    mark = temporary_name(folder / "here", world.rank)
+    with world.agree(), disk_errors(folder, "looking who shares it"):
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    try:
+        marks = world.gather(mark.name)
+        until = time.monotonic() + patience
+        while not (names := set(os.listdir(folder))).issuperset(marks) and time.monotonic() < until:
+            time.sleep(0.1)  # network disks may be late
+        world.barrier()
+    finally:
+        mark.unlink(missing_ok=True)
+    return tuple(rank for rank, name in enumerate(marks) if name in names)
 
 
 def best_device() -> str:

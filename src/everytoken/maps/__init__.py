@@ -12,6 +12,7 @@ from everytoken._lazy import lazy
 if TYPE_CHECKING:
     from everytoken.maps.check import verify
     from everytoken.maps.format import Manifest, StoreMeta, class_names_hash
+    from everytoken.maps.merge import merge_maps
     from everytoken.maps.released import ExportOptions, ImportOptions, export_released, import_released
     from everytoken.maps.score_map import ScoreMap, map_area
     from everytoken.maps.store import Maps
@@ -21,6 +22,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "everytoken.maps.format": ["Manifest", "StoreMeta", "class_names_hash"],
+        "everytoken.maps.merge": ["merge_maps"],
         "everytoken.maps.released": ["ExportOptions", "ImportOptions", "export_released", "import_released"],
         "everytoken.maps.score_map": ["ScoreMap", "map_area"],
         "everytoken.maps.store": ["Maps"],
@@ -41,5 +43,6 @@ __all__ = [
     "export_released",
     "import_released",
     "map_area",
+    "merge_maps",
     "verify",
 ]

@@ -96,7 +96,7 @@ class StoreMeta:
         except (TypeError, ValueError) as error:
             raise StoreError(f"the annotator's settings must be plain JSON values: {error}.") from error
 
-    def differences(self, other: StoreMeta) -> list[str]:
+    def differences(self, other: StoreMeta, mine_is: str = "in the store", other_is: str = "now") -> list[str]:
         """What is not equal, in words, this store's value first; the most telling difference comes first.
 
         Settings that follow from a named difference (another annotator has other weights) are not listed one by one.
@@ -108,7 +108,7 @@ class StoreMeta:
         if "class_names" in names and mine["num_classes"] != theirs["num_classes"]:
             names.remove("class_names")
         names.sort(key=lambda name: (name != "annotator.name", name.startswith("annotator"), "sha256" in name))
-        return [_difference(name, mine.get(name), theirs.get(name)) for name in names]
+        return [_difference(name, mine.get(name), theirs.get(name), mine_is, other_is) for name in names]
 
 
 class _ShardEntry(TypedDict):
@@ -279,13 +279,13 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return result
 
 
-def _difference(name: str, old: Any, new: Any) -> str:
+def _difference(name: str, old: Any, new: Any, old_is: str, new_is: str) -> str:
     if "sha256" in name:
         return f"{name.replace('_sha256', '')}: not the same"
     if name == "class_names" and old and new:
         place = next(i for i, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
         name, old, new = f"class_names[{place}]", old[place], new[place]
-    return f"{name.removesuffix('.name')}: {_short(old)} in the store, {_short(new)} now"
+    return f"{name.removesuffix('.name')}: {_short(old)} {old_is}, {_short(new)} {new_is}"
 
 
 def _short(value: Any) -> str:

@@ -157,6 +157,10 @@ class Maps(Mapping[str, ScoreMap]):
             raise self._unknown(str(key), position)
         return self._load(position)
 
+    def planned(self) -> Iterator[str]:
+        """All keys that the store was begun with: of maps, of skipped images, and of those still to be made."""
+        return self._keys.iterate()
+
     def key(self, i: int) -> str:
         """The key of map i, 0 <= i < len(maps), in the order of iteration."""
         return self._keys.key(self._position(i))
