@@ -4,6 +4,7 @@ The index (name, offset, size of each member) is read when the archive is opened
 (`os.pread`), which several processes can do at once on the same open file. Zip members may be stored or deflated and
 are checked against their CRC; tar files must be uncompressed, as a compressed tar can only be read from its beginning.
 A member that would unpack to more than the largest allowed image takes as plain pixels (4 bytes each) is refused.
+Archives at an address are read from the local cache, or where they are (`remote`).
 
 Cost: opening takes about 20 µs for a tar member and 10 µs for a zip member; a read costs what a plain file's does.
 """
@@ -18,16 +19,21 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from everytoken import files, schema
 from everytoken.data.decode import LIMIT_VARIABLE, ImageError, pixel_limit
+from everytoken.data.remote import RemoteFile, fetch
 from everytoken.errors import DataError
 
+Archive = Path | RemoteFile
 Member = tuple[str, int, int, int, int, int]
 """Name, offset, stored size, zip method or -1 for tar, checksum, unpacked size."""
 _FAR = 1 << 62
+LABEL_FILES = (".cls", ".json")  # of WebDataset
+_SHORT = 4096  # bytes of a label file that is kept in the index of a remote archive
 _seeking = threading.Lock()
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, ..., length of name, length of extra field
 
@@ -61,15 +67,21 @@ class ArchiveReader:
         paths: member names, in the archives' order.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = list(files)
+    def __init__(self, archives: Sequence[Archive]) -> None:
+        self.files = list(archives)
         self._open: dict[int, int] = {}
+        self._labels: dict[int, bytes] = {}  # of remote archives: contents of label files by number
+        fetch([file for file in self.files if isinstance(file, RemoteFile)], _remote_index)
         names: list[str] = []
         rows: list[tuple[int, ...]] = []  # archive, offset, stored size, method, checksum, unpacked size
         for number, file in enumerate(self.files):
-            for name, offset, size, method, checksum, unpacked in _index(file):
+            length = file.size if isinstance(file, RemoteFile) else file.stat().st_size
+            members, labels = _read_index(file) if isinstance(file, RemoteFile) else (_index_file(file), {})
+            for place, (name, offset, size, method, checksum, unpacked) in enumerate(members):
+                if place in labels:
+                    self._labels[len(names)] = labels[place]
                 names.append(name.removeprefix("./").lstrip("/"))
-                stored = min(size, file.stat().st_size)  # whatever the directory says
+                stored = min(size, length)  # whatever the directory says
                 rows.append((number, min(offset, _FAR), stored, method, checksum, min(unpacked, _FAR)))
         self.paths = Strings(names)
         self._rows = np.array(rows, dtype=np.int64).reshape(len(rows), 6)
@@ -80,11 +92,12 @@ class ArchiveReader:
 
     def read(self, i: int) -> bytes:
         """The bytes of member i."""
+        if i in self._labels:
+            return self._labels[i]
         number, offset, size, method, checksum, unpacked = self._rows[i].tolist()
-        file = self._file(number)
         if method < 0:  # tar
-            return self._exactly(file, size, offset, i)
-        head = self._exactly(file, _LOCAL_HEADER.size, offset, i)
+            return self._exactly(number, size, offset, i)
+        head = self._exactly(number, _LOCAL_HEADER.size, offset, i)
         signature, name_length, extra_length = _LOCAL_HEADER.unpack(head)
         if signature != b"PK\x03\x04":
             raise ImageError(f"{self.where(i)}: the archive is damaged (no member starts here).")
@@ -94,7 +107,7 @@ class ArchiveReader:
                 f"{self.where(i)}: unpacks to {unpacked:,} bytes, more than the limit of {limit:,}, 4 for each pixel "
                 f"of the largest allowed image. If you trust it, raise that (max_pixels; {LIMIT_VARIABLE})."
             )
-        data = self._exactly(file, size, offset + _LOCAL_HEADER.size + name_length + extra_length, i)
+        data = self._exactly(number, size, offset + _LOCAL_HEADER.size + name_length + extra_length, i)
         try:
             if method == zipfile.ZIP_DEFLATED:  # at most what the directory says, however much there is
                 data = zlib.decompressobj(-15).decompress(data, unpacked + 1)
@@ -104,17 +117,25 @@ class ArchiveReader:
             raise ImageError(f"{self.where(i)}: the archive is damaged (the checksum does not match).")
         return data
 
-    def _file(self, number: int) -> int:
+    def _part(self, number: int, size: int, offset: int) -> bytes:
+        """Bytes of an archive, at least one if there are any."""
+        file = self.files[number]
         if number not in self._open:
-            self._open[number] = os.open(
-                self.files[number], os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-            )
-        return self._open[number]
+            path = file.cached if isinstance(file, RemoteFile) else file
+            try:
+                self._open[number] = os.open(
+                    path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+                )
+            except FileNotFoundError:
+                if isinstance(file, RemoteFile):  # there was no room for it, or it had to make room
+                    return file.read(offset, size)
+                raise
+        return _read_at(self._open[number], size, offset)
 
-    def _exactly(self, file: int, size: int, offset: int, i: int) -> bytes:
-        data = _read_at(file, size, offset)
+    def _exactly(self, number: int, size: int, offset: int, i: int) -> bytes:
+        data = self._part(number, size, offset)
         while len(data) < size:  # a read may stop early, at 2 GB at the latest
-            more = _read_at(file, size - len(data), offset + len(data))
+            more = self._part(number, size - len(data), offset + len(data))
             if not more:
                 raise ImageError(f"{self.where(i)}: the archive is truncated.")
             data += more
@@ -136,25 +157,33 @@ def _read_at(file: int, size: int, offset: int) -> bytes:
         return os.read(file, size)
 
 
-def _index(file: Path) -> list[Member]:
-    """The regular members of an archive."""
+def _index_file(file: Path) -> list[Member]:
     try:
-        return _index_zip(file) if zipfile.is_zipfile(file) else _index_tar(file)
-    except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError) as error:
+        with open(file, "rb") as stream:
+            return _index(stream, str(file))
+    except OSError as error:
         raise DataError(f"{file} cannot be read as a zip or tar archive: {error}") from error
 
 
-def _index_zip(file: Path) -> list[Member]:
+def _index(stream: IO[bytes], name: str) -> list[Member]:
+    """The regular members of an archive."""
+    try:
+        return _index_zip(stream, name) if zipfile.is_zipfile(stream) else _index_tar(stream, name)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        raise DataError(f"{name} cannot be read as a zip or tar archive: {error}") from error
+
+
+def _index_zip(stream: IO[bytes], name: str) -> list[Member]:
     members = []
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(stream) as archive:
         for info in archive.infolist():
             if info.is_dir():
                 continue
             if info.flag_bits & 1:
-                raise DataError(f"{file}: member {info.filename!r} is encrypted. Unpack the archive into a folder.")
+                raise DataError(f"{name}: member {info.filename!r} is encrypted. Unpack the archive into a folder.")
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise DataError(
-                    f"{file}: member {info.filename!r} is compressed by a method other than deflate. Unpack the "
+                    f"{name}: member {info.filename!r} is compressed by a method other than deflate. Unpack the "
                     "archive into a folder, or pack it again."
                 )
             place = (info.header_offset, info.compress_size, info.compress_type, info.CRC, info.file_size)
@@ -162,15 +191,40 @@ def _index_zip(file: Path) -> list[Member]:
     return members
 
 
-def _index_tar(file: Path) -> list[Member]:
-    with open(file, "rb") as stream:
-        start = stream.read(6)
+def _index_tar(stream: IO[bytes], name: str) -> list[Member]:
+    stream.seek(0)
+    start = stream.read(6)
     for magic, kind in ((b"\x1f\x8b", "gzip"), (b"BZh", "bzip2"), (b"\xfd7zXZ", "xz"), (b"\x28\xb5\x2f\xfd", "zstd")):
         if start.startswith(magic):
             raise DataError(
-                f"{file} is compressed with {kind}; single images cannot be read from that. Decompress it to a plain "
+                f"{name} is compressed with {kind}; single images cannot be read from that. Decompress it to a plain "
                 ".tar (images do not get smaller by compression), or unpack it into a folder."
             )
-    with tarfile.open(file, "r:") as archive:
+    stream.seek(0)
+    with tarfile.open(fileobj=stream, mode="r:") as archive:
         members = [m for m in archive if m.isreg() and not m.issparse()]
     return [(m.name, m.offset_data, m.size, -1, 0, m.size) for m in members]
+
+
+def _remote_index(stream: IO[bytes], url: str) -> dict[str, Any]:
+    """What is kept about a remote archive: its members, and the labels, which are read when a dataset is opened."""
+    members = _index(stream, url)
+    labels = {}
+    for place, (name, offset, size, method, *_) in enumerate(members):
+        if method < 0 and size <= _SHORT and name.endswith(LABEL_FILES):
+            stream.seek(offset)
+            labels[str(place)] = stream.read(size).decode("latin-1")
+    return {"members": members, "labels": labels}
+
+
+def _read_index(file: RemoteFile) -> tuple[list[Member], dict[int, bytes]]:
+    try:
+        content = files.unseal(file.index)
+        members = schema.parse(list[Member], content["members"], str(file.index))
+        labels = schema.parse(dict[int, str], content["labels"], str(file.index))
+        return members, {place: text.encode("latin-1") for place, text in labels.items()}
+    except (OSError, files.FileError, schema.SchemaError, LookupError, ValueError) as error:
+        file.index.unlink(missing_ok=True)
+        raise DataError(
+            f"{file.index}, the index of {file}, is damaged and was removed ({error}). Run the same command again."
+        ) from error

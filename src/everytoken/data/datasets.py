@@ -6,6 +6,7 @@ Accepted by `open_dataset` (`docs/data.md` shows each):
     a zip or tar file of such folders, or a folder with train.zip and val.zip;
     WebDataset shards: `shards/train-{000..099}.tar`, `shards/*.tar`, or the folder that holds them;
     `labels.csv`, or a folder with this file in it: labels, and perhaps splits, by path (see `labels`);
+    archives at an address, through a local cache: `s3://bucket/train-{000..099}.tar` (see `remote`);
     a list of image files, `infograph_train.txt`, with `infograph_test.txt` or the like beside it for validation;
     `subset:LIST:DATA`, some of the classes of one of these: `subset:imagenet100:/data/imagenet`;
     `torchvision:CIFAR10`, `torchvision:CIFAR10:folder`, `hf:owner/name` (see `named`).
@@ -37,11 +38,12 @@ import numpy as np
 from PIL import Image
 
 from everytoken import keyed, schema
-from everytoken.data.archives import ArchiveReader, Strings
+from everytoken.data.archives import LABEL_FILES, Archive, ArchiveReader, Strings
 from everytoken.data.decode import Picture
 from everytoken.data.labels import NAME as LABELS_NAME
 from everytoken.data.labels import LabelTable, Row, find_labels, read_labels, unusable_labels
 from everytoken.data.labels import class_names as class_names_of
+from everytoken.data.remote import RemoteFile, find_remote, is_remote
 from everytoken.errors import DataError, EverytokenError, did_you_mean
 
 __all__ = ["DataError", "DataSet", "ImageSet", "ReaderSet", "Strings", "Subset", "open_dataset", "open_splits"]
@@ -576,8 +578,9 @@ class FileTree:
 
 
 def dataset_path(spec: str) -> str | None:
-    """The path or pattern in what the user typed; None for a dataset that goes by a name."""
-    return None if spec.startswith(NAMED) else _subset(spec)[1]
+    """The path or pattern in what the user typed; None for a dataset that goes by a name or an address."""
+    path = _subset(spec)[1]
+    return None if spec.startswith(NAMED) or is_remote(path) else path
 
 
 def dataset_title(spec: str) -> str:
@@ -607,6 +610,8 @@ def find_split(spec: str, split: str) -> FileTree | None:
     if classes is not None:
         tree = find_split(spec, split)
         return tree.choose(classes) if tree else None
+    if is_remote(spec):
+        return _split_of_archives(_find_archives(spec), split)
     path = Path(spec).expanduser()
     if labels := find_labels(path):
         return _labelled_tree(labels, split)
@@ -709,6 +714,8 @@ def _find_all(spec: str) -> FileTree:
     classes, spec = _subset(spec)
     if classes is not None:
         return _find_all(spec).choose(classes)
+    if is_remote(spec):
+        return _archive_tree(_find_archives(spec))
     path = Path(spec).expanduser()
     if labels := find_labels(path):
         tree = _labelled_tree(labels, "")
@@ -736,7 +743,7 @@ def _folder_of_split(tree: FileTree, split: str) -> FileTree | None:
     return None
 
 
-def _split_of_archives(archives: Sequence[Path], split: str) -> FileTree | None:
+def _split_of_archives(archives: Sequence[Archive], split: str) -> FileTree | None:
     of_split = _named_after(archives, split)
     if not of_split and any(_named_after(archives, other) for other in SPLITS):
         return None
@@ -744,7 +751,7 @@ def _split_of_archives(archives: Sequence[Path], split: str) -> FileTree | None:
     return _folder_of_split(tree, split) or (tree if of_split else None)
 
 
-def _named_after(archives: Sequence[Path], split: str) -> list[Path]:
+def _named_after(archives: Sequence[Archive], split: str) -> list[Archive]:
     """Those whose name starts with the split's (train.zip, train-0001.tar, val_3.tar), by the first spelling used."""
     for spelling in SPLITS.get(split, (split,)):
         matches = [file for file in archives if re.match(rf"{spelling}(?![a-z])", file.name.lower())]
@@ -753,56 +760,64 @@ def _named_after(archives: Sequence[Path], split: str) -> list[Path]:
     return []
 
 
-def _archives_in(folder: Path) -> list[Path]:
+def _archives_in(folder: Path) -> list[Archive]:
     """The archives directly inside a folder; none if there are images, or folders that may hold some, beside them."""
     entries = [entry for entry in os.scandir(folder) if not hidden(entry.name)]
     if any(entry.is_dir() or is_image(entry.name) for entry in entries):
         return []
-    return sorted(folder / e.name for e in entries if e.is_file() and Path(e.name).suffix.lower() in _ARCHIVES)
+    return [*sorted(folder / e.name for e in entries if e.is_file() and Path(e.name).suffix.lower() in _ARCHIVES)]
 
 
-def _archive_tree(files: Sequence[Path]) -> FileTree:
+def _archive_tree(files: Sequence[Archive]) -> FileTree:
     name = str(files[0]) if len(files) == 1 else f"{files[0]} to {files[-1].name}"
-    return FileTree(name, None, _reader(tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)))
+    return FileTree(name, None, _reader(tuple((file, _mark(file)) for file in files)))
+
+
+def _mark(file: Archive) -> tuple[int, int]:
+    """Changes when a local file does; a remote one says so itself."""
+    return (0, 0) if isinstance(file, RemoteFile) else (file.stat().st_mtime_ns, file.stat().st_size)
 
 
 @lru_cache(maxsize=4)
-def _reader(files: tuple[tuple[Path, int, int], ...]) -> ArchiveReader:
+def _reader(files: tuple[tuple[Archive, tuple[int, int]], ...]) -> ArchiveReader:
     """Index archives once, although several questions are asked about them; anew when a file has changed."""
-    return ArchiveReader([file for file, _, _ in files])
+    return ArchiveReader([file for file, _ in files])
 
 
-def _find_archives(spec: str) -> list[Path]:
-    """The archives that a path or pattern names."""
+def _find_archives(spec: str) -> list[Archive]:
+    """The archives that a path, pattern or address names."""
+    if is_remote(spec):
+        return list(find_remote(spec, _braces(spec)))
     path = Path(spec).expanduser()
     if path.is_file():
         if not re.search(r"\.(zip|tar|tgz|tbz2?|txz)\b", path.name.lower()):
             raise DataError(f"{path} is a file; give the folder with the images, or a .zip or .tar file.")
         return [path]
-    files = _expand(os.path.expanduser(spec))
+    pieces = _braces(os.path.expanduser(spec))
+    files = [file for piece in pieces for file in sorted(map(Path, glob.glob(piece))) if file.is_file()]
     if not files:
         near = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         raise DataError(f"There is no file or folder {path}.{did_you_mean(path.name, near)}")
-    return files
+    return list(files)
 
 
-def _expand(pattern: str) -> list[Path]:
-    """Files that match a pattern with {a,b}, {000..123}, * and ?."""
+def _braces(pattern: str) -> list[str]:
+    """A pattern with {a,b} and {000..123} as those without."""
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
-        return sorted(Path(p) for p in glob.glob(pattern) if os.path.isfile(p))
+        return [pattern]
     span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
     if span:
         pieces = [str(n).zfill(len(span[1])) for n in range(int(span[1]), int(span[2]) + 1)]
     else:
         pieces = match[1].split(",")
-    return [file for piece in pieces for file in _expand(pattern[: match.start()] + piece + pattern[match.end() :])]
+    expanded = (_braces(pattern[: match.start()] + piece + pattern[match.end() :]) for piece in pieces)
+    return list(dict.fromkeys(whole for some in expanded for whole in some))  # nested ones come up again and again
 
 
 # WebDataset ---------------------------------------------------------------------------------------------------------
 
 _MOST_CLASSES = 10_000_000
-_LABEL_FILES = (".cls", ".json")
 _LABEL_FIELDS = ("label", "cls", "class")
 
 
@@ -820,7 +835,7 @@ def _read_shards(tree: FileTree, class_names: list[str] | None = None) -> Reader
     if reader is None:
         return None
     members = tree.members()
-    label_files = {_stem(path): i for path, i in members if path.endswith(_LABEL_FILES)}
+    label_files = {_stem(path): i for path, i in members if path.endswith(LABEL_FILES)}
     images = sorted((path, i) for path, i in members if is_image(path))
     if not label_files or not any(_stem(path) in label_files for path, _ in images):
         return None

@@ -1,0 +1,185 @@
+"""Archives at fsspec addresses, through the local cache; with fsspec's file system in memory."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import tarfile
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
+
+from everytoken.data import remote
+from everytoken.data.datasets import DataError, open_dataset
+from everytoken.files import Lock
+
+SHARDS = 4
+
+
+def jpeg(value):
+    file = io.BytesIO()
+    Image.new("RGB", (12, 10), (value, 100, 50)).save(file, "JPEG")
+    return file.getvalue()
+
+
+def shard(number):
+    """Four samples with labels."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for i in range(4):
+            for name, data in ((f"{number}{i}.jpg", jpeg(number * 10 + i)), (f"{number}{i}.cls", b"%d" % (i % 2))):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """memory://bucket with train and val shards, and a cache of its own; counts what is opened and read by range."""
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    for number in range(SHARDS):
+        fs.pipe_file(f"/bucket/train-{number:04d}.tar", shard(number))
+    fs.pipe_file("/bucket/val-0000.tar", shard(9))
+    monkeypatch.setenv("EVERYTOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("EVERYTOKEN_CACHE_GB", raising=False)
+    remote._find.cache_clear()
+    calls = []
+    for name in ("open", "cat_file"):  # of the class, as each thread has a file system of its own
+        own = getattr(MemoryFileSystem, name)
+        monkeypatch.setattr(
+            MemoryFileSystem, name, lambda *a, own=own, name=name, **k: calls.append(name) or own(*a, **k)
+        )
+    yield calls
+    fs.store.clear()
+
+
+def cached(tmp_path):
+    return sorted((tmp_path / "cache").glob("*.archive"))
+
+
+@pytest.mark.parametrize(
+    "spec", ["memory://bucket/train-{0000..0003}.tar", "memory://bucket/train-*.tar", "memory://bucket"]
+)
+def test_shards_at_an_address_are_a_dataset_and_are_downloaded_once(bucket, tmp_path, spec):
+    for _ in range(2):
+        data = open_dataset(spec)
+        assert len(data) == 4 * SHARDS
+        assert data.key(5) == "11.jpg"
+        assert data.open_bytes(5) == jpeg(11)
+        assert data.where(5) == "memory:///bucket/train-0001.tar!11.jpg"
+        assert data.labels.tolist() == [0, 1, 0, 1] * SHARDS
+    assert bucket.count("open") == len(cached(tmp_path))  # of the whole bucket, val shards too
+    assert [path.read_bytes() for path in cached(tmp_path)].count(shard(1)) == 1
+    if spec == "memory://bucket":
+        assert open_dataset(spec, "val").open_bytes(0) == jpeg(90)
+    assert not [name for name in os.listdir(tmp_path / "cache") if name.startswith(".")]
+
+
+def test_a_full_cache_leaves_archives_where_they_are_and_reads_images_by_range(bucket, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("EVERYTOKEN_CACHE_GB", str(2.5 * len(shard(0)) / 1e9))
+    data = open_dataset("memory://bucket/train-{0000..0003}.tar")
+    assert len(cached(tmp_path)) == 2
+    assert "stays where it is" in caplog.text
+    assert bucket.count("cat_file") == 0  # labels are in the index
+    assert [data.open_bytes(i) for i in range(16)] == [jpeg(number * 10 + i) for number in range(4) for i in range(4)]
+    assert bucket.count("cat_file") == 8
+    before = bucket.count("open")
+    assert open_dataset("memory://bucket/train-{0000..0003}.tar").open_bytes(15) == jpeg(33)
+    assert bucket.count("open") == before  # the index was kept, too
+    other = open_dataset("memory://bucket/val-0000.tar", "val")  # makes room for itself
+    assert other.open_bytes(0) == jpeg(90)
+    assert len(cached(tmp_path)) == 2
+    assert [data.open_bytes(i) for i in range(16)] == [jpeg(number * 10 + i) for number in range(4) for i in range(4)]
+
+
+def test_training_reads_from_an_address_in_worker_processes(bucket, tmp_path, monkeypatch):
+    from everytoken.cli import main
+    from everytoken.engine.run_folder import read_run
+
+    monkeypatch.setenv("EVERYTOKEN_CACHE_GB", str(2.5 * len(shard(0)) / 1e9))
+    words = ["train", "memory://bucket", "--model", "lvvit_micro_patch4_32", "--img-size", "32", "--epochs", "1"]
+    words += ["-b", "8", "-j", "1", "--device", "cpu", "--threads", "1", "--warmup-epochs", "0"]
+    assert main([*words, "--output", str(tmp_path / "run")]) == 0
+    assert read_run(tmp_path / "run").summary["updates"] == 2
+    assert not (tmp_path / "run/skipped-images.jsonl").exists()
+
+
+def test_a_truncated_download_is_never_taken_as_whole(bucket, tmp_path, monkeypatch):
+    whole = MemoryFileSystem.open
+    monkeypatch.setattr(MemoryFileSystem, "open", lambda *a, **k: io.BytesIO(whole(*a, **k).read()[:-100]))
+    with pytest.raises(DataError, match=r"train-0000\.tar was changed, or could not be downloaded whole \([\d,]+ of "):
+        open_dataset("memory://bucket/train-0000.tar")
+    assert not cached(tmp_path)
+    monkeypatch.setattr(MemoryFileSystem, "open", whole)
+    assert len(open_dataset("memory://bucket/train-0000.tar")) == 4
+
+
+def test_what_a_killed_download_leaves_is_removed_and_a_changed_archive_is_downloaded_anew(bucket, tmp_path):
+    spec = "memory://bucket/train-0000.tar"
+    (file,) = remote.find_remote(spec, [spec])
+    (tmp_path / "cache").mkdir()
+    (tmp_path / f"cache/.part-{file.cached.stem}").write_bytes(shard(0)[:500])
+    assert open_dataset(spec).open_bytes(0) == jpeg(0)
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # the archive and its index
+    fsspec.filesystem("memory").pipe_file("/bucket/train-0000.tar", shard(7))
+    remote._find.cache_clear()
+    assert open_dataset(spec).open_bytes(0) == jpeg(70)
+
+
+def fetch_in_a_process(path, answers):
+    for number in range(SHARDS):
+        fsspec.filesystem("memory").pipe_file(f"/b/{number}.tar", shard(number))
+    for info in fsspec.filesystem("memory").store.values():  # the same for both, as of one server
+        info.created = info.modified = 0
+    os.environ["EVERYTOKEN_CACHE"] = str(path)
+    answers.put((open_dataset("memory://b/{0..3}.tar").open_bytes(9) == jpeg(21), len(list(path.glob("*.archive")))))
+
+
+def test_two_processes_share_the_cache(tmp_path, forkserver):
+    answers = forkserver.SimpleQueue()
+    processes = [forkserver.Process(target=fetch_in_a_process, args=(tmp_path / "cache", answers)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [answers.get() for _ in processes] == [(True, SHARDS)] * 2
+
+
+def test_a_part_that_another_process_is_downloading_is_not_removed(tmp_path):
+    part = tmp_path / ".part-abc"
+    part.write_bytes(b"x")
+    lock = Lock(tmp_path, "abc")
+    assert not remote._remove(part)
+    lock.release()
+    assert remote._remove(part)
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("memory://bucket/gone.tar", r"There is no file memory:///?bucket/gone\.tar"),
+        ("memory://bucket/x*.tar", "no archives are there"),
+        ("pipe:aws s3 cp s3://b/1.tar -", "is a command, and none is run here"),
+        ("nonsense://b/1.tar", "cannot be read .*Protocol not known"),
+    ],
+)
+def test_mistakes_in_addresses_are_explained(bucket, spec, message):
+    with pytest.raises(DataError, match=message):
+        open_dataset(spec)
+
+
+def test_a_limit_that_is_no_number_and_a_compressed_archive_are_explained(bucket, monkeypatch):
+    monkeypatch.setenv("EVERYTOKEN_CACHE_GB", "many")
+    with pytest.raises(DataError, match="EVERYTOKEN_CACHE_GB is 'many'"):
+        open_dataset("memory://bucket/train-0000.tar")
+    monkeypatch.delenv("EVERYTOKEN_CACHE_GB")
+    fsspec.filesystem("memory").pipe_file("/bucket/z.tar", b"\x1f\x8b" + bytes(600))
+    with pytest.raises(DataError, match=r"z\.tar is compressed with gzip"):
+        open_dataset("memory://bucket/z.tar")
