@@ -19,9 +19,13 @@ from everytoken.data.batch import Batch, to_device
 from everytoken.functional import collate_maps
 from everytoken.keyed import StepKey
 from everytoken.maps import ScoreMap
-from everytoken.mixing import build_mixer
+from everytoken.mixing import MIXERS, apply_to_pixels, build_mixer
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives, drloc
+from everytoken.tasks.backbone import Features
+from everytoken.tasks.segment.model import Segmenter
+from everytoken.tasks.segment.options import DecoderOptions
+from everytoken.tasks.segment.task import SegmentStep
 from everytoken.tasks.step import FrozenTeacher, TokenStep, probe
 
 CUDA = torch.device("cuda", 0)
@@ -29,6 +33,7 @@ MEAN, STD = (0.5,) * 3, (0.25,) * 3
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # of autocast
 BATCH, CLASSES = 4, 7
 VIT, SWIN, CNN = "vit_nano_patch4_32", "swin_nano_patch4_window6_96", "test_convnext2"
+MIXER = "mixer_s16_224"
 SETUPS = {
     "hard": (VIT, {"hard": {}}, {}, False),
     "mixup": (VIT, {"hard": {}}, {"mixup": {}}, False),
@@ -37,9 +42,19 @@ SETUPS = {
     "relabel": (VIT, {"relabel": {}}, {"cutmix": {}}, False),
     "drloc": (VIT, {"hard": {}, "drloc": {}}, {}, False),
     "drloc, Swin": (SWIN, {"hard": {}, "drloc": {"variant": "ce"}}, {}, False),
+    "drloc reg": (VIT, {"hard": {}, "drloc": {"variant": "reg"}}, {}, False),
+    "drloc at every level, Swin": (SWIN, {"hard": {}, "drloc": {"variant": "all"}}, {}, False),
+    "drloc, signed and within images": (
+        VIT,
+        {"hard": {}, "drloc": {"variant": "signed", "skip_crossing": True}},
+        {"cutmix": {}},
+        False,
+    ),
     "TL-Align, ViT": (VIT, {"tl_align": {}}, {"cutmix": {}}, False),
     "TL-Align, Swin": (SWIN, {"tl_align": {}}, {"cutmix": {}}, False),
     "TL-Align, ConvNeXt": (CNN, {"tl_align": {}}, {"cutmix": {}}, False),
+    "TL-Align, Mixer": (MIXER, {"tl_align": {}}, {"cutmix": {}}, False),
+    "TL-Align with token labels": (VIT, {"tl_align": {"beta": 0.5}}, {"mixtoken": {}}, False),
     "TransMix": (VIT, {"transmix": {}}, {"cutmix": {}}, False),
     "distillation": (VIT, {"hard": {}, "distillation": {}}, {}, True),
     "online tokens": (VIT, {"online_token": {}}, {"mixtoken": {}}, True),
@@ -81,7 +96,8 @@ def host_batch(size):
 def build(name, objectives, mixing, with_teacher, device):
     """(step, batch on the host), the step with fake weights on a device."""
     size = 96 if name == SWIN else 32
-    model = TokenModel(timm.create_model(name, num_classes=CLASSES), token_classes=CLASSES)
+    more = {"img_size": 32} if name == MIXER else {}
+    model = TokenModel(timm.create_model(name, num_classes=CLASSES, **more), token_classes=CLASSES)
     teacher = None
     if with_teacher:
         network = TokenModel(timm.create_model("test_efficientnet", num_classes=CLASSES))
@@ -154,12 +170,42 @@ def _cuda(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
 
 
-CASES = [(name, dtype) for name in SETUPS for dtype in (DTYPES if "," in name else ("float32",))]
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_step_stays_on_the_gpu_and_the_host_does_not_wait(name):
+    for dtype in DTYPES.values():
+        assert run(SETUPS[name], CUDA, dtype, backward=False) == []
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_step_stays_on_the_gpu_and_the_host_does_not_wait(name, dtype):
-    assert run(SETUPS[name], CUDA, DTYPES[dtype], backward=False) == []
+@pytest.mark.parametrize("name", sorted(set(MIXERS) - {"mixtoken", "cutmix", "mixup"}))
+def test_mixing_stays_on_the_gpu_and_the_host_does_not_wait(name):
+    """Masks that are drawn by the host arrive without a wait; those that look at the images stay where these are."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mixer, rng = MIXERS[name](), np.random.default_rng(0)
+    with mode, Watch("cuda") as watch:
+        images = torch.empty(BATCH, 3, 32, 32, device=CUDA)
+        places = torch.empty(BATCH, 8, 8, device=CUDA)
+        mix = mixer.draw(BATCH, (32, 32), (8, 8), rng, CUDA, lambda kind: places)
+        mixed = apply_to_pixels(images, mix) if mix.level == "pixels" else images
+        assert mixed.device == mix.mask.device == mix.ratio.device == CUDA
+    assert watch.blocking == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_segmentation_step_stays_on_the_gpu_and_the_host_does_not_wait(dtype):
+    features = Features(timm.create_model("test_convnext2"))
+    decoder = DecoderOptions(channels=8, aux_channels=8, pyramid_channels=16)
+    step = SegmentStep(Segmenter(features, decoder, 3), 0.4).train()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        move(step, CUDA)
+    with mode, Watch("cuda") as watch:
+        batch = Batch(
+            torch.empty(2, 3, 64, 64, device=CUDA), targets=torch.zeros(2, 64, 64, dtype=torch.int16, device=CUDA)
+        )
+        with torch.autocast("cuda", DTYPES[dtype]) if DTYPES[dtype] is not None else nullcontext():
+            terms = step(batch)
+        assert {term.device for term in terms.values()} == {CUDA}
+    assert watch.blocking == []
 
 
 def run_backward(results):

@@ -70,7 +70,7 @@ class World:
         """Whether the flag is set in any process."""
         if self.size == 1:
             return flag
-        value = torch.tensor([int(flag)], device=self.device)
+        value = torch.tensor([int(flag)])  # on the host, through gloo: nobody waits for a GPU
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value.item())
 
@@ -167,14 +167,17 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     if kind == "cuda" and size > 1:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        # some launchers show each process its own GPU only, which then is number 0 for all of them
+        local = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
     world = World(rank, size, torch.device(kind))
     if size == 1:
         yield world
         return
-    dist.init_process_group("nccl" if kind.startswith("cuda") else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    # NCCL for what is on GPUs, gloo for what the hosts have to tell each other
+    backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     try:
         yield world
     except RuntimeError as error:

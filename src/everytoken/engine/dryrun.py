@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everytoken.engine.backends import kernel_settings
 from everytoken.engine.checks import check_loop
 from everytoken.engine.distributed import World, join_world
 from everytoken.engine.optim import learning_rate, warmup_epochs
@@ -37,7 +38,8 @@ def plan(build: Callable[[World, RunFolder], Task], options: LoopOptions, output
         torch.set_num_threads(options.run.threads)
     with join_world(options.run.device) as world:
         torch.manual_seed(options.run.seed)
-        facts = _facts(build(world, RunFolder(output, writable=False)), options)
+        with kernel_settings(world.device, options.run.deterministic):
+            facts = _facts(build(world, RunFolder(output, writable=False)), options)
         return facts if world.is_main else {}
 
 

@@ -27,6 +27,7 @@ import torch
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
+from everytoken.engine.backends import kernel_settings
 from everytoken.engine.checkpoint import (
     SHARDS,
     checkpoints_in,
@@ -102,7 +103,8 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
     with join_world(options.run.device) as world:
         torch.manual_seed(options.run.seed)  # of fresh weights
         folder = RunFolder(output, writable=world.is_main)
-        with closing(build(world, folder)) as task, _exclusive(folder, world):
+        settings = kernel_settings(world.device, options.run.deterministic)
+        with settings, closing(build(world, folder)) as task, _exclusive(folder, world):
             Loop(task, options, folder, world).run()
     return folder.read()
 

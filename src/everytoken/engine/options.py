@@ -48,7 +48,7 @@ class ModelOptions:
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False
-    """Compile the training step with torch.compile."""
+    """Compile the model with torch.compile: one graph for training, one for validation (docs/scale.md)."""
     channels_last: bool = False
     """Keep convolutions in channels-last layout (faster on GPUs with tensor cores)."""
 
@@ -171,6 +171,9 @@ class RunOptions:
     """Also log to this Weights & Biases project (extra: track)."""
     mlflow: Annotated[str, tyro.conf.arg(metavar="EXPERIMENT")] = ""
     """Also log to this MLflow experiment (extra: track), where MLFLOW_TRACKING_URI says."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels: slower on a GPU. Kernels that have no such variant are warned about. On the
+    CPU results repeat to the bit without it."""
     fsdp: bool = False
     """Shard weights and optimizer over the processes (FSDP2) instead of copying them (DDP)."""
 

@@ -282,7 +282,8 @@ def probe(model: TokenModel, size: tuple[int, int], channels: int = 3) -> tuple[
     was = model.training
     model.eval()
     like = next(model.parameters())
-    view = model(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
+    # by `forward`: one image would cost a compiled model a graph of its own
+    view = model.forward(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
     model.train(was)
     return view.grid.shape[1], view.grid.shape[2]
 

@@ -23,6 +23,7 @@ which are not part of the backbone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -203,10 +204,10 @@ class Drloc(Objective):
             return {}
         grids, masks = self._grids(view, batch)
         # a level of one token has no distances; it is left out as long as there is another
-        levels = [i for i, grid in enumerate(grids) if grid.shape[1] * grid.shape[2] > 1] or range(len(grids))
-        losses = [
-            self.grid_loss(grids[i], draws(batch, f"drloc/{i}", grids[i].device), masks[i], level=i) for i in levels
-        ]
+        levels = [i for i, grid in enumerate(grids) if grid.shape[1] * grid.shape[2] > 1] or [*range(len(grids))]
+        pooled = {i: self._pooled(grids[i]) for i in levels}
+        pairs = self._draw(batch, pooled)
+        losses = [self._loss(pooled[i], pairs[i], masks[i], i) for i in levels]
         # its MLP takes part with nothing, as distributed training waits for every parameter
         losses += [p.sum() * 0 for i, head in enumerate(self.heads) if i not in levels for p in head.parameters()]
         total = torch.stack(losses).sum()
@@ -239,15 +240,30 @@ class Drloc(Objective):
             mask: [B or 1, h, w], 1 = own image: leave out pairs that cross.
             level: which MLP.
         """
+        grid = self._pooled(grid)
+        return self._loss(grid, self._pairs(grid, generator), mask, level)
+
+    def _pooled(self, grid: Tensor) -> Tensor:
         given = (grid.shape[1], grid.shape[2])
         if self.pool is not None:
             grid = fn.pool_grid(grid, self.pool, "released" if self.released else "mean")
-        b, size = grid.shape[0], (grid.shape[1], grid.shape[2])
-        if size == (1, 1):
+        if grid.shape[1:3] == (1, 1):
             raise EverytokenError(_one_token(given))
-        every = self.pairs == "all"
-        positions = fn.all_pairs(size, grid.device) if every else fn.random_pairs(b, int(self.pairs), size, generator)
-        answer = self.heads[level](grid.flatten(1, 2), None if every else positions)
+        return grid
+
+    @torch.compiler.disable  # generators cannot be traced: in a compiled step, all draws are one break
+    def _draw(self, batch: Batch | None, grids: Mapping[int, Tensor]) -> dict[int, fn.Pairs]:
+        return {i: self._pairs(grid, draws(batch, f"drloc/{i}", grid.device)) for i, grid in grids.items()}
+
+    def _pairs(self, grid: Tensor, generator: torch.Generator) -> fn.Pairs:
+        size = (grid.shape[1], grid.shape[2])
+        if self.pairs == "all":
+            return fn.all_pairs(size, grid.device)
+        return fn.random_pairs(grid.shape[0], int(self.pairs), size, generator)
+
+    def _loss(self, grid: Tensor, positions: fn.Pairs, mask: Tensor | None, level: int) -> Tensor:
+        b, size = grid.shape[0], (grid.shape[1], grid.shape[2])
+        answer = self.heads[level](grid.flatten(1, 2), None if self.pairs == "all" else positions)
         weight = None
         if mask is not None:
             if mask.shape[1:] != size:

@@ -103,7 +103,8 @@ class Classification(Task):
     def _predictions(self, module: nn.Module) -> AnyPredictions:
         predictions = []
         for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.setup.val_set), self.world):
-            logits = module(Batch(batch.images))["output"]
+            with self.autocast():
+                logits = module(Batch(batch.images))["output"].float()
             assert batch.indices is not None
             assert batch.labels is not None
             predictions.append(predictions_of(batch.indices, batch.labels, logits))
@@ -111,7 +112,8 @@ class Classification(Task):
             # sharded weights are gathered in every pass, so a process with fewer batches runs empty ones
             size, device = self.options.model.img_size, self.world.device
             for _ in range(len(predictions), max(self.world.gather(len(predictions)))):
-                module(Batch(torch.zeros(1, 3, size, size, device=device)))
+                with self.autocast():
+                    module(Batch(torch.zeros(1, 3, size, size, device=device)))
         return join_predictions([p for of_rank in self.world.gather(predictions) for p in of_rank])
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -70,7 +70,8 @@ class TokenStep(nn.Module):
         objectives: what it learns, by name; see `everytoken.objectives.build_objectives`.
         mixer: draws how each batch is mixed.
         teacher: for objectives and mixers that need one.
-        compile: compile the model, in place: state dict and copies stay plain.
+        compile: compile the model, in place: state dict and copies stay plain. Mixing, teacher and objectives stay
+            outside: targets have another shape in every batch (the classes that occur in it), the model never has.
         token_vote: in evaluation, add this much of the strongest token logit of each class.
         norm_eval: batch norms of the backbone keep their statistics in training.
         class_offsets: [K] to add to the class logits in training only (logit adjustment, Menon et al. 2021).
@@ -117,6 +118,8 @@ class TokenStep(nn.Module):
         In evaluation mode the output only.
         """
         if not self.training:
+            if self.model._compiled_call_impl is not None:  # the last batch is smaller: one graph for both
+                torch._dynamo.maybe_mark_dynamic(batch.images, 0)
             return {"output": self.model(batch.images).voted(self.token_vote)}
         batch = self.mixed(batch)
         view = self.model(batch.images, batch.mix)

@@ -65,12 +65,17 @@ def attend(
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **how)
     with torch.no_grad():
         count = columns.shape[-1]
-        width = max(query.shape[-1], count) if query.device.type == "cpu" else -(-count // 8) * 8
+        width = second_width(query, count)
         wide = query.new_zeros(*key.shape[:-1], width)
         wide[..., :count] = columns[:, None].to(wide.dtype)
         bias = None if attn_mask is None else attn_mask.detach()
         mixed = F.scaled_dot_product_attention(query.detach(), key.detach(), wide, attn_mask=bias, **how)
         return out, mixed[..., :count].float().mean(1) + 0.5
+
+
+def second_width(query: Tensor, count: int) -> int:
+    """Columns of V in the second call: what the kernels ask for, as wide as Q (CPU), a multiple of 8 (CUDA)."""
+    return max(query.shape[-1], count) if query.device.type == "cpu" else -(-count // 8) * 8
 
 
 class _Widened(torch.autograd.Function):

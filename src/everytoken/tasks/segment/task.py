@@ -54,7 +54,8 @@ class SegmentStep(nn.Module):
             terms["aux"] = pixel_loss(aux, masks)
             terms["loss"] = pixels + self.aux_weight * terms["aux"]
         with torch.no_grad():
-            terms["accuracy"] = (logits.argmax(1) == masks)[masks >= 0].float().mean().nan_to_num()
+            known = masks >= 0  # not as an index, whose size a GPU would have to tell
+            terms["accuracy"] = ((logits.argmax(1) == masks) & known).sum() / known.sum().clamp(min=1)
         return terms
 
 
