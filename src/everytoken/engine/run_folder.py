@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 NOT_SETTINGS = {
     *("seed", "out", "resume", "device", "threads", "workers", "log_interval", "keep", "checkpoint_minutes"),
     *("checkpoint_steps", "tensorboard", "wandb", "mlflow", "val_interval", "val_batch_size", "bad_loss_limit"),
+    "deterministic",
 }
 DATASET_NAMES = ("torchvision:", "hf:")
 """How the names of datasets that are no paths begin."""
