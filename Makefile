@@ -1,12 +1,14 @@
 # make demo   the main job end to end, on real images, in a few minutes
 # make test   everything that must pass: lint, types, tests
-# Both make .venv and install the package by themselves; the second time they are quick.
+# make docs   the site, in build/site
+# They make .venv and install the package by themselves; the second time they are quick.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+OLDEST := .venv.oldest
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test test-oldest lint types unit docs dist bench clean
 
 demo: $(STAMP)
 	$(BIN)/everytoken demo
@@ -23,6 +25,20 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs
 
+# The same tests with the lower bounds of pyproject.toml, in an environment of their own; newer Pythons have no such old wheels.
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 -rs
+
+# warnings are errors
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
+	@echo "build/site/index.html"
+
+# wheel and sdist, in dist
+dist: $(STAMP)
+	$(BIN)/python -m pip install -q build
+	$(BIN)/python -m build -q
+
 # ratios on this machine, kept in docs/benchmarks.md; `make bench PHOTOS=folder` also times the loader on your photos
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py $(if $(PHOTOS),--photos "$(PHOTOS)")
@@ -37,5 +53,18 @@ $(STAMP): pyproject.toml
 	  $(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
 
+$(VENV)/.docs: $(STAMP)
+	{ $(BIN)/python -m uv --version >/dev/null 2>&1 && $(BIN)/python -m uv pip install -q --python $(BIN)/python -e ".[docs]"; } || \
+	  $(BIN)/python -m pip install -q -e ".[docs]"
+	touch $@
+
+$(OLDEST)/.installed: pyproject.toml
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { rm -rf $(OLDEST); echo "The oldest versions need Python 3.11; say where it is with: make PYTHON=python3.11 test-oldest"; exit 1; }
+	$(OLDEST)/bin/python -m pip install -q uv
+	$(OLDEST)/bin/python -m uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e ".[dev]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) build dist docs/reference .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,10 @@
-"""The Python of README.md, run as it stands but for its sizes."""
+"""The code of README.md and of the page about objectives, run as it stands but for its sizes."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from PIL import Image
 
 import everytoken
 from everytoken import keyed
+from everytoken.cli import main
 from everytoken.data.datasets import open_dataset
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 
@@ -77,3 +81,20 @@ def test_the_commands_are_functions(here, capsys):
     assert (here / "report.html").stat().st_size > 10_000
     assert "cat" in capsys.readouterr().out
     assert names["run"].summary["epochs"] == 1
+    plain = timm.create_model(f"local-dir:{names['run'].path}", pretrained=True)  # a run is a model of plain timm
+    trained = everytoken.load(names["run"].path).model.backbone.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in plain.state_dict().items())
+    assert plain.pretrained_cfg["input_size"] == (3, 160, 160)
+    assert list(plain.pretrained_cfg["label_names"]) == ["cat", "dog"]
+
+
+def test_the_objective_of_the_page_trains_by_its_import_path(here, monkeypatch):
+    text = (README.parent / "docs" / "own-objective.md").read_text(encoding="utf-8")
+    (here / "smooth_tokens.py").write_text(text.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(str(here))
+    command = next(line for line in text.splitlines() if line.startswith("PYTHONPATH"))
+    small = "--model test_vit --img-size 160 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 --device cpu"
+    assert main([*shlex.split(command)[2:], *small.split(), "--output", "run"]) == 0
+    sys.modules.pop("smooth_tokens")
+    rows = (json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines())
+    assert any(0 < value < 2 for row in rows for name, value in row.items() if name.endswith("jumps"))

@@ -24,6 +24,8 @@ from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives, drloc
 from everytoken.tasks.step import FrozenTeacher, TokenStep, probe
 
+if torch.__version__.startswith("2.8."):
+    pytest.skip("torch 2.8 ends the process at a fake convolution where there is no GPU", allow_module_level=True)
 CUDA = torch.device("cuda", 0)
 MEAN, STD = (0.5,) * 3, (0.25,) * 3
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # of autocast

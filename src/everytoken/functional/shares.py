@@ -61,7 +61,7 @@ def mean_shares(mixed: Tensor, before: Tensor) -> Tensor:
 
 
 def mixed_by_matrix(matrix: Tensor, values: Tensor, stochastic: bool = True) -> Tensor:
-    """Equation (9) with the matrix at hand: the mean over heads of Norm(|W|)·values, [B, M, C].
+    """Equation (9) with the matrix at hand: the mean over heads of Norm(`|W|`)·values, [B, M, C].
 
     Args:
         matrix: [B, heads, M, N] spatial weights; output m is made from inputs n.
@@ -81,7 +81,7 @@ def mixed_by_matrix(matrix: Tensor, values: Tensor, stochastic: bool = True) -> 
 
 
 def row_normalised(weight: Tensor) -> Tensor:
-    """Norm(|W|) of Table 9: every row of [..., M, N] sums to 1. A row of zeros becomes uniform."""
+    """Norm(`|W|`) of Table 9: every row of [..., M, N] sums to 1. A row of zeros becomes uniform."""
     size = weight.abs().float()
     total = size.sum(-1, keepdim=True)
     return torch.where(total > 0, size / total.clamp(min=torch.finfo(total.dtype).tiny), 1 / weight.shape[-1])

@@ -1,0 +1,184 @@
+"""Write the reference: the API from its docstrings, the commands from their parsers, the recipes from their headers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import everytoken
+from everytoken import cli, functional
+from everytoken.cli._help import Option, examples, options_of, usage
+from everytoken.engine.recipe import header, recipe_names, recipe_text
+
+GROUPS = {  # title: packages that the names come from
+    "Commands as functions": ("annotators", "tasks.classify", "evaluation", "explanation", "reports"),
+    "Models": ("models",),
+    "Objectives": ("objectives", "tasks.timm_task"),
+    "Mixing": ("mixing",),
+    "Score maps and batches": ("maps", "data", "functional"),
+    "Errors": ("errors",),
+}
+RECIPES = {  # title: beginnings of names; the first that fits
+    "Small data": ("small_",),
+    "Fine-tuning": ("finetune", "transfer_"),
+    "Segmentation": ("segment_",),
+    "Detection": ("detect_",),
+    "ImageNet, from scratch": ("",),
+}
+
+
+def write(folder: Path) -> None:
+    """Make the folder anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "commands").mkdir(parents=True)
+    (folder / "api.rst").write_text(api(), encoding="utf-8")
+    (folder / "functional.rst").write_text(functions(), encoding="utf-8")
+    (folder / "recipes.md").write_text(recipes(), encoding="utf-8")
+    (folder / "commands.md").write_text(commands(), encoding="utf-8")
+    for name, what in cli.COMMANDS.items():
+        text = "\n".join(command_page(name, what))
+        (folder / "commands" / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+# --- the API
+
+
+def api() -> str:
+    """The stable names, by what they are for."""
+    names = [name for name in everytoken.__all__ if name != "__version__"]
+    lines = [_title("Python API"), _rst(everytoken.__doc__), ""]
+    for title, packages in GROUPS.items():
+        lines += [_title(title, "-")]
+        for name in list(names):
+            home = getattr(everytoken, name).__module__.removeprefix("everytoken.")
+            if any(home == package or home.startswith(f"{package}.") for package in packages):
+                names.remove(name)
+                lines += _documented("everytoken", name)
+    if names:
+        raise ValueError(f"docs/make_reference.py puts these names into no group: {names}")
+    return "\n".join(lines)
+
+
+def functions() -> str:
+    """Every name of everytoken.functional, by module."""
+    modules: dict[str, list[str]] = {}
+    for name in functional.__all__:
+        modules.setdefault(getattr(functional, name).__module__, []).append(name)
+    lines = [_title("everytoken.functional"), _rst(functional.__doc__), ""]
+    for module, names in modules.items():
+        lines += [_title(module.rpartition(".")[2], "-")]
+        lines += [line for name in names for line in _documented("everytoken.functional", name)]
+    return "\n".join(lines)
+
+
+def _documented(module: str, name: str) -> list[str]:
+    kind = "class" if inspect.isclass(getattr(importlib.import_module(module), name)) else "function"
+    members = ["   :members:", "   :undoc-members:"] if kind == "class" else []
+    return [f".. auto{kind}:: {module}.{name}", *members, ""]
+
+
+def _title(text: str, line: str = "=") -> str:
+    return f"{text}\n{line * len(text)}\n"
+
+
+def _rst(doc: str | None) -> str:
+    """A module's docstring, without its first line."""
+    lines = inspect.cleandoc(doc or "").splitlines()
+    prepare_docstring(None, "module", "", None, None, lines)
+    return "\n".join(lines)
+
+
+def prepare_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Show indented code as code: after a paragraph, and under "Example:" where there is no prompt."""
+    done: list[str] = []
+    for i, line in enumerate(lines):
+        after = next((other for other in lines[i + 1 :] if other), "")
+        indented = after.startswith("    ")
+        if line in ("Example:", "Examples:") and indented and not after.lstrip().startswith((">>>", "- ")):
+            done += [f"{line}:", ""]
+            continue
+        paragraph = line and not line.startswith(" ") and i + 1 < len(lines) and not lines[i + 1]
+        done.append(line)
+        if paragraph and indented and not line.endswith("::"):
+            done += ["", "::"]
+    lines[:] = done
+
+
+# --- the commands
+
+
+def commands() -> str:
+    """The page above the pages of the commands."""
+    lines = ["# Commands", ""]
+    for title, group in cli.GROUPS.items():
+        rows = [f"| [`everytoken {name}`](commands/{name}.md) | {_markdown(what)} |" for name, what in group.items()]
+        lines += [f"| {title} | |", "|---|---|", *rows, ""]
+    toc = ["```{toctree}", ":hidden:", *(f"commands/{name}" for name in cli.COMMANDS), "```"]
+    return "\n".join([*lines, *toc, ""])
+
+
+def command_page(name: str, what: str) -> Iterator[str]:
+    """A command, or the commands that it has."""
+    yield f"# everytoken {name}\n"
+    inner = {words: config for words, config in cli.options_of_commands().items() if words.split()[0] == name}
+    if list(inner) != [name]:
+        yield f"{_markdown(what[0].upper() + what[1:])}.\n"
+    for words, config in inner.items():
+        if words != name:
+            yield f"## everytoken {words}\n"
+        yield from command(config, f"everytoken {words}")
+
+
+def command(config: type, prog: str) -> Iterator[str]:
+    """Examples, description, and a list of options for each group."""
+    shown = examples(config)
+    yield "\n".join(["```sh", *shown, "```", ""])
+    block = "Examples:\n" + "\n".join(f"    {line}" for line in shown)
+    yield f"{_markdown((inspect.getdoc(config) or '').replace(block, ''))}\n"
+    yield f"Usage: `{usage(config, prog)}`\n"
+    groups: dict[str, list[Option]] = {"Arguments": [], "": []}
+    for option in options_of(config):
+        groups.setdefault(option.group if option.flags else "Arguments", []).append(option)
+    for title, options in groups.items():
+        if not options:
+            continue
+        yield f"**{_markdown(title or 'Options')}**\n"
+        yield from (f"- `{option.heading.strip()}`: {_markdown(option.text)}" for option in options)
+        yield ""
+
+
+def _markdown(text: str) -> str:
+    """Plain text: what Markdown would take for its own is escaped, code in backticks stays."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if i % 2 else re.sub(r"([\\*_<>\[\]|{}$~#])", r"\\\1", part) for i, part in enumerate(parts))
+
+
+# --- the recipes
+
+
+def recipes() -> str:
+    """All recipes in full, with what their headers say."""
+    names = recipe_names()
+    lines = [
+        "# Recipes",
+        "",
+        "A recipe is a YAML file that names model, data handling, objectives and schedule. `everytoken train DATA",
+        "--recipe NAME` uses it, a flag overrides one of its values, and `everytoken recipes NAME > mine.yaml` makes a",
+        "copy to edit.",
+        'What a header calls "expected" is the paper\'s number unless it says that it was run by us.',
+        "",
+    ]
+    for title, beginnings in RECIPES.items():
+        chosen = [name for name in names if name.startswith(beginnings)]
+        names = [name for name in names if name not in chosen]
+        lines += [f"## {title}", ""]
+        for name in chosen:
+            settings = recipe_text(name).split("\n\n", 1)[-1].strip()
+            head = "\n".join(f"- {_markdown(line.lstrip('# '))}" for line in header(name).splitlines())
+            lines += [f"### {name}", "", head, "", "```yaml", settings, "```", ""]
+    return "\n".join(lines)
