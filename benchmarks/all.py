@@ -2,9 +2,10 @@
 
     make bench                                   # or: python benchmarks/all.py [--photos FOLDER] [--only store align]
 
-Each script measures ratios in one process with interleaved repeats; this one runs them with one thread, watches how
-busy the machine is, prints their tables and writes docs/benchmarks.md with machine, date and versions. Half an hour on
-two cores. A page that was measured on a busy machine says so.
+Each script measures ratios in one process, runs in turns, in CPU time where it can; this one runs them with one thread,
+watches how busy the machine is, prints their tables and writes docs/benchmarks.md with machine, date and versions. The
+page begins with every goal and whether it is held. Half an hour on two cores; `--only` measures some sections again and
+leaves the others as they are. A section that was measured on a busy machine says so.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 SCRIPTS = {
     "store": "Reading and opening stores of score maps",
     "targets": "Token targets and the token-label loss, against the released algorithm",
+    "inference": "Networks on the CPU, against PyTorch's eager mode",
     "annotate": "Annotating, against the bare network",
     "step": "A training step with token labeling, and the loop's own work",
     "drloc": "Dense relative localization in a training step",
@@ -77,10 +79,17 @@ def kept() -> dict[str, str]:
 
 def write(parts: dict[str, str]) -> None:
     about = (
-        "Made by `make bench`. Ratios come from one run each, with interleaved repeats (corruptions are rates). What "
-        "each number means is in the head of its script."
+        "Made by `make bench`. Ratios come from one run each, in which the things compared take turns (corruptions are "
+        "rates). What each number means is in the head of its script."
     )
     body = "\n".join(parts[name] for name in SCRIPTS if name in parts)
+    goals = re.findall(r"^goal: (.*\|.*)$", body, re.MULTILINE)
+    if goals:
+        table = "\n".join(f"| {line} |" for line in goals)
+        about += (
+            "\n\nMedians with 95 % intervals. A goal is held or broken when the whole interval is on one side.\n\n"
+            f"| what | goal | reached | |\n|---|---|---|---|\n{table}"
+        )
     PAGE.write_text(f"# Benchmarks\n\n{about}\n\n{machine()}. One thread.\n\n{body}")
 
 
@@ -89,18 +98,18 @@ def main() -> int:
     parser.add_argument("--photos", default="", help="folder of photos, for the loader")
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, help="these; the page keeps what it says about others")
     given = parser.parse_args()
-    parts, code = kept() if given.only else {}, 0
+    parts, code = kept(), 0
     for name in given.only or SCRIPTS:
         if name in NEEDS_PHOTOS and not given.photos:
             print(f"{name}: left out, it needs --photos FOLDER")
             continue
         print(f"== {SCRIPTS[name]} (benchmarks/{name}.py)", flush=True)
         said, failed, minutes, load = run(name, [given.photos] if name in NEEDS_PHOTOS else [])
-        trust = "quiet" if load < BUSY else f"BUSY (x{load:.2f}): do not trust"
+        trust = "quiet" if load < BUSY else f"busy (x{load:.2f}): trust CPU times only"
         note = f"{datetime.date.today():%d %B %Y}, {minutes:.1f} min; the machine was {trust}"
         print(f"{said}\n{note}\n", flush=True)
         code = max(code, failed)
-        limits = {0: "", 1: " A limit was broken."}.get(failed, f" It failed with exit code {failed}.")
+        limits = {0: "", 1: " A goal is broken."}.get(failed, f" It failed with exit code {failed}.")
         parts[name] = f"## {SCRIPTS[name]}\n\n`python benchmarks/{name}.py`; {note}.{limits}\n\n```\n{said}\n```\n"
         write(parts)
     return code

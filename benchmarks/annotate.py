@@ -30,6 +30,7 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
+from ratios import Ratio, judge
 from rich.console import Console
 from rich.table import Table
 
@@ -235,15 +236,9 @@ def main() -> int:
         few, many = memory(folder)
         console.print(f"peak memory: {few / 1e6:.1f} MB for 400 images, {many / 1e6:.1f} MB for 4,000")
     reached = base / (base + found["the job's own work"][0])
-    console.print(f"the job reaches {reached:.1%} of the bare network's speed")
-    broken = []
-    if reached < 0.95:
-        broken.append(f"the job reaches {reached:.1%} of the bare network, not 95 %")
-    if many - few > 4e6:
-        broken.append(f"memory grows by {(many - few) / 3600:.0f} bytes per image")
-    for text in broken:
-        console.print(f"[red]limit broken: {text}[/red]")
-    return 1 if broken else 0
+    more = max(many - few, 0) / 3600
+    held = judge("the annotating job's speed, of the bare network's", Ratio(reached, reached, reached), at_least=0.95)
+    return 0 if judge("its memory, bytes more per image", Ratio(more, more, more), at_most=1111) and held else 1
 
 
 if __name__ == "__main__":

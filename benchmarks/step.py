@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from ratios import Ratio, judge
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -113,17 +114,17 @@ def every_objective(batch_size: int, repeats: int) -> bool:
             times = [(one, seconds(steps[one], batch, number)) for one in order]
             ours, plain = (sum(t for one, t in times if (one == name) == mine) for mine in (True, False))
             found.append(ours / plain)
-    said = "held"
+    held = True
     print(f"lvvit_s, forward and backward, batch {batch_size}, {repeats} repeats; median and range of the ratios\n")
     print(f"{'step':28s} {'/ plain':>8s} {'range':>16s} {'floor':>7s}")
     for name, found in ratios.items():
         found.sort()
         low, high, middle = found[0], found[-1], statistics.median(found)
         print(f"{name:28s} {middle:8.3f} {low:8.3f}-{high:.3f} {1 + objectives()[name][2] / (3 * 6.476e9):9.3f}")
-        if name == "token, MixToken" and high > LIMIT:
-            said = "BROKEN" if low > LIMIT else "not decided, it is inside the range"
-    print(f"limit of token labeling: {LIMIT}: {said}\n")
-    return said != "BROKEN"
+        if name == "token, MixToken":
+            held = judge("token labeling in a step of lvvit_s", Ratio(middle, low, high), at_most=LIMIT)
+    print()
+    return held
 
 
 class Tiny(nn.Module):
@@ -175,9 +176,8 @@ def loop_overhead(batch_size: int) -> bool:
     step = TokenStep(model, build_objectives({}, model)).train()
     batch = fake_batch(batch_size)
     full = statistics.median(seconds(step, batch, i) for i in range(3)) * 64 / batch_size
-    print(f"the loop's own work: {own * 1e3:.2f} ms per update; lvvit_t step at batch 64: {full * 1e3:.0f} ms: "
-          f"{own / full:.3%} (limit 3 %)")  # fmt: skip
-    return own / full <= 0.03
+    print(f"the loop's own work: {own * 1e3:.2f} ms per update; lvvit_t step at batch 64: {full * 1e3:.0f} ms")
+    return judge("the loop's own part of an update", Ratio(own / full, own / full, own / full), at_most=0.03)
 
 
 def mixed_precision(repeats: int) -> None:

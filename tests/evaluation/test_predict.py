@@ -19,7 +19,7 @@ from everytoken.errors import EverytokenError
 from everytoken.evaluation import evaluate, load, predict
 from everytoken.evaluation.locate import box_of, guided_filter
 from everytoken.evaluation.predictions import run_lengths
-from everytoken.models import TokenView
+from everytoken.models import TokenView, inference
 from everytoken.models.open import Description, OpenModel
 
 NAMES = ("class-0", "class-1", "class-2")
@@ -55,6 +55,22 @@ def test_predictions_are_those_of_evaluation(photos, weights, tmp_path, capsys):
         assert row["class"] == wanted[row["image"]][0]
         assert float(row["probability"]) == pytest.approx(wanted[row["image"]][1], abs=1e-3)
         assert sum(float(row[name]) for name in row if name.startswith("prob")) == pytest.approx(1, abs=1e-3)
+
+
+def test_many_images_are_predicted_by_onnx_runtime_with_the_same_answers(photos, weights, monkeypatch):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    calls = []
+    session = inference._Session.__call__
+    monkeypatch.setattr(inference._Session, "__call__", lambda self, images: calls.append(1) or session(self, images))
+    plain = predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
+    assert not calls
+    monkeypatch.setattr("everytoken.evaluation.run.WORTH_EXPORTING", 12 * 32 * 32)
+    fast = predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
+    assert len(calls) == 1 + 3  # the comparison with the network, and three batches
+    for one, other in zip(plain, fast, strict=True):
+        assert one.classes == other.classes
+        assert one.probabilities == pytest.approx(other.probabilities, abs=1e-4)
 
 
 def test_one_image_is_a_line_and_json_is_a_line(photos, weights, capsys):

@@ -109,10 +109,10 @@ def _compiling() -> list[Finding]:
 
 
 def _inference() -> list[Finding]:
-    """How fast networks annotate, compute features and predict on the CPU."""
+    """How networks annotate, compute features, evaluate and predict on the CPU."""
     if all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime")):
         return [Finding("note", "inference", "ONNX Runtime is used for inference on the CPU", "inference")]
-    todo = "pip install onnx onnxruntime: annotating with a convolutional network takes half of the time."
+    todo = "pip install onnx onnxruntime: convolutional networks annotate, evaluate and predict in half of the time."
     return [Finding("note", "inference", "PyTorch is used for inference on the CPU", "inference", todo)]
 
 

@@ -34,6 +34,8 @@ from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken.files import write_atomically
+from everytoken.models.inference import faster
+from everytoken.models.onnx import OnnxModel
 from everytoken.models.open import Description, OpenModel, open_model
 from everytoken.stats import Estimate
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from everytoken.explanation import Explanation
 
 LOGITS = 50_000_000  # numbers that are kept at most, to calibrate
+WORTH_EXPORTING = 64 * 224 * 224  # pixels of all images from which on a faster program is made of the network first
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ class Voter(nn.Module):
     def __init__(self, opened: OpenModel, vote: float | None = None) -> None:
         super().__init__()
         self.model, self.vote = opened.model, opened.info.token_vote if vote is None else vote
+        self._faster: list[Callable[[Tensor], Tensor]] = []  # in a list, or it might become a part of itself
         if self.vote and not (opened.model.uses_own_head or opened.model.token_head is not None):
             raise EverytokenError(f"{opened.source} has no token head, so token_vote cannot be used")
         if self.vote and opened.token_classes.count != opened.classes.count:
@@ -158,6 +162,14 @@ class Voter(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, K]"""
         return self.model(images).voted(self.vote)
+
+    def accelerated(self, example: Tensor) -> Callable[[Tensor], Tensor]:
+        """The same by ONNX Runtime, where `faster` finds it possible. Made once: the weights must not change."""
+        if isinstance(self.model, OnnxModel):
+            return self
+        if not self._faster:
+            self._faster.append(faster(self, example))
+        return self._faster[0]
 
 
 def eval_view(info: Description) -> EvalTransform:
@@ -224,9 +236,13 @@ class Inference:
     @torch.no_grad()
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
         """Every image once, with its logits."""
-        for batch in self.views():
+        forward: Callable[[Tensor], Tensor] = self.model
+        for number, batch in enumerate(self.views()):
+            if number == 0 and not self.amp and isinstance(self.model, Voter) and len(batch) > 2:
+                pixels = len(self.data) * batch.images[0, 0].numel()
+                forward = self.model.accelerated(batch.images[:3]) if pixels >= WORTH_EXPORTING else forward
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-                logits = self.model(batch.images)
+                logits = forward(batch.images)
             yield batch, logits.float()
 
     @torch.no_grad()
