@@ -57,7 +57,7 @@ def test_predictions_are_those_of_evaluation(photos, weights, tmp_path, capsys):
         assert sum(float(row[name]) for name in row if name.startswith("prob")) == pytest.approx(1, abs=1e-3)
 
 
-def test_many_images_are_predicted_by_onnx_runtime_with_the_same_answers(photos, weights, monkeypatch):
+def test_a_convolutional_network_predicts_many_images_by_onnx_runtime_with_the_same_answers(photos, weights, monkeypatch):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     calls = []
@@ -66,6 +66,9 @@ def test_many_images_are_predicted_by_onnx_runtime_with_the_same_answers(photos,
     plain = predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
     assert not calls
     monkeypatch.setattr("everytoken.evaluation.run.WORTH_EXPORTING", 12 * 32 * 32)
+    predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
+    assert not calls  # a transformer would not be faster
+    monkeypatch.setattr("everytoken.evaluation.run.CONVOLUTIONS", 1)
     fast = predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
     assert len(calls) == 1 + 3  # the comparison with the network, and three batches
     for one, other in zip(plain, fast, strict=True):

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 LOGITS = 50_000_000  # numbers that are kept at most, to calibrate
 WORTH_EXPORTING = 64 * 224 * 224  # pixels of all images from which on a faster program is made of the network first
+CONVOLUTIONS = 10  # layers; networks with fewer are matrix products, and no faster in ONNX Runtime
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,9 @@ class Voter(nn.Module):
         return self.model(images).voted(self.vote)
 
     def accelerated(self, example: Tensor) -> Callable[[Tensor], Tensor]:
-        """The same by ONNX Runtime, where `faster` finds it possible. Made once: the weights must not change."""
-        if isinstance(self.model, OnnxModel):
+        """The same by ONNX Runtime, for convolutional networks. Made once: the weights must not change."""
+        layers = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
+        if isinstance(self.model, OnnxModel) or layers < CONVOLUTIONS:
             return self
         if not self._faster:
             self._faster.append(faster(self, example))
