@@ -57,7 +57,7 @@ def test_predictions_are_those_of_evaluation(photos, weights, tmp_path, capsys):
         assert sum(float(row[name]) for name in row if name.startswith("prob")) == pytest.approx(1, abs=1e-3)
 
 
-def test_a_convolutional_network_predicts_many_images_by_onnx_runtime_with_the_same_answers(photos, weights, monkeypatch):
+def test_a_convolutional_network_predicts_many_images_by_onnx_runtime(photos, weights, monkeypatch):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     calls = []
