@@ -41,7 +41,7 @@ def no_pictures():
 def mixed(mixer, size=32, grid=(4, 4)):
     """Four images, each of one grey level, mixed; token targets say the image's own class everywhere."""
     images = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, size, size).contiguous()
-    batch = Batch(images, torch.arange(4), keys=tuple("abcd"), key=StepKey(3, 1))
+    batch = Batch(images, torch.arange(4), keys=tuple("abcd"), key=StepKey(3, 3))
     mix = mixer.draw(4, (size, size), grid, batch.key.generator("mix"))
     classes, h, w = from_labels(batch.labels, 4), *grid
     mass, background = classes.mass[:, None, None], classes.background[:, None, None]
