@@ -19,9 +19,13 @@ from everytoken.data.batch import Batch, to_device
 from everytoken.functional import collate_maps
 from everytoken.keyed import StepKey
 from everytoken.maps import ScoreMap
-from everytoken.mixing import build_mixer
+from everytoken.mixing import MIXERS, apply_to_pixels, build_mixer
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives, drloc
+from everytoken.tasks.backbone import Features
+from everytoken.tasks.segment.model import Segmenter
+from everytoken.tasks.segment.options import DecoderOptions
+from everytoken.tasks.segment.task import SegmentStep
 from everytoken.tasks.step import FrozenTeacher, TokenStep, probe
 
 if torch.__version__.startswith("2.8."):
@@ -172,6 +176,38 @@ def _cuda(monkeypatch):
 def test_a_step_stays_on_the_gpu_and_the_host_does_not_wait(name):
     for dtype in DTYPES.values():
         assert run(SETUPS[name], CUDA, dtype, backward=False) == []
+
+
+@pytest.mark.parametrize("name", sorted(set(MIXERS) - {"mixtoken", "cutmix", "mixup", "puzzlemix"}))
+def test_mixing_stays_on_the_gpu_and_the_host_does_not_wait(name):
+    """Masks that are drawn by the host arrive without a wait; those that look at the images stay where these are."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mixer, rng = MIXERS[name](), np.random.default_rng(0)
+    with mode, Watch("cuda") as watch:
+        images = torch.empty(BATCH, 3, 32, 32, device=CUDA)
+        places = torch.empty(BATCH, 8, 8, device=CUDA)
+        mix = mixer.draw(BATCH, (32, 32), (8, 8), rng, CUDA, lambda kind: places)
+        mixed = apply_to_pixels(images, mix) if mix.level == "pixels" else images
+        assert mixed.device == mix.mask.device == mix.ratio.device == CUDA
+    assert watch.blocking == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_segmentation_step_stays_on_the_gpu_and_the_host_does_not_wait(dtype):
+    features = Features(timm.create_model("test_convnext2"))
+    decoder = DecoderOptions(channels=8, aux_channels=8, pyramid_channels=16)
+    step = SegmentStep(Segmenter(features, decoder, 3), 0.4).train()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        move(step, CUDA)
+    with mode, Watch("cuda") as watch:
+        batch = Batch(
+            torch.empty(2, 3, 64, 64, device=CUDA), targets=torch.zeros(2, 64, 64, dtype=torch.int16, device=CUDA)
+        )
+        with torch.autocast("cuda", DTYPES[dtype]) if DTYPES[dtype] is not None else nullcontext():
+            terms = step(batch)
+        assert {term.device for term in terms.values()} == {CUDA}
+    assert watch.blocking == []
 
 
 def run_backward(results):
