@@ -57,6 +57,8 @@ def ratio(over: list[float], under: list[float]) -> Ratio:
     """The median of over / under, round by round, with order statistics as its interval."""
     values = sorted(a / b for a, b in zip(over, under, strict=True))
     n, low = len(values), 0
+    if n < 6:  # too few to know
+        return Ratio(statistics.median(values), -math.inf, math.inf)
     while 2 * sum(math.comb(n, k) for k in range(low + 2)) / 2**n <= 0.05:
         low += 1
     return Ratio(statistics.median(values), values[low], values[n - 1 - low])
