@@ -81,13 +81,14 @@ def test_with_pretrained_weights_the_demo_is_train_without_a_recipe(tmp_path, ca
             (tmp_path / "run/linear").mkdir(parents=True)
             for place in ("run", "run/linear"):
                 (tmp_path / place / "best.safetensors").touch()
-            (tmp_path / "run/result.json").write_text(json.dumps({"top1": 76.0, "held_out": 12}))
+            (tmp_path / "run/result.json").write_text(json.dumps({"top1": 76.0, "held_out": 12, "plain": 77.0}))
         return 0
 
     assert runner.demo(tmp_path, run, "minutes", data=str(photos)) == 0
     assert [words[0] for words in called] == ["train", "maps", "report", "export"]
     assert called[0][1] == str(photos)
     assert "--compare" in called[0]
+    assert called[3][1] == str(tmp_path / "run/plain")  # the better one
     assert called[2][1:3] == [str(tmp_path / "run/linear"), str(tmp_path / "run")]
     assert "76.0 % of 12 held-out images are right" in capsys.readouterr().out
     assert json.loads((tmp_path / "result.json").read_text())["top1"] == 76.0

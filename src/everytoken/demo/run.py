@@ -128,9 +128,10 @@ def _from_pretrained(out: Path, run: Run, data: str, started: float) -> int:
     runs = [str(p) for p in (place / "linear", place, place / "plain") if (p / "best.safetensors").is_file()]
     title = f"everytoken demo: {images.name if data else (images / 'origin.txt').read_text()}"
     _do(run, ["report", *runs, "--out", str(page), "--title", title])
-    print(f"\n5. A file to deploy -> {model}")
-    _do(run, ["export", str(place), "--to", "timm", "onnx", "--out", str(model)])
     result = json.loads((place / "result.json").read_text())
+    best = place / "plain" if result.get("plain", 0.0) > result["top1"] else place
+    print(f"\n5. A file to deploy -> {model}")
+    _do(run, ["export", str(best), "--to", "timm", "onnx", "--out", str(model)])
     result["seconds"] = round(time.monotonic() - started, 1)
     (out / "result.json").write_text(json.dumps(result, indent=1))
     print(f"\n{pretrained_verdict(result)}")
