@@ -1,9 +1,11 @@
 """Several labels per image: loss, mixing, metrics, and a run through all commands."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch.nn import functional as F
@@ -14,10 +16,12 @@ from everytoken.calibration import calibrate_several
 from everytoken.cli import main
 from everytoken.data.batch import Batch
 from everytoken.engine.accuracy import MultiLabelPredictions, average_precision
+from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.checks import ContradictionError
 from everytoken.errors import EverytokenError
 from everytoken.mixing import CutMix
 from everytoken.models import TokenView
+from everytoken.models.open import Description
 from everytoken.objectives import HardLabels, OnlineTokenLabeling
 from everytoken.tasks.build import build
 
@@ -177,3 +181,18 @@ def test_the_linear_head_of_several_labels_is_a_logistic_regression_for_each_cla
     alone = [fit_linear(features, labels[:, [k]], 1, folds, strength=1e-2) for k in range(3)]
     np.testing.assert_allclose(fit.out_of_fold, np.concatenate([f.out_of_fold for f in alone], 1), atol=2e-2)
     assert fit.accuracy > 0.85
+
+
+def test_training_without_a_recipe_fits_a_head_for_several_labels_and_fine_tunes_it(photos, tmp_path):
+    torch.manual_seed(0)
+    weights = tmp_path / "tiny.safetensors"
+    about = Description("test_resnet", {"num_classes": 7}, img_size=(32, 32), crop_pct=1.0)
+    write_weights(weights, timm.create_model("test_resnet", num_classes=7).state_dict(), about.to_metadata())
+    done = et.train(photos, weights=str(weights), minutes=2, epochs=1, output=str(tmp_path / "run"), workers=0,
+                    device="cpu", val_split=0.3, batch_size=16)  # fmt: skip
+    result = json.loads((done.path / "result.json").read_text())
+    assert result["mAP"] > 40
+    assert "mean average precision" in result["text"]
+    assert et.load(done.path / "linear").info.multi_label
+    assert et.load(done.path).info.multi_label
+    assert done.metric == "mAP"
