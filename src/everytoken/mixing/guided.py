@@ -393,7 +393,7 @@ def best_mask(
     inside = F.pad(torch.ones(1, 1, h, w, device=own.device), (1, 1, 1, 1))
     neighbours = _around(inside)[0, 0]
 
-    starts = [values[alone.argmin(-1)], *(torch.full_like(own, float(v)) for v in values)]
+    starts = [values[alone.argmin(-1)], *(value.expand_as(own) for value in values.unbind())]
     best, lowest = starts[0], torch.full_like(lam, math.inf)
     for mask in starts:
         for step in range(2 * rounds):
