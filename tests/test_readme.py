@@ -84,7 +84,7 @@ def test_the_commands_are_functions(here, capsys):
     plain = timm.create_model(f"local-dir:{names['run'].path}", pretrained=True)  # a run is a model of plain timm
     trained = everytoken.load(names["run"].path).model.backbone.state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in plain.state_dict().items())
-    assert plain.pretrained_cfg["input_size"] == (3, 160, 160)
+    assert tuple(plain.pretrained_cfg["input_size"]) == (3, 160, 160)
     assert list(plain.pretrained_cfg["label_names"]) == ["cat", "dog"]
 
 
