@@ -139,7 +139,7 @@ def wnids(subset: str = "") -> tuple[str, ...]:
     name = f"imagenet_{subset}_synsets.txt" if subset else "imagenet_synsets.txt"
     text = pkgutil.get_data("timm.data", f"_info/{name}")
     if text is None:
-        raise EverytokenError(f"timm's class list {name} is missing; install timm 1.0.30 or newer")
+        raise EverytokenError(f"timm's class list {name} is missing; install timm 1.0.31 or newer")
     return tuple(text.decode().split())
 
 

@@ -244,5 +244,5 @@ class Disk:
 
 
 def test_lower_bounds_come_from_the_package_itself():
-    assert machine._lower_bounds()["timm"] == "1.0.30"
+    assert machine._lower_bounds()["timm"] == "1.0.31"
     assert machine._numbers("2.6.0+cu124") == (2, 6, 0) > machine._numbers("2.5.1")

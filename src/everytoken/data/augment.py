@@ -345,8 +345,6 @@ class EvalTransform:
         left, top = _centre(new_w, crop_w), _centre(new_h, crop_h)
 
         resample = FILTERS[self.interpolation]
-        if self.crop_mode == "center" and crop_h != crop_w:
-            resample = FILTERS["bilinear"]  # so does timm for a non-square input in this mode, whatever is asked for
         upright = picture.upright()
         if new_w * new_h <= _LARGE:
             part = upright.resize((new_w, new_h), resample).crop((left, top, left + crop_w, top + crop_h))

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 _DYNAMIC: tuple[dict[str, Any], ...] = ({"strict_img_size": False}, {"dynamic_img_size": True}, {})  # ask for any size
 _SIZE_ARGUMENTS = ("num_classes", "img_size", "token_classes", "strict_img_size", "dynamic_img_size")
 
-_LATE_CLASS_TOKEN = ("Cait", "Xcit", "VOLO")
-
 
 class Features(nn.Module):
     """Images -> feature maps, finest first.
@@ -73,8 +71,6 @@ class Features(nn.Module):
         self.fixed_size = fixed_size
         self.backbone: Any = backbone
         backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
-        if name in _LATE_CLASS_TOKEN:
-            backbone.cls_token.requires_grad_(False)  # it joins after the taps
         head = getattr(backbone, "head", None)
         if isinstance(head, nn.Module) and any(True for _ in head.parameters()):
             backbone.head = nn.Identity()  # ConvNeXt's keeps a norm

@@ -79,7 +79,7 @@ class Classification(Task):
         a grid of 8x8); on grids of up to 16x16 matrix products are faster, and their memory does not matter.
         """
         small = self.setup.grid[0] * self.setup.grid[1] <= 256
-        slow = self.options.optim.amp and self.world.device.type == "cpu"
+        slow = self.options.optim.amp and self.world.device.type == "cpu" and torch.is_grad_enabled()
         with super().autocast(), sdpa_kernel(SDPBackend.MATH) if slow and small else nullcontext():
             yield
 
