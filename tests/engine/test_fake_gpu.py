@@ -28,8 +28,9 @@ from everytoken.tasks.segment.options import DecoderOptions
 from everytoken.tasks.segment.task import SegmentStep
 from everytoken.tasks.step import FrozenTeacher, TokenStep, probe
 
-if torch.__version__.startswith("2.9."):
-    pytest.skip("torch 2.9 ends the process at a fake convolution where there is no GPU", allow_module_level=True)
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="torch 2.9 ends the process at a fake convolution without a GPU"
+)
 CUDA = torch.device("cuda", 0)
 MEAN, STD = (0.5,) * 3, (0.25,) * 3
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # of autocast

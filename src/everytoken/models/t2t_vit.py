@@ -194,7 +194,7 @@ class TokensToToken(StridedEmbed):
             h, w = _windows(h, split), _windows(w, split)
             if i < len(self.splits):
                 x = getattr(self, f"attention{i}")(x)
-                x = x.transpose(1, 2).unflatten(2, (h, w))
+                x = x.transpose(1, 2).reshape(x.shape[0], -1, h, w)
         x = self.project(x)
         if self.output_fmt is None or self.output_fmt == Format.NLC:
             return x

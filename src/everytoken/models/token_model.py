@@ -259,10 +259,12 @@ class _MixHook:
 def grid_shape(count: int, size: tuple[int, int]) -> tuple[int, int]:
     """The grid (h, w) of `count` tokens whose proportions are nearest to an image of (height, width)."""
     height, width = size
-    best = min(
-        (h for h in range(1, count + 1) if count % h == 0),
-        key=lambda h: abs(h * h * width - count * height) / h,
-    )
+    best, least = 1, abs(width - count * height) / 1
+    for divisor in range(1, int(count**0.5) + 1):  # a loop: older compilers cannot trace min with a key
+        for h in (divisor, count // divisor):
+            error = abs(h * h * width - count * height) / h
+            if count % divisor == 0 and (error, h) < (least, best):
+                best, least = h, error
     return best, count // best
 
 
