@@ -239,7 +239,11 @@ def _reserve(file: RemoteFile, wanted: frozenset[str]) -> bool:
     part = folder / f"{_PART}{file.cached.stem}"
     with _reserving, Lock(folder, "room", patience=_FOR_EVER):
         part.unlink(missing_ok=True)  # of a download that was killed: this process has its lock
-        entries = {path: path.stat() for path in [*folder.glob("*.archive"), *folder.glob(f"{_PART}*")]}
+        entries = {}
+        for pattern in (f"{_PART}*", "*.archive"):  # in the order in which a file has these names
+            for path in folder.glob(pattern):
+                with suppress(FileNotFoundError):  # another process has just finished downloading it
+                    entries[path] = path.stat()
         room = min(_limit() - sum(s.st_size for s in entries.values()), shutil.disk_usage(folder).free)
         for path, status in sorted(entries.items(), key=lambda entry: entry[1].st_mtime):
             if room >= file.size:
