@@ -111,7 +111,7 @@ def _compiling() -> list[Finding]:
 def _inference() -> list[Finding]:
     """How networks annotate, compute features, evaluate and predict on the CPU."""
     if all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime")):
-        return [Finding("note", "inference", "ONNX Runtime is used for inference on the CPU", "inference")]
+        return [Finding("note", "inference", "ONNX Runtime runs convolutional networks on the CPU", "inference")]
     todo = "pip install onnx onnxruntime: convolutional networks annotate, evaluate and predict in half of the time."
     return [Finding("note", "inference", "PyTorch is used for inference on the CPU", "inference", todo)]
 
