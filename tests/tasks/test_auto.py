@@ -168,6 +168,14 @@ def test_a_larger_backbone_must_suit_the_time_or_be_far_ahead():
     assert not better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=0.1)  # there is time for neither
 
 
+@pytest.mark.parametrize(("accuracy", "images", "far"), [(0.87, 400, True), (0.82, 400, False), (0.85, 100, False)])
+def test_without_time_for_fine_tuning_a_backbone_must_be_ahead_by_more_than_chance(accuracy, images, far):
+    def trial(accuracy: float) -> features_module.Trial:
+        return features_module.Trial(features_module.Candidate("any"), accuracy, 0.5, 0.0, images=images)
+
+    assert features_module._far_ahead(trial(accuracy), trial(0.79)) == far
+
+
 def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (500.0, 0.0))[1])
     with caplog.at_level(logging.INFO):

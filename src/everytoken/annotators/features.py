@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +49,8 @@ Progress = Callable[[int, int], None]
 PROBED = 400
 """Images that backbones are compared on, at most."""
 ENOUGH_EPOCHS, LEAD = 10, 0.04
-"""A backbone that cannot be fine-tuned for so many epochs has to be ahead by so much of those that can, or of the
-cheapest."""
+"""A backbone that cannot be fine-tuned for so many epochs has to be ahead by so much, and by a standard error, of those
+that can, or of the cheapest."""
 _PART = 256
 _BATCH = 32
 _MANY = 100  # images for which the network is made faster first
@@ -307,6 +308,7 @@ class Trial:
     Attributes:
         accuracy, loss: out of fold.
         seconds_per_image: of its features; training_seconds: of training on one image.
+        images: that it was tried on.
     """
 
     candidate: Candidate
@@ -314,6 +316,7 @@ class Trial:
     loss: float
     seconds_per_image: float
     training_seconds: float = 0.0
+    images: int = 1
 
 
 @dataclass(frozen=True)
@@ -376,7 +379,7 @@ def choose_backbone(
             features = compute_features(subset, backbone, cache, digests=some, workers=workers)
             fit = fit_features(features, subset, folds, seed)
             training = 3 * (_seconds_per_image(backbone, backbone.pooled) if training_seconds else 0.0)
-            trials.append(Trial(candidate, fit.accuracy, fit.loss, rate, training))
+            trials.append(Trial(candidate, fit.accuracy, fit.loss, rate, training, len(fit.labels)))
             what = "mean average precision" if data.multi_label else "right"
             logger.info(f"{candidate}: {fit.accuracy:.1%} {what} in cross-validation on {len(fit.labels):,} images")
         else:
@@ -387,7 +390,7 @@ def choose_backbone(
         if training_seconds and (trainable is None or _suits_better(trial, trainable[1], training_seconds / len(data))):
             trainable = backbone, trial
     assert best is not None
-    if trainable is not None and best[1].accuracy - trainable[1].accuracy < LEAD:
+    if trainable is not None and not _far_ahead(best[1], trainable[1]):
         best = trainable
     features = compute_features(data, best[0], cache, digests=digests, workers=workers, progress=progress)
     fit = fit_features(features, data, folds, seed)
@@ -403,6 +406,15 @@ def _suits_better(one: Trial, other: Trial, seconds: float) -> bool:
     if all(enough):
         return one.loss < other.loss
     return one.training_seconds < other.training_seconds
+
+
+def _far_ahead(one: Trial, other: Trial) -> bool:
+    """Whether a backbone that cannot be fine-tuned is to be preferred all the same.
+
+    The standard error is that of a difference between two classifiers, half of whose mistakes are the same.
+    """
+    error = math.sqrt(other.accuracy * (1 - other.accuracy) / other.images)
+    return one.accuracy - other.accuracy >= LEAD + error
 
 
 def fit_features(

@@ -82,6 +82,8 @@ FEW_HELD_OUT = 200
 """Held-out images with which one epoch cannot be told from another: half a point and more is a single image."""
 _LOOKING = 0.2  # part of the time for features and the choice of a backbone, at most
 _VALIDATING = 0.25  # of the time of training, at most
+_BESIDE = 1.1  # a step with its optimizer, averages and checkpoints, which are not timed, against one without
+_ENDING = 5.0  # seconds for the report and the choice of a model, besides the evaluation
 _SIMILAR = 0.9  # cosine of the features of two images that may be the same
 _TOKENS = {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
 _MACHINE = ("out", "device", "threads", "workers", "resume", "tensorboard", "wandb", "mlflow", "keep", "log_interval")
@@ -525,7 +527,10 @@ def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, de
     """How many epochs fit into the time that is left, from a few timed steps, 0 if too few; how often to validate."""
     seconds, loading, batches = _time_steps(options, output)
     updates = max(1, batches // options.optim.grad_accum_steps)
-    per_batch = max(seconds, loading / max(1, options.dataset.workers))
+    if _device(options).type == "cpu":  # which loads and trains with the same cores
+        per_batch = _BESIDE * (seconds + loading / cores())
+    else:
+        per_batch = max(_BESIDE * seconds, loading / max(1, options.dataset.workers))
     forward = photos.choice.features.seconds / max(1, photos.choice.features.computed)
     validating = 2 * len(photos.val) * max(forward, seconds / options.dataset.batch_size / 4)
     weights = sum(p.numel() * p.element_size() for p in photos.choice.backbone.model.parameters())
@@ -535,6 +540,7 @@ def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, de
         return {"epochs": 0}
     interval = max(1, math.ceil(validating / (batches * per_batch) / _VALIDATING))
     epoch = batches * per_batch + (0.0 if few_held_out(len(photos.val)) else validating / interval)
+    left -= _ENDING + 2 * validating
     epochs = min(max(MOST_EPOCHS, math.ceil(USUAL_UPDATES / updates)), int(left / epoch))
     if epochs < FEWEST_EPOCHS or epochs * updates < FEWEST_UPDATES:
         decisions.say(
