@@ -163,9 +163,9 @@ def test_a_larger_backbone_must_suit_the_time_or_be_far_ahead():
         return features_module.Trial(features_module.Candidate("any"), 0.5, loss, 0.0, seconds)
 
     better = features_module._suits_better
-    assert better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=2.0)  # there is time for both
-    assert not better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=1.0)
-    assert not better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=0.1)  # there is time for neither
+    assert better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=0.2)  # there is time for both
+    assert not better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=0.1)
+    assert not better(trial(0.5, 0.2), trial(0.6, 0.1), seconds=0.01)  # there is time for neither
 
 
 @pytest.mark.parametrize(("accuracy", "images", "far"), [(0.87, 400, True), (0.82, 400, False), (0.85, 100, False)])

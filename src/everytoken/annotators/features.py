@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 PROBED = 400
 """Images that backbones are compared on, at most."""
-ENOUGH_EPOCHS, LEAD = 10, 0.04
-"""A backbone that cannot be fine-tuned for so many epochs has to be ahead by so much, and by a standard error, of those
-that can, or of the cheapest."""
+ENOUGH_EPOCHS, ENOUGH_IMAGES, LEAD = 10, 120 * 32, 0.04
+"""A backbone that cannot be fine-tuned for so many epochs, and on so many images, has to be ahead by so much, and by a
+standard error, of those that can, or of the cheapest."""
 _PART = 256
 _BATCH = 32
 _MANY = 100  # images for which the network is made faster first
@@ -365,6 +365,7 @@ def choose_backbone(
     skipped: list[str] = []
     best: tuple[FrozenBackbone, Trial] | None = None
     trainable: tuple[FrozenBackbone, Trial] | None = None
+    enough = training_seconds / max(ENOUGH_EPOCHS * len(data), ENOUGH_IMAGES)
     started = time.perf_counter()
     for candidate in offered:
         backbone = FrozenBackbone(candidate.name, candidate.img_size, device)
@@ -387,7 +388,7 @@ def choose_backbone(
         trial = trials[-1]
         if best is None or trial.loss < best[1].loss:
             best = backbone, trial
-        if training_seconds and (trainable is None or _suits_better(trial, trainable[1], training_seconds / len(data))):
+        if training_seconds and (trainable is None or _suits_better(trial, trainable[1], enough)):
             trainable = backbone, trial
     assert best is not None
     if trainable is not None and not _far_ahead(best[1], trainable[1]):
@@ -398,11 +399,11 @@ def choose_backbone(
 
 
 def _suits_better(one: Trial, other: Trial, seconds: float) -> bool:
-    """Whether to fine-tune one backbone and not another, with so many seconds for each image.
+    """Whether to fine-tune one backbone and not another, if an image may take so many seconds.
 
     Of those for which the time is enough the one with the lower loss, else the one that takes less time.
     """
-    enough = [trial.training_seconds * ENOUGH_EPOCHS <= seconds for trial in (one, other)]
+    enough = [trial.training_seconds <= seconds for trial in (one, other)]
     if all(enough):
         return one.loss < other.loss
     return one.training_seconds < other.training_seconds
