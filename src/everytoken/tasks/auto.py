@@ -54,7 +54,7 @@ from everytoken.annotators.fit_network import FOLDER, keys_hash
 from everytoken.annotators.job import run_job
 from everytoken.annotators.linear import LinearHead
 from everytoken.annotators.options import AnnotateOptions
-from everytoken.data.datasets import DataSet, dataset_title
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, dataset_title
 from everytoken.data.duplicates import alike, read_facts
 from everytoken.engine.accuracy import AnyPredictions, MultiLabelPredictions, predictions_of
 from everytoken.engine.checkpoint import write_weights
@@ -275,7 +275,8 @@ def _look(
         raise EverytokenError(f"{options.data} has one class only: give every class a folder of its own, at least two")
     each = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
     several = ", any number of them per photo" if train.multi_label else ""
-    held = "10 % of each class, by their names" if any("held out" in note for note in notes) else "a part of their own"
+    share = options.dataset.val_split or (DEFAULT_VAL_SPLIT if any("held out" in note for note in notes) else 0.0)
+    held = f"{100 * share:g} % of each class, by their names" if share else "a part of their own"
     decisions.say(
         f"photos: {len(train):,} to train on, {train.num_classes} classes of {each}{several}{_usual_size(train)}; "
         f"{len(val):,} held out ({held})"
