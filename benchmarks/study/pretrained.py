@@ -106,7 +106,7 @@ class Study:
                     for seed in TUNING:
                         self.fine_tune(dataset, per_class, seed, "plain", rate, {})
                 best = best_rate(self.rows(), dataset, per_class, "plain")
-                for seeds, arms in ((TUNING, ARMS), (TUNING, SETTINGS), (SEEDS, {"plain": {}, **ARMS})):
+                for seeds, arms in ((TUNING, ARMS), (SEEDS, {"plain": {}, **ARMS}), (TUNING, SETTINGS)):
                     for arm, changes in arms.items():
                         for seed in seeds:
                             self.fine_tune(dataset, per_class, seed, arm, best, changes)
