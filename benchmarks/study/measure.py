@@ -47,6 +47,14 @@ def measure(run: Path, data: Path) -> dict[str, float]:
     return {**out, **_shares(model, images, labels)}
 
 
+@torch.inference_mode()
+def halves(run: Path, data: Path) -> dict[str, float]:
+    """What tokens know about their place, alone."""
+    opened = open_model(run)
+    opened.model.eval()
+    return {name: round(value, 2) for name, value in _halves(opened, *_images(opened, data)).items()}
+
+
 def drloc_constant(grid: tuple[int, int] = (7, 7)) -> float:
     """The l1 loss of the best constant answer."""
     targets = drloc.offset_targets(drloc.offsets(drloc.all_pairs(grid), grid), grid)

@@ -7,7 +7,8 @@ Flowers (5 classes) and CIFAR-10, 30 images per class first, EfficientNet-Lite0 
 1,000 validation images. A seed draws the images and everything that is random in training; arms are compared seed by
 seed. Learning rates are tuned for the plain arms on the first two seeds, and the other arms take the best plain rate,
 so that what is compared with token labels is the best that plain fine-tuning can do. One row per run in
-DIR/results.jsonl: accuracy after the last epoch with averaged weights, never the best of several epochs.
+DIR/results.jsonl: accuracy after the last epoch with averaged weights, never the best of several epochs, and how well
+cells know what they show (`place`, `pointing`: measure.py).
 
 DATA holds flowers-128/photos.zip and cifar10-mini/cifar10-mini.zip (train/CLASS/..., val/CLASS/...).
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from measure import halves
 
 from everytoken import stats
 from everytoken.annotators import annotate
@@ -152,7 +154,8 @@ class Study:
             top1 = round(100 * float(correct.mean()), 2)
             row = {"dataset": dataset, "per_class": per_class, "seed": seed, "arm": "linear", "rate": 0.0, "top1": top1}
             if not self.done(dataset=dataset, per_class=per_class, seed=seed, arm="linear"):
-                self.add({**row, "cross_validation": round(100 * fit.accuracy, 2), "cpu": round(spent, 1)})
+                row |= {"cross_validation": round(100 * fit.accuracy, 2), "cpu": round(spent, 1)}
+                self.add({**row, **halves(place, images)})
         return place
 
     def maps(self, kind: str, dataset: str, per_class: int, seed: int) -> Path:
@@ -191,7 +194,7 @@ class Study:
         last = run.history[-1]
         row = {"top1": last["ema_score"], "top1_last": last["score"], "loss": last["ema_val_loss"], "epochs": epochs}
         spent = {"cpu": round(time.process_time() - started, 1), "cpu_annotating": round(annotating, 1)}
-        self.add({**what, **row, **spent})
+        self.add({**what, **row, **spent, **halves(output, self.images(dataset, per_class, seed))})
         shutil.rmtree(output)
 
 
@@ -221,8 +224,8 @@ def best_rate(rows: list[dict[str, Any]], dataset: str, per_class: int, arm: str
 def table(rows: list[dict[str, Any]]) -> str:
     """Accuracy of every arm, and its difference to plain fine-tuning at its best rate, seed by seed."""
     lines = [
-        "| data | per class | arm | rate | seeds | top-1 | difference to plain | CPU s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| data | per class | arm | rate | seeds | top-1 | difference to plain | cells know the place | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -241,9 +244,12 @@ def table(rows: list[dict[str, Any]]) -> str:
                 e = stats.mean(gains)
                 interval = f" ({e.low:+.2f} to {e.high:+.2f})" if e.low is not None and e.high is not None else ""
                 difference = f"{e.value:+.2f}{interval}"
+            places = [row["place"] for row in runs if "place" in row]
+            place = f"{np.mean(places):.1f}" if places else ""
             cpu = np.mean([row.get("cpu", 0) + row.get("cpu_annotating", 0) for row in runs])
             lines.append(
-                f"| {dataset} | {per_class} | {arm} | {rate:g} | {len(runs)} | {mean:.2f} | {difference} | {cpu:.0f} |"
+                f"| {dataset} | {per_class} | {arm} | {rate:g} | {len(runs)} | {mean:.2f} | {difference} | {place} | "
+                f"{cpu:.0f} |"
             )
     return "\n".join(lines)
 
