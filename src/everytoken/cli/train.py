@@ -30,12 +30,13 @@ T = TypeVar("T", bound=Overridable)
 class Train(TrainOptions):
     """Train a model. Run the same command again to resume an interrupted run.
 
-    Without a recipe and a model, everything is decided by looking at the photos and at the machine: a linear classifier
-    on pretrained features first, then fine-tuning, which has to beat it. The decisions are written as a recipe.
+    Without recipe, model and weights, everything is decided by looking at the photos and at the machine: a linear
+    classifier on pretrained features first, then fine-tuning, which has to beat it. The decisions are written as a
+    recipe. --weights with --minutes does the same with that network; --weights alone takes the recipe `finetune`.
 
     Examples:
         everytoken train photos --minutes 10
-        everytoken train photos --weights registry:efficientnet_lite0
+        everytoken train photos --weights registry:efficientnet_lite2 --minutes 20
         everytoken train photos --recipe small_96
         everytoken train photos --recipe small_96_token --maps maps --set objectives.token_labeling.beta=0.5
         everytoken train imagenet --recipe lvvit_s_token --maps maps --dry-run
