@@ -12,6 +12,7 @@ import torch
 from everytoken.annotators import AnnotateOptions, AnnotatorError, FitOptions, fill_store, fit_annotator
 from everytoken.annotators import features as features_module
 from everytoken.annotators import fit as fit_module
+from everytoken.annotators import job as job_module
 from everytoken.annotators.features import (
     Candidate,
     FrozenBackbone,
@@ -202,9 +203,11 @@ def options(model="", **more):
     return AnnotateOptions(workers=0, fit=FitOptions(fit_model=model, **more))
 
 
+@pytest.mark.parametrize("many", [1, 1000])  # images from which on ONNX Runtime is used, if it is installed
 def test_fit_is_a_linear_head_at_every_cell_by_heads_that_have_not_seen_the_image(
-    photos_of, backbone, tmp_path, caplog
+    photos_of, backbone, tmp_path, caplog, many, monkeypatch
 ):
+    monkeypatch.setattr(job_module, "_MANY", many)
     data, out = open_dataset(photos_of(per_class=16)), tmp_path / "maps"
     with caplog.at_level("INFO"):
         annotator = fit_annotator(data, out, options(backbone), ALONE)

@@ -29,6 +29,17 @@ def test_the_cells_of_a_network_are_those_of_pytorch_for_any_batch_size(name):
             torch.testing.assert_close(forward(images), network(images), rtol=1e-3, atol=1e-4)
 
 
+def test_a_network_that_was_put_into_another_module_stays_in_evaluation_mode():
+    network = TokenModel(timm.create_model("test_efficientnet", num_classes=7)).eval()
+    outer, images = CellScores(network), torch.randn(3, 3, 64, 64)  # a new module is in training mode
+    forward = faster(outer, images)
+    assert forward is not outer
+    assert outer.training
+    assert not any(module.training for module in network.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(forward(images), network.cell_logits(images), rtol=1e-3, atol=1e-4)
+
+
 class Remembers(nn.Module):
     """Its graph has the number of images of the first batch in it."""
 

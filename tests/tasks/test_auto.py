@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,6 +96,15 @@ def test_the_last_epoch_is_compared_with_the_linear_head(result):
     assert "kept: the" in (result.path / "log.txt").read_text()
     assert len(content["tokens_gain"]) == 3
     assert read_run(result.path / "plain").config["objectives"] in ({}, {"hard": {}}, None)
+
+
+def test_maps_that_know_less_than_the_head_they_come_from_are_refused(monkeypatch, tmp_path):
+    photos = SimpleNamespace(train=SimpleNamespace(num_classes=10), choice=SimpleNamespace(fit=SimpleNamespace()))
+    photos.choice.fit.accuracy = 0.8
+    for agree, fine in ((0.75, True), (0.11, False)):
+        monkeypatch.setattr(auto_module, "summarise", lambda *_, agree=agree: SimpleNamespace(images_agree=agree))
+        with nullcontext() if fine else pytest.raises(EverytokenError, match="11%"):
+            assert "75%" in auto_module._agreement(photos, tmp_path)
 
 
 def test_later_commands_find_the_held_out_photos_by_themselves(result, tmp_path, monkeypatch, capsys):

@@ -153,7 +153,7 @@ class FrozenBackbone:
 
     def accelerate_cells(self) -> None:
         """Make `cells` faster."""
-        self._cells = self.accelerated(CellScores(self.model))
+        self._cells = self.accelerated(CellScores(self.model).eval())
 
     def with_head(self, head: LinearHead, class_names: Sequence[str]) -> tuple[nn.Module, Description]:
         """A copy of the timm model with `head` as its classifier, and its description."""

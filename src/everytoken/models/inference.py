@@ -75,6 +75,8 @@ def export_onnx(module: nn.Module, example: Tensor, outputs: Sequence[str] = ("l
     Torch's older exporter, where it still exists, takes a second for a network for which the new one takes ten.
     """
     content: Any = io.BytesIO()  # torch says it takes a path, and takes this too
+    modes = {part: part.training for part in module.modules()}
+    module.eval()  # otherwise torch would leave all parts in the mode of the outermost module
     axes = {name: {0: "batch"} for name in ("images", *outputs)}
     how: dict[str, Any] = {"input_names": ["images"], "output_names": list(outputs)}
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), torch.inference_mode(False):
@@ -88,4 +90,7 @@ def export_onnx(module: nn.Module, example: Tensor, outputs: Sequence[str] = ("l
             )
             assert program is not None
             return bytes(program.model_proto.SerializeToString())
+        finally:
+            for part, training in modes.items():
+                part.training = training
     return bytes(content.getvalue())

@@ -51,7 +51,7 @@ from everytoken.annotators.features import (
 )
 from everytoken.annotators.fit import save_heads
 from everytoken.annotators.fit_network import FOLDER, keys_hash
-from everytoken.annotators.job import run_job
+from everytoken.annotators.job import run_job, summarise
 from everytoken.annotators.linear import LinearHead
 from everytoken.annotators.options import AnnotateOptions
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, dataset_title
@@ -228,7 +228,7 @@ def _decide(
         values["objectives"] = _TOKENS
         decisions.say(
             "tokens: every cell learns what the linear head says about it (beta 0.5), which also trains the masks; "
-            "photos are annotated by heads that have not seen them"
+            f"photos are annotated by heads that have not seen them{_agreement(photos, output) if own else ''}"
         )
     values |= {k: v for k, v in flat(options).items() if k in asked and k not in (*_MACHINE, "maps", "weights")}
     if "epochs" not in asked:
@@ -522,6 +522,17 @@ def _annotate(options: TrainOptions, photos: Photos, output: Path, device: torch
         save_heads((photos.choice, np.arange(len(photos.train))), photos.train, fitted, settings)
     run_job(photos.train, place, "fit", settings)
     return str(place)
+
+
+def _agreement(photos: Photos, output: Path) -> str:
+    """How often the maps that were made name the class of the folder; as often as the head, or something is wrong."""
+    agree = summarise(output / "maps", photos.train, range(photos.train.num_classes)).images_agree or 0.0
+    if agree < photos.choice.fit.accuracy / 2:
+        raise EverytokenError(
+            f"the maps in {output / 'maps'} name the class of {agree:.0%} of the photos only, and the head that they "
+            f"come from {photos.choice.fit.accuracy:.0%}: they are not used. Train without maps, and please report this"
+        )
+    return f", and name the folder's class of {agree:.0%} of them"
 
 
 def _epochs(options: TrainOptions, photos: Photos, output: Path, left: float, decisions: Decisions) -> dict[str, int]:
