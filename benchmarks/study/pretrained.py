@@ -71,9 +71,9 @@ OWN = {"maps": "own", "objectives": {"token_labeling": {"beta": 0.5, "class_targ
 FOREIGN = {"maps": "foreign", "objectives": {"token_labeling": {"beta": 0.5, "class_target": "truth"}}}
 ARMS: dict[str, dict[str, Any]] = {  # besides the plain ones; all start from the linear head with the best plain rate
     "own maps": OWN,
-    "foreign maps": FOREIGN,
-    "cutmix": CUTMIX,
     "own maps + cutmix": {**OWN, **CUTMIX},
+    "cutmix": CUTMIX,
+    "foreign maps": FOREIGN,
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of plain fine-tuning; on the seeds for tuning only
     "layer decay 0.8": {"layer_decay": 0.8},
