@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,13 @@ CONTEXT = multiprocessing.get_context("forkserver")  # torch and timm are import
 CONTEXT.set_forkserver_preload(["timm", "everytoken.tasks.classify", "everytoken.tasks.segment.task", __name__])
 
 
-def run_program(words: Sequence[str], environment: dict[str, str], folder: str, files: Sequence[Path]) -> None:
+def run_program(
+    words: Sequence[str],
+    environment: dict[str, str],
+    folder: str,
+    files: Sequence[Path],
+    first: Callable[[], None] | None,
+) -> None:
     """What a process of `Program` does."""
     os.setsid()
     os.chdir(folder)
@@ -27,6 +33,8 @@ def run_program(words: Sequence[str], environment: dict[str, str], folder: str, 
     from everytoken.cli import main
 
     leave_nothing_to_look_at(setattr)
+    if first is not None:
+        first()
     code = main(words)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -48,11 +56,21 @@ def no_pictures(monkeypatch):
 
 
 class Program:
-    """`everytoken WORDS` in a process and session of its own, started without importing everything again."""
+    """`everytoken WORDS` in a process and session of its own, started without importing everything again.
 
-    def __init__(self, words: Sequence[str], folder: Path, environment: dict[str, str], inside: str) -> None:
+    `first` is called there before.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: dict[str, str],
+        inside: str,
+        first: Callable[[], None] | None = None,
+    ) -> None:
         self.files = [folder / "stdout", folder / "stderr"]
-        self.process = CONTEXT.Process(target=run_program, args=(list(words), environment, inside, self.files))
+        self.process = CONTEXT.Process(target=run_program, args=(list(words), environment, inside, self.files, first))
         self.process.start()
         self.pid = self.process.pid
 
@@ -92,9 +110,11 @@ def start(tmp_path_factory):
     """Starts a `Program`: start("train", ..., RANK="1"). Those that still run at the end are killed."""
     programs = []
 
-    def start(*words: object, inside: object = "", **environment: str) -> Program:
+    def start(
+        *words: object, inside: object = "", first: Callable[[], None] | None = None, **environment: str
+    ) -> Program:
         folder = tmp_path_factory.mktemp("program")
-        programs.append(Program(list(map(str, words)), folder, environment, str(inside) or os.getcwd()))
+        programs.append(Program(list(map(str, words)), folder, environment, str(inside) or os.getcwd(), first))
         return programs[-1]
 
     yield start
@@ -106,16 +126,22 @@ def start(tmp_path_factory):
 def start_ranks(start):
     """Starts processes of one job, as torchrun would: start_ranks(2, "train", ...).
 
-    `inside`: a folder for each; with relative paths among the words, as on machines with a disk each.
+    `inside`: a folder for each; with relative paths among the words, as on machines with a disk each. `first`: what
+    rank 0 calls before it begins.
     """
 
-    def start_ranks(size: int, *words: object, inside: Sequence[object] = ()) -> list[Program]:
+    def start_ranks(
+        size: int, *words: object, inside: Sequence[object] = (), first: Callable[[], None] | None = None
+    ) -> list[Program]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
         common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port} for rank in range(size)]
         places = inside or [""] * size
-        return [start(*words, inside=place, **common, **rank) for place, rank in zip(places, ranks, strict=True)]
+        return [
+            start(*words, inside=place, first=None if number else first, **common, **rank)
+            for number, (place, rank) in enumerate(zip(places, ranks, strict=True))
+        ]
 
     return start_ranks
 

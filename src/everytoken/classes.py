@@ -296,17 +296,24 @@ class ClassPlan:
         """[..., K of the annotator] -> [..., scored classes]."""
         if self.groups is None:
             return logits
-        out = logits[..., [group[0] for group in self.groups]]
+        out = logits[..., _numbers([group[0] for group in self.groups], logits)]
         for place, group in enumerate(self.groups):
             if len(group) > 1:
-                out[..., place] = logits[..., list(group)].float().logsumexp(-1)
+                out[..., place] = logits[..., _numbers(group, logits)].float().logsumexp(-1)
         return out
 
     def class_ids(self, places: Tensor) -> Tensor:
         """Places in what `apply` returns -> the store's classes."""
         if self.targets is None or self.targets == tuple(range(self.count)):
             return places
-        return places.new_tensor(self.targets)[places]
+        return _numbers(self.targets, places)[places]
+
+
+def _numbers(values: Sequence[int], like: Tensor) -> Tensor:
+    """As a tensor on the device of another one, for which a host that drives a GPU does not wait."""
+    import torch
+
+    return torch.tensor(values).to(like.device, non_blocking=True)
 
 
 def plan_classes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import tarfile
 
 import fsspec
@@ -150,6 +151,38 @@ def test_two_processes_share_the_cache(tmp_path, forkserver):
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
     assert [answers.get() for _ in processes] == [(True, SHARDS)] * 2
+
+
+def fetch_and_die(path, answers, method):
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def pieces(file):
+        yield shard(0)[: file.size // 2]
+        die()
+
+    places = {"piece": (remote, "_pieces", pieces), "name": (os, "replace", die)}
+    setattr(*places.get(method, (remote.files, "write_atomically", die)))
+    fetch_in_a_process(path, answers)
+
+
+@pytest.mark.parametrize(("method", "archives"), [("piece", 0), ("name", 0), ("index", SHARDS)])
+def test_a_download_that_is_killed_anywhere_leaves_nothing_that_is_taken_for_whole(
+    tmp_path, forkserver, method, archives
+):
+    folder, answers = tmp_path / "cache", forkserver.SimpleQueue()
+    killed = forkserver.Process(target=fetch_and_die, args=(folder, answers, method))
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
+    found = list(folder.glob("*.archive"))
+    assert len(found) <= archives
+    assert {path.read_bytes() for path in found} <= {shard(number) for number in range(SHARDS)}
+    again = forkserver.Process(target=fetch_in_a_process, args=(folder, answers))
+    again.start()
+    again.join(120)
+    assert answers.get() == (True, SHARDS)
+    assert len(list(folder.iterdir())) == 2 * SHARDS  # archives and indexes
 
 
 def test_a_part_that_gets_its_final_name_while_room_is_counted_does_no_harm(bucket, tmp_path):

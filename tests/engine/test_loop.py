@@ -239,16 +239,30 @@ def test_training_works_outside_of_the_main_thread(tmp_path):
     assert summary_of(tmp_path)["updates"] == 6
 
 
-def test_a_single_bad_loss_is_left_out_and_counted(tmp_path):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_single_bad_loss_is_left_out_and_counted_and_batch_norms_forget_it(tmp_path, accumulate):
     def trouble(epoch, position, batch):
-        return replace(batch, x=batch.x * float("nan")) if (epoch, position) == (1, 1) else batch
+        norm = module.net[1]
+        if (epoch, position) == (1, 2):
+            before.update({name: value.clone() for name, value in norm.named_buffers()})
+            return replace(batch, x=batch.x * float("nan"))
+        if (epoch, position) == (1, 2 + accumulate):
+            assert same(before, dict(norm.named_buffers()))
+            assert before["num_batches_tracked"] == 8
+        return batch
 
-    module = Step()
-    module.net[1] = nn.Identity()  # batch norm would keep the bad statistics
-    make(tmp_path, lambda options, folder: Toy(options, folder, trouble, module)).run()
+    module, before = Step(), {}
+    loop = make(
+        tmp_path,
+        lambda options, folder: Toy(options, folder, trouble, module),
+        grad_accum_steps=accumulate,
+        log_interval=1,
+    )
+    loop.run()
+    assert bool(torch.isfinite(torch.cat([b.flatten() for b in loop.ema.buffers()])).all())
     assert summary_of(tmp_path)["updates left out"] == 1
     bad = json.loads((tmp_path / "bad-updates.jsonl").read_text())
-    assert bad["step"] == 7
+    assert bad["step"] == 8 // accumulate
     assert bad["images"][0] == "image-0"
     assert all(bool(torch.isfinite(p).all()) for p in module.parameters())
 

@@ -1,15 +1,19 @@
 """Sharded runs (FSDP2): averaged weights, checkpoints of which every process writes its part, and how they resume."""
 
+import os
 import pickle
 import random
 import shutil
+import signal
+import socket
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from everytoken.engine import checkpoint as ck
-from everytoken.engine.distributed import World
+from everytoken.engine.distributed import World, join_world
 from everytoken.errors import EverytokenError
 
 pytestmark = pytest.mark.timeout(900)
@@ -60,6 +64,13 @@ def test_sharded_and_averaged_weights_train_as_copied_ones_and_go_on_with_any_nu
         shutil.copytree(tmp_path / "sharded", folder)
         (folder / "best.safetensors").unlink()
         shutil.rmtree(folder / "checkpoints" / sharded.name)  # back to the end of the first epoch
+        if size == 2:  # and once more to the end of the second, where rank 0 is killed
+            words = ["train", photos, *TINY, "-b", 6, "--output", folder, "--fsdp"]
+            first, second = start_ranks(2, *words, first=die_before_the_rename)
+            assert first.wait() == -signal.SIGKILL
+            assert second.wait() == 2
+            assert "The last good checkpoint is kept" in second.err
+            assert [path.name for path in ck.checkpoints_in(folder / "checkpoints")] == ["step-00000003"]
         assert "continuing from step-00000003" in train(size, folder.name)
         last = folder / "checkpoints" / sharded.name
         again = ck.load_state(last)["ema"] if size == 1 else ck.whole_tensors(last, "ema.")
@@ -68,6 +79,80 @@ def test_sharded_and_averaged_weights_train_as_copied_ones_and_go_on_with_any_nu
         assert size == 1 or len(list((last / "shards").iterdir())) == size
     shutil.rmtree(tmp_path / "with 4/checkpoints/step-00000003")
     assert "nothing to do" in train(2, "with 4")  # what four wrote, two can read
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_the_rename():
+    Path.rename = die
+
+
+def die_before_the_manifest():
+    ck._write = die
+
+
+def die_before_the_shards():
+    ck.HuggingFaceStorageWriter.write_data = die
+
+
+def die_after_the_shards():
+    write_data = ck.HuggingFaceStorageWriter.write_data
+    ck.HuggingFaceStorageWriter.write_data = lambda *given: die(write_data(*given).wait())
+
+
+def save_twice(rank, port, root, prepare):
+    """One of two processes, which saves after the updates 1 and 2; before the second, `prepare`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.set_num_threads(1)
+    with join_world("cpu") as world:
+        mesh = init_device_mesh("cpu", (2,))
+        for step in (1, 2):
+            if step == 2 and prepare is not None:
+                prepare()
+            tensors = {"module.w": distribute_tensor(torch.full((40, 3), float(step)), mesh, [Shard(0)])}
+            ck.save_sharded_checkpoint(root, step, tensors, {"step": step, "values": {}}, world)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "dying"),
+    [
+        (die_before_the_shards, {0, 1}),
+        (die_after_the_shards, {0}),
+        (die_after_the_shards, {1}),
+        (die_before_the_manifest, {0}),
+        (die_before_the_rename, {0}),
+    ],
+)
+def test_processes_that_are_killed_while_they_save_leave_the_last_checkpoint(tmp_path, forkserver, prepare, dying):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    ranks = [
+        forkserver.Process(target=save_twice, args=(rank, port, tmp_path, prepare if rank in dying else None))
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    for number, rank in enumerate(ranks):
+        rank.join(60)
+        assert rank.exitcode == (-signal.SIGKILL if number in dying else 1)  # the other one notices, and ends
+    newest = ck.newest_good(tmp_path)
+    assert ck.step_of(newest) == 1
+    assert bool((ck.whole_tensors(newest, "module.")["w"] == 1).all())
+    save(tmp_path, 2)  # what was left is removed, and the next one is written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_dry_run_of_sharded_weights_times_steps_in_which_they_are_sharded(photos, tmp_path, start_ranks):
+    words = ["train", photos, *TINY, "-b", 6, "--output", tmp_path / "run", "--fsdp", "--dry-run"]
+    programs = start_ranks(2, *words)
+    assert "sharded over 2 processes" in finish(programs)
+    assert "processes" not in programs[1].out  # rank 0 alone talks
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_average_that_was_saved_with_the_wrapper_of_many_processes_is_read(tmp_path):

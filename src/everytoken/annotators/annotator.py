@@ -63,9 +63,10 @@ class Preprocessing:
         count, height, width, _ = pixels.shape
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         # whole rows at a time: an inner dimension of three channels would not vectorise
-        scale, shift = ((v.repeat(width)).to(pixels.device) for v in (1 / (255 * std), -mean / std))
-        rows = pixels.reshape(count, height, width * 3).float().mul_(scale).add_(shift)
-        return rows.view(count, height, width, 3).permute(0, 3, 1, 2)
+        rows = (1 / (255 * std), -mean / std)
+        scale, shift = (row.repeat(width).to(pixels.device, non_blocking=True) for row in rows)
+        image = pixels.reshape(count, height, width * 3).float().mul_(scale).add_(shift)
+        return image.view(count, height, width, 3).permute(0, 3, 1, 2)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 
 from everytoken.engine.backends import kernel_settings
 from everytoken.engine.checks import check_loop
-from everytoken.engine.distributed import World, join_world
+from everytoken.engine.distributed import World, distribute, join_world
 from everytoken.engine.optim import learning_rate, warmup_epochs
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.run_folder import RunFolder
@@ -50,6 +50,8 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     global_batch = data.batch_size * world.size * optim.grad_accum_steps
     weights = sum(p.numel() for p in task.backbone.parameters())
     extra = sum(p.numel() for p in task.module.parameters()) - weights
+    fsdp = options.run.fsdp and world.size > 1
+    task.trainable_module = distribute(task.module, task.backbone, world, fsdp)
     seconds, load_seconds = step_seconds(task, options, steps)
     per_update = max(seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
     total = optim.iters or updates * (optim.epochs + optim.cooldown_epochs)
@@ -58,6 +60,7 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     return {
         **task.facts(),
         "parameters": f"{weights:,} of the backbone" + (f", {extra:,} besides" if extra else ""),
+        **({"weights in memory": f"sharded over {world.size} processes"} if fsdp else {}),
         "batch": f"{data.batch_size} x {world.size} processes x {optim.grad_accum_steps} accumulated = {global_batch}",
         "updates": f"{updates} per epoch, {total:,} in all, {total / updates:g} epochs",
         "learning rate": f"{rate:.3g} ({optim.sched}, {warmup}, down to {min(optim.min_lr, rate):.3g})",

@@ -54,7 +54,14 @@ from everytoken.engine.distributed import (
     training_state,
     whole,
 )
-from everytoken.engine.optim import build_optimizer, build_schedule, learning_rate, prepare_fused, step_unless
+from everytoken.engine.optim import (
+    RunningStatistics,
+    build_optimizer,
+    build_schedule,
+    learning_rate,
+    prepare_fused,
+    step_unless,
+)
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.progress import TrainingProgress
 from everytoken.engine.recipe import flat
@@ -152,6 +159,7 @@ class Loop:
                 task.trainable_module_ema.shard_twin(task.module, task.backbone, world)
         task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
         self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
+        self.statistics = RunningStatistics(task.module)
         self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
         # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
         self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
@@ -281,6 +289,7 @@ class Loop:
         terms: dict[str, Tensor] = {}
         keys: list[str] = []
         waited = 0.0
+        self.statistics.keep()
         for part in range(self.accumulate):
             started = time.perf_counter()
             batch = next(batches)
@@ -309,6 +318,7 @@ class Loop:
         # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
         bad = ~torch.isfinite(norm)
         step_unless(self.optimizer, bad)
+        self.statistics.restore_if(bad)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler.is_enabled():  # a gradient that its scale made too large for float16 is nothing to report

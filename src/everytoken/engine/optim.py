@@ -113,6 +113,38 @@ def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
         optimizer.step()
 
 
+class RunningStatistics:
+    """What batch norms remember of the batches that they saw, so that one whose update is left out leaves no trace.
+
+    A mean that has seen a value that is not finite stays so for ever. All on the device; no host waits.
+
+    Args:
+        module: in its final place, as its buffers are changed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for name, buffer in module.named_buffers():
+            if name.rpartition(".")[2].startswith(("running_", "num_batches_tracked")):
+                by_type.setdefault(buffer.dtype, []).append(buffer)
+        self.groups = list(by_type.values())
+        self.kept: list[Tensor] = []
+
+    def keep(self) -> None:
+        """Remember them as they are before an update."""
+        self.kept = [_flat(group) for group in self.groups]
+
+    def restore_if(self, bad: Tensor) -> None:
+        """Make them what they were if `bad`, a flag on the device, is set."""
+        for group, kept in zip(self.groups, self.kept, strict=True):
+            parts = torch.where(bad, kept, _flat(group)).split([buffer.numel() for buffer in group])
+            torch._foreach_copy_(group, [part.view_as(buffer) for part, buffer in zip(parts, group, strict=True)])
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:
     """timm's schedule, stepped every update; also the number of updates in all, cool-down included.
 

@@ -275,10 +275,11 @@ class Inference:
         """
         parts: list[AnyPredictions] = []
         labels = labels.to(self.device)
+        columns = None if columns is None else columns.to(self.device)
         for batch, logits in self.batches():
             assert batch.labels is not None
             assert batch.indices is not None
-            chosen = logits if columns is None else logits[:, columns.to(logits.device)]
+            chosen = logits if columns is None else logits[:, columns]
             if batch.labels.dim() == 2 and not several:
                 raise EverytokenError(f"images of {self.data.name} have several labels, and one is asked for here")
             truth = _several(batch.labels, labels, chosen) if several else labels[batch.labels]
@@ -305,8 +306,9 @@ class _LogitSample:
 
     def keep(self, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
         """Of one batch."""
-        chosen = indices % self.step == 0
-        self.parts.append(tuple(values[chosen.to(values.device)].cpu().numpy() for values in (indices, labels, logits)))
+        chosen = torch.where(indices.cpu() % self.step == 0)[0]
+        some = (values[chosen.to(values.device, non_blocking=True)] for values in (indices, labels, logits))
+        self.parts.append(tuple(values.cpu().numpy() for values in some))
 
     def calibration(self) -> Calibration:
         """What they say about the probabilities, whatever the order of the batches was."""

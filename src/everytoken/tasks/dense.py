@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 from PIL import Image
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
 from everytoken import schema
@@ -278,7 +279,7 @@ class DenseTask(Task):
         if world.size > 1 and options.run.fsdp:
             raise EverytokenError("fsdp is for classification; leave it out, and every process holds the whole network")
         if world.size > 1 and world.device.type == "cuda":
-            step = nn.SyncBatchNorm.convert_sync_batchnorm(step)
+            step = convert_sync_batchnorm(step)  # timm's: torch's would drop the activations of timm's norms
         super().__init__(step, options, world, folder)
         self.info, self.train_set, self.val_set = info, views[0].data, views[1].data
         self.train_loader = self.loader(views[0], batch_size=options.dataset.batch_size, train=True)

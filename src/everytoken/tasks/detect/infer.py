@@ -96,7 +96,7 @@ class Inference:
     def __call__(self, batch: Batch, device: torch.device | str) -> list[Detections]:
         """Objects of each image of a batch of bytes."""
         objects: Objects = batch.targets
-        images = normalise(batch.images.to(device), self.mean, self.std)
+        images = normalise(batch.images.to(device, non_blocking=True), self.mean, self.std)
         detections = []
         answers = self.model.detect(images, objects.sizes, self.find)
         for answer, matrix, size in zip(answers, objects.matrices, objects.sources, strict=True):

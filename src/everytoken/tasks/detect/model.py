@@ -83,9 +83,8 @@ def assign(iou: Tensor, low: float, high: float, best_from: float | None) -> Ten
     value, match = iou.max(0)
     match = torch.where(value < low, -1, torch.where(value < high, -2, match))
     if best_from is not None:
-        best = iou.max(1).values
-        for k in torch.where(best >= best_from)[0].tolist():
-            match[iou[k] == best[k]] = k
+        for k, (row, best) in enumerate(zip(iou, iou.max(1).values, strict=True)):
+            match.masked_fill_((row == best) & (best >= best_from), k)
     return match
 
 
@@ -99,9 +98,9 @@ def pool_regions(levels: dict[str, Tensor], boxes: Sequence[Tensor], size: int, 
     rois = _rois(boxes)
     side = (rois[:, 3:] - rois[:, 1:3]).clamp(min=0).prod(1).sqrt()
     level = torch.log2(side / _FINEST + 1e-6).floor().clamp(0, len(LEVELS) - 1)
+    counts = torch.stack([(level == k).sum() for k in range(len(LEVELS))]).tolist()  # a GPU is waited for only here
     out = levels[LEVELS[0]].new_zeros(len(rois), levels[LEVELS[0]].shape[1], size, size)
-    for k, (name, stride) in enumerate(zip(LEVELS, STRIDES, strict=True)):
-        some = torch.where(level == k)[0]
+    for name, stride, some in zip(LEVELS, STRIDES, level.argsort(stable=True).split(counts), strict=True):
         out[some] = roi_align(levels[name], rois[some], size, 1 / stride, -1 if aligned else 2, aligned).to(out.dtype)
     return out
 
@@ -136,7 +135,7 @@ class Anchors(nn.Module):
         for grid, cell, stride in zip(feature_maps, self.cells, self.strides, strict=True):
             y, x = (torch.arange(length, device=grid.device) * float(stride) for length in grid.shape[-2:])
             centres = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1).reshape(-1, 1, 2)
-            boxes.append((centres.repeat(1, 1, 2) + cell.to(grid.device)).reshape(-1, 4))
+            boxes.append((centres.repeat(1, 1, 2) + cell.to(grid.device, non_blocking=True)).reshape(-1, 4))
         return [torch.cat(boxes)] * len(image_list.image_sizes)
 
 
@@ -172,13 +171,13 @@ class Proposals(RegionProposalNetwork):
         """Of each image: 1, 0 or -1 (left alone) for every anchor, and the box of its object."""
         labels, boxes = [], []
         for anchor, target in zip(anchors, targets, strict=True):
-            size = target["size"].to(anchor)[[1, 0]]  # (width, height)
-            padded = (size / STRIDES[-1]).ceil() * STRIDES[-1]
-            valid = ((anchor[:, :2] + anchor[:, 2:]) / 2 < padded).all(1)
+            height, width = target["size"].tolist()  # on the host
+            x, y = ((anchor[:, :2] + anchor[:, 2:]) / 2).unbind(1)
+            valid = (x < -(-width // STRIDES[-1]) * STRIDES[-1]) & (y < -(-height // STRIDES[-1]) * STRIDES[-1])
             if self.inside:
-                valid &= (anchor[:, :2] >= 0).all(1) & (anchor[:, 2:] < size).all(1)
-            match = torch.full((len(anchor),), -2, device=anchor.device)
-            match[valid] = assign(box_iou(target["boxes"], anchor[valid]), 0.3, 0.7, 0.3)
+                valid &= (anchor[:, :2] >= 0).all(1) & (anchor[:, 2] < width) & (anchor[:, 3] < height)
+            iou = torch.where(valid, box_iou(target["boxes"], anchor), -1.0)  # the others are no object's best
+            match = torch.where(valid, assign(iou, 0.3, 0.7, 0.3), -2)
             labels.append(torch.where(match >= 0, 1.0, match + 1.0))
             boxes.append(_with_none(target["boxes"])[match.clamp(min=-1) + 1])
         return labels, boxes
@@ -188,12 +187,12 @@ class Proposals(RegionProposalNetwork):
     ) -> tuple[Tensor, Tensor]:
         """Of the sampled anchors: cross-entropy, and the loss of the boxes; both divided by their number."""
         positive, negative = (torch.cat(part).bool() for part in self.fg_bg_sampler(labels))
-        sampled = positive | negative
-        count = max(int(sampled.sum()), 1)
+        sampled, some = torch.where(positive | negative)[0], torch.where(positive)[0]
+        count = max(len(sampled), 1)
         wanted = torch.cat(labels)[sampled]
         scores = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], wanted, reduction="sum")
-        targets = torch.cat(regression_targets)[positive]
-        boxes = F.smooth_l1_loss(pred_bbox_deltas[positive], targets, beta=self.beta, reduction="sum")
+        targets = torch.cat(regression_targets)[some]
+        boxes = F.smooth_l1_loss(pred_bbox_deltas[some], targets, beta=self.beta, reduction="sum")
         return scores / count, boxes / count
 
 
@@ -355,14 +354,15 @@ class CascadeHeads(nn.Module):
         self, stage: Any, levels: dict[str, Tensor], regions: list[Sampled], truth: list[dict[str, Tensor]]
     ) -> Tensor:
         """Cross-entropy inside the regions with an object, whose masks are sampled as the regions are."""
-        boxes = [r.boxes[r.labels > 0] for r in regions]
+        some = [torch.where(r.labels > 0)[0] for r in regions]
+        boxes = [r.boxes[where] for r, where in zip(regions, some, strict=True)]
         logits = stage.mask(self.pool(levels, boxes, 14)).float()
-        labels = torch.cat([r.labels[r.labels > 0] for r in regions])
+        labels = torch.cat([r.labels[where] for r, where in zip(regions, some, strict=True)])
         if not len(labels):
             return logits.sum() * 0
         targets = []
-        for region, box, objects in zip(regions, boxes, truth, strict=True):
-            rois = _rois([box], [region.matched[region.labels > 0]])
+        for region, where, box, objects in zip(regions, some, boxes, truth, strict=True):
+            rois = _rois([box], [region.matched[where]])
             targets.append(roi_align(objects["masks"][:, None].to(box), rois, logits.shape[-1], 1.0, -1, aligned=True))
         wanted = (torch.cat(targets)[:, 0] >= 0.5).float()
         rows = torch.arange(len(labels), device=labels.device)
@@ -373,18 +373,19 @@ class CascadeHeads(nn.Module):
     ) -> list[dict[str, Tensor]]:
         """Of each image: boxes [n, 4], scores [n], labels [n] (from 1) and, if masks are found, masks [n, 28, 28]."""
         counts = [len(p) for p in proposals]
-        boxes, total = torch.cat(proposals), torch.zeros(())
-        final = boxes[:, None]
+        boxes = torch.cat(proposals)
+        final, answers = boxes[:, None], []
         for k, module in enumerate(self.stages):
             stage: Any = module
             logits, codes = stage(self.pool(levels, list(boxes.split(counts)), 7))
-            total = total.to(logits) + (logits if self.mean_of_logits else logits.softmax(-1)) / len(self.stages)
+            answers.append((logits if self.mean_of_logits else logits.softmax(-1)) / len(self.stages))
             if k + 1 < len(self.stages):
                 moved = stage.refine(logits, codes, boxes).split(counts)
                 boxes = torch.cat([clip_boxes_to_image(b, s) for b, s in zip(moved, sizes, strict=True)])
             else:
                 flat = stage.decode(codes.flatten(0, 1), boxes.repeat_interleave(codes.shape[1], 0))
                 final = flat.unflatten(0, codes.shape[:2])
+        total = sum(answers[1:], answers[0])
         scores = total.softmax(-1) if self.mean_of_logits else total
         images = zip(scores.split(counts), final.split(counts), sizes, strict=True)
         detections = [_suppress(score[:, 1:], box, size, find) for score, box, size in images]
@@ -411,7 +412,7 @@ def _suppress(scores: Tensor, boxes: Tensor, size: Size, find: FindOptions) -> d
     region, label = torch.where(scores > find.score_thresh)
     value = scores[region, label]
     box = clip_boxes_to_image(boxes[region, label if boxes.shape[1] > 1 else 0], size)
-    large = (box[:, 2] - box[:, 0] > 1e-2) & (box[:, 3] - box[:, 1] > 1e-2)
+    large = torch.where((box[:, 2] - box[:, 0] > 1e-2) & (box[:, 3] - box[:, 1] > 1e-2))[0]
     box, value, label = box[large], value[large], label[large]
     keep = batched_nms(box, value, label, find.nms_thresh)[: find.max_detections]
     return {"boxes": box[keep], "scores": value[keep], "labels": label[keep] + 1}

@@ -86,7 +86,7 @@ class Inference:
 
     def on(self, device: torch.device | str) -> Callable[[Batch], Tensor]:
         """Batch of one image -> int64 [H, W] on the CPU."""
-        return lambda batch: self(batch.images.to(device)).cpu()
+        return lambda batch: self(batch.images.to(device, non_blocking=True)).cpu()
 
     @torch.no_grad()
     def scores(self, image: Tensor) -> Tensor:
