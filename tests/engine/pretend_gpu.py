@@ -54,8 +54,7 @@ class OnGpu(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        out = func.decompose(*args, **(kwargs or {}))  # in another thread
-        return PretendGpu.running(func, types, args, kwargs) if out is NotImplemented else out
+        return PretendGpu.running(func, types, args, kwargs)  # in another thread
 
 
 class PretendGpu(TorchDispatchMode):
@@ -91,6 +90,11 @@ class PretendGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        super().__enter__()
+        out = func.decompose(*args, **kwargs)  # in inference mode, operators come that are made of others
+        super().__exit__(None, None, None)
+        if out is not NotImplemented:
+            return out
         flat: list[torch.Tensor] = []
         tree_map_only(torch.Tensor, flat.append, (args, kwargs))
         device = kwargs.pop("device", None)

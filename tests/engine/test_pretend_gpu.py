@@ -38,7 +38,9 @@ from everytoken.tasks.segment.task import SegmentStep
 from everytoken.tasks.start import complete
 from tests.engine.pretend_gpu import CUDA, PretendGpu
 
-pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.9."), reason="the stand-in was not tried with torch 2.9")
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="the stand-in was not tried with torch 2.9"
+)
 MEAN, STD = (0.5,) * 3, (0.25,) * 3
 CPU = World(0, 1, torch.device("cpu"))
 
