@@ -100,7 +100,7 @@ class PretendGpu(TorchDispatchMode):
         device = kwargs.pop("device", None)
         on_gpu = [isinstance(t, OnGpu) for t in flat]
         to_gpu = torch.device(device).type == "cuda" if device is not None else any(on_gpu)
-        if func in COPIES and len(set([to_gpu, *on_gpu])) == 2:
+        if func in COPIES and len({to_gpu, *on_gpu}) == 2:
             source = flat[-1]
             if not kwargs.get("non_blocking") and not (len(args) > 2 and args[2]) and source.numel():
                 self.waits["to the host" if isinstance(source, OnGpu) else "to the GPU"] += 1
