@@ -20,7 +20,7 @@ from everytoken.annotators import features as features_module
 from everytoken.cli import main
 from everytoken.engine.accuracy import Predictions
 from everytoken.engine.checkpoint import write_weights
-from everytoken.engine.options import AutoOptions, ModelOptions, TrainOptions
+from everytoken.engine.options import AutoOptions, DataOptions, ModelOptions, TrainOptions
 from everytoken.engine.run_folder import read_run
 from everytoken.maps import Maps
 from everytoken.models.open import Description, open_model
@@ -167,6 +167,19 @@ def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, 
     assert 14 <= values["epochs"] <= 40  # an epoch of three updates takes 15 s and more
     assert "maps" not in values
     assert values["warmup_epochs"] == pytest.approx(values["epochs"] / 10)
+
+
+@pytest.mark.parametrize(("device", "epochs"), [("cpu", 5), ("cuda", 9)])
+def test_loading_costs_time_of_training_where_both_share_the_cores(device, epochs, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto_module, "_time_steps", lambda *_: (1.0, 4.0, 10))  # a step, loading it, batches
+    monkeypatch.setattr(auto_module, "_device", lambda _: torch.device(device))
+    monkeypatch.setattr(auto_module, "cores", lambda: 2)
+    backbone = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    choice = SimpleNamespace(features=SimpleNamespace(seconds=0.1, computed=100), backbone=backbone)
+    photos = SimpleNamespace(val=range(100), choice=choice)
+    options = TrainOptions(dataset=DataOptions(workers=2, batch_size=32))
+    decided = auto_module._epochs(options, photos, tmp_path, 200.0, auto_module.Decisions())
+    assert decided["epochs"] == epochs  # of 33 s: 1.1 times (1 + 4 / 2) ten times; or of 20 s: 4 / 2 ten times
 
 
 def test_a_larger_backbone_must_suit_the_time_or_be_far_ahead():
