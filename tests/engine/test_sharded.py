@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import socket
@@ -150,7 +151,10 @@ def test_processes_that_are_killed_while_they_save_leave_the_last_checkpoint(tmp
 def test_a_dry_run_of_sharded_weights_times_steps_in_which_they_are_sharded(photos, tmp_path, start_ranks):
     words = ["train", photos, *TINY, "-b", 6, "--output", tmp_path / "run", "--fsdp", "--dry-run"]
     programs = start_ranks(2, *words)
-    assert "sharded over 2 processes" in finish(programs)
+    text = finish(programs)
+    found = re.search(r"([\d,]+) of\s+([\d,]+) in this one of 2 processes", text)
+    held, parameters = (int(number.replace(",", "")) for number in found.groups())
+    assert 0 < held < 0.7 * parameters
     assert "processes" not in programs[1].out  # rank 0 alone talks
     assert not (tmp_path / "run").exists()
 

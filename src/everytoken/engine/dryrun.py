@@ -60,7 +60,9 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     return {
         **task.facts(),
         "parameters": f"{weights:,} of the backbone" + (f", {extra:,} besides" if extra else ""),
-        **({"weights in memory": f"sharded over {world.size} processes"} if fsdp else {}),
+        **(
+            {"sharded": f"{_held(task):,} of {weights + extra:,} in this one of {world.size} processes"} if fsdp else {}
+        ),
         "batch": f"{data.batch_size} x {world.size} processes x {optim.grad_accum_steps} accumulated = {global_batch}",
         "updates": f"{updates} per epoch, {total:,} in all, {total / updates:g} epochs",
         "learning rate": f"{rate:.3g} ({optim.sched}, {warmup}, down to {min(optim.min_lr, rate):.3g})",
@@ -70,6 +72,13 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
         "time": f"about {clock(per_update * total)} without validation",
         "run folder": str(task.folder.path),
     }
+
+
+def _held(task: Task) -> int:
+    """Parameters that this process holds itself."""
+    from torch.distributed.tensor import DTensor
+
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in task.module.parameters())
 
 
 def step_seconds(task: Task, options: LoopOptions, steps: int = 3) -> tuple[float, float]:
