@@ -57,14 +57,22 @@ def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys
     assert again.history == run.history
 
 
-@pytest.mark.parametrize("amp", [False, True])
-def test_mixed_precision_on_the_cpu_leaves_fused_attention_alone(photos, tmp_path, monkeypatch, amp):
-    fused = []
+@pytest.mark.parametrize(("amp", "again"), [(False, False), (True, False), (True, True)])
+def test_mixed_precision_on_the_cpu_leaves_fused_attention_alone(photos, tmp_path, monkeypatch, amp, again):
+    kernel, layers = [], []
     forward = TokenStep.forward
-    monkeypatch.setattr(TokenStep, "forward", lambda *a: fused.append(flash_sdp_enabled()) or forward(*a))
-    run = train(photos, amp=amp, output=str(tmp_path / "run"), **TINY)
-    assert fused[0] is not amp  # torch differentiates it slowly in bfloat16
-    assert fused[-1] is True  # validation
+
+    def watched(step, batch):
+        kernel.append(flash_sdp_enabled())
+        layers.extend(m.fused_attn for m in step.modules() if hasattr(m, "fused_attn"))
+        return forward(step, batch)
+
+    monkeypatch.setattr(TokenStep, "forward", watched)
+    run = train(photos, amp=amp, grad_checkpointing=again, output=str(tmp_path / "run"), **TINY)
+    assert kernel[0] is (not amp or again)  # torch differentiates it slowly in bfloat16
+    assert kernel[-1] is True  # validation
+    assert layers
+    assert set(layers) == {not amp}
     assert run.history[-1]["val_loss"] < 2
 
 

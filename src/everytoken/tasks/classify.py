@@ -42,6 +42,13 @@ class Classification(Task):
     def __init__(self, setup: ClassifierSetup, options: TrainOptions, world: World, folder: RunFolder) -> None:
         super().__init__(setup.step, options, world, folder)
         self.setup = setup
+        # On the CPU, torch's fused attention is slow to differentiate in bfloat16 (five times slower than in float32 on
+        # a grid of 8x8); on grids of up to 16x16 matrix products are faster, and their memory does not matter.
+        small = setup.grid[0] * setup.grid[1] <= 256
+        self.explicit_attention = small and options.optim.amp and world.device.type == "cpu"
+        for module in setup.step.modules() if self.explicit_attention else ():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
         data = options.dataset
         self.train_loader = self.loader(
             setup.train_set,
@@ -75,12 +82,11 @@ class Classification(Task):
     def autocast(self) -> Iterator[None]:
         """Mixed precision as the options have it.
 
-        On the CPU, torch's fused attention is slow to differentiate in bfloat16 (five times slower than in float32 on
-        a grid of 8x8); on grids of up to 16x16 matrix products are faster, and their memory does not matter.
+        It also keeps layers that can only call torch's attention from the fused kernel, unless blocks run again in
+        the backward pass, which is outside of this context.
         """
-        small = self.setup.grid[0] * self.setup.grid[1] <= 256
-        slow = self.options.optim.amp and self.world.device.type == "cpu" and torch.is_grad_enabled()
-        with super().autocast(), sdpa_kernel(SDPBackend.MATH) if slow and small else nullcontext():
+        slow = self.explicit_attention and torch.is_grad_enabled() and not self.options.model.grad_checkpointing
+        with super().autocast(), sdpa_kernel(SDPBackend.MATH) if slow else nullcontext():
             yield
 
     def picture(self, batch: Batch) -> Image.Image | None:
