@@ -1,27 +1,26 @@
 """The experiments, as data: which runs, in which order, and how many of them an answer takes.
 
 **Regime.** The papers train for 300 epochs on data that their networks overfit without help. Here: 1,000 images,
-networks of half a million parameters, 150 epochs. Every seed draws its own 1,000 training images and its own weights,
-and fits its own annotator, so intervals also tell what other images would give. Accuracy is that of the last epoch on
-all test images.
+networks of a fifth of a million parameters, 150 epochs. Every seed draws its own 1,000 training images and its own
+weights, and fits its own annotator, so intervals also tell what other images would give. Accuracy is that of the last
+epoch on all test images.
 
 **Power, decided before the first run.** In the older short trainings (short-trainings.jsonl, CIFAR rows) the paired
 difference between two arms had a standard deviation of 0.1 to 1.3 points between seeds, 0.8 pooled; a pilot of two
 pairs in this regime had 0.1. With 0.8 to 1.0, Student's interval excludes zero with probability 0.8 for differences of
     3 seeds: 2.7 to 3.3     4: 1.8 to 2.2     5: 1.4 to 1.7     6: 1.2 to 1.5     8: 1.0 to 1.2 points.
 Six seeds are also the fewest for which an exact test by flipping signs can say p < 0.05 (2 / 2^6 = 0.03; with five
-0.06). So: six seeds, and differences below about 1.5 points are left open. The pilot (one seed) saw +9 for CutMix over
-plain, +4 for token labels over CutMix, +2 for drloc over plain, -1 for TL-Align over CutMix: the last can be decided
-only if it is larger than the papers' own gains (0.5 to 1.0); its mechanism is measured instead.
+0.06). The pilot (one seed) saw +9 for CutMix over plain, +4 for token labels over CutMix, +2 for drloc over plain, -1
+for TL-Align over CutMix: the last can be decided only if it is larger than the papers' own gains (0.5 to 1.0); its
+mechanism is measured instead. So: six seeds for the methods, four for the reasons, whose differences are larger.
 
 **Tuning.** The plain network alone, on a training set and 2,000 validation images that no other part uses, none of them
-from the test set: first the learning rate, then the augmentation, then the number of epochs (the pilot overfitted, so
-half as many) and λ of drloc. `tuning` picks the best by a rule that was fixed in advance. All arms share rate,
-augmentation and 150 epochs; if the plain network is better with fewer epochs, it has a row with that number too.
+from the test set: size, learning rate and augmentation (`TUNED`), then the number of epochs (the pilot overfitted, so
+half as many) and λ of drloc. `tuning` picks the best. All arms share rate, augmentation and 150 epochs; if the plain
+network is better with fewer epochs, it has a row with that number too.
 
-**Order.** Seed by seed within a part, so that a study that is stopped has whole pairs. Part a, the methods, first those
-of which the pilot saw differences; then three seeds of b (why token labels help), c (other networks) and d (photos),
-about 20 core-hours in all; then the other seeds.
+**Order.** Seed by seed within a block, so that a study that is stopped has whole pairs; the most telling blocks first
+(`BLOCKS`).
 """
 
 from __future__ import annotations
@@ -37,15 +36,9 @@ EPOCHS = 150
 TUNING_SEED = 100
 SIZES = {"cifar": 32, "flowers": 64}
 
-VIT = {"embed_dim": 96, "depth": 6, "num_heads": 3}
-MODELS: dict[str, Settings] = {
-    "ViT": {"model": "vit_nano_patch4_32", "model_kwargs": VIT},
-    "LV-ViT": {"model": "lvvit_nano_patch4_32", "model_kwargs": {**VIT, "stem_width": 16}},
-    "Swin": {
-        "model": "swin_nano_patch2_window4_32",
-        "model_kwargs": {"embed_dim": 32, "depths": (2, 2, 2), "num_heads": (1, 2, 4)},
-    },
-    "ViT, 64 px": {"model": "vit_nano_patch8_64", "model_kwargs": VIT},
+VITS: dict[str, Settings] = {
+    "64 wide, 4 deep": {"embed_dim": 64, "depth": 4, "num_heads": 2},  # 0.2 M parameters
+    "96 wide, 6 deep": {"embed_dim": 96, "depth": 6, "num_heads": 3},  # 0.7 M
 }
 COMMON: Settings = {
     "batch_size": 50,
@@ -70,7 +63,16 @@ AUGMENTATION: dict[str, Settings] = {
     "small crops": {**CROPS, "scale": (0.25, 1.0)},
     "RandAugment": {**CROPS, "aa": "rand-m7-mstd0.5-inc1"},
 }
-RATES = (1e-3, 5e-4)
+# Size, rate and augmentation that were tried for the plain network
+TUNED = (
+    ("96 wide, 6 deep", 1e-3, "crops"),
+    ("96 wide, 6 deep", 5e-4, "crops"),
+    ("96 wide, 6 deep", 5e-4, "small crops"),
+    ("96 wide, 6 deep", 5e-4, "RandAugment"),
+    ("64 wide, 4 deep", 1e-3, "crops"),
+    ("64 wide, 4 deep", 1e-3, "RandAugment"),
+    ("64 wide, 4 deep", 2e-3, "RandAugment"),
+)
 LAMBDAS = (0.1, 0.5)
 
 
@@ -125,13 +127,13 @@ ARMS_B = {
     "ReLabel": Arm({"relabel": BOTH}, CUTMIX, "linear-256"),
     "the map's mean at every token": Arm(TOKENS, CUTMIX, "linear-256-mean"),
     "one soft label per image": Arm({"relabel": BOTH}, CUTMIX, "linear-256-mean"),
-    "cells of 2x2 averaged": Arm(TOKENS, CUTMIX, "linear-256-coarse"),
-    "softer, temperature 2": Arm({"token_labeling": {"beta": 1.0, **BOTH, "temperature": 2.0}}, CUTMIX, "linear-256"),
-    "linear head at 128 px": Arm(TOKENS, CUTMIX, "linear-128"),
-    "linear head at 384 px": Arm(TOKENS, CUTMIX, "linear-384"),
     "fitted CNN": Arm(TOKENS, CUTMIX, "cnn"),
     "ImageNet's 1000 classes": Arm({"token_labeling": {"beta": 1.0, "class_target": "truth"}}, CUTMIX, "foreign-256"),
     "without CutMix": Arm(TOKENS, {}, "linear-256"),
+    "linear head at 128 px": Arm(TOKENS, CUTMIX, "linear-128"),
+    "linear head at 384 px": Arm(TOKENS, CUTMIX, "linear-384"),
+    "cells of 2x2 averaged": Arm(TOKENS, CUTMIX, "linear-256-coarse"),
+    "softer, temperature 2": Arm({"token_labeling": {"beta": 1.0, **BOTH, "temperature": 2.0}}, CUTMIX, "linear-256"),
     "with MixToken": Arm(TOKENS, {"mixtoken": {}}, "linear-256"),
 }
 
@@ -139,13 +141,12 @@ ARMS_B = {
 def tuning(rows: Rows) -> tuple[list[Run], Settings | None]:
     """The runs that tune, as far as they are known by now, and what was chosen once all of them are among `rows`.
 
-    The best rate; with it, the best augmentation; with both, the better number of epochs and the better λ. Of equals,
-    the first.
+    The best size, rate and augmentation; with them, the better number of epochs and the better λ. Of equals, the first.
     """
 
-    def run(rate: float, augmentation: str, epochs: int = EPOCHS, drloc: float = 0.0) -> Run:
-        name = f"lr {rate:g}, {augmentation}, {epochs} epochs" + (f", drloc {drloc:g}" if drloc else "")
-        settings = settings_of("ViT", "cifar", rate, augmentation, epochs)
+    def run(vit: str, rate: float, augmentation: str, epochs: int = EPOCHS, drloc: float = 0.0) -> Run:
+        name = f"{vit}, lr {rate:g}, {augmentation}, {epochs} epochs" + (f", drloc {drloc:g}" if drloc else "")
+        settings = settings_of("ViT", vit, "cifar", rate, augmentation, epochs)
         objectives = {**HARD, "drloc": {"weight": drloc}} if drloc else HARD
         return Run("tune", name, TUNING_SEED, "cifar", {**settings, "objectives": objectives, "mixing": {}})
 
@@ -158,23 +159,33 @@ def tuning(rows: Rows) -> tuple[list[Run], Settings | None]:
             return None
         return max(options, key=lambda option: rows[options[option].key]["top1"])
 
-    rate = best({rate: run(rate, "crops") for rate in RATES})
-    augmentation = rate and best({name: run(rate, name) for name in AUGMENTATION})
-    if not augmentation:
+    chosen = best({setting: run(*setting) for setting in TUNED})
+    if not chosen:
         return list(runs.values()), None
-    epochs = best({n: run(rate, augmentation, n) for n in (EPOCHS, EPOCHS // 2)})
-    weight = best({weight: run(rate, augmentation, drloc=weight) for weight in LAMBDAS})
+    weight = best({weight: run(*chosen, drloc=weight) for weight in LAMBDAS})
+    epochs = best({n: run(*chosen, epochs=n) for n in (EPOCHS, EPOCHS // 2)})
     if not (epochs and weight):
         return list(runs.values()), None
-    return list(runs.values()), {"lr": rate, "augmentation": augmentation, "plain_epochs": epochs, "drloc": weight}
+    names = ("vit", "lr", "augmentation")
+    return list(runs.values()), {**dict(zip(names, chosen, strict=True)), "plain_epochs": epochs, "drloc": weight}
 
 
-def settings_of(model: str, data: str, rate: float, augmentation: str, epochs: int) -> Settings:
+def settings_of(model: str, vit: str, data: str, rate: float, augmentation: str, epochs: int) -> Settings:
+    """`vit` is the size of a plain ViT or LV-ViT."""
+    size = SIZES[data]
+    networks: dict[str, Settings] = {
+        "ViT": {"model": f"vit_nano_patch{size // 8}_{size}", "model_kwargs": VITS[vit]},
+        "LV-ViT": {"model": "lvvit_nano_patch4_32", "model_kwargs": {**VITS[vit], "stem_width": 16}},
+        "Swin": {
+            "model": "swin_nano_patch2_window4_32",
+            "model_kwargs": {"embed_dim": 32, "depths": (2, 2, 2), "num_heads": (1, 2, 4)},
+        },
+    }
     return {
         **COMMON,
-        **MODELS[model],
+        **networks[model],
         **AUGMENTATION[augmentation],
-        "img_size": SIZES[data],
+        "img_size": size,
         "lr": rate,
         "epochs": epochs,
         "val_interval": epochs,
@@ -186,30 +197,42 @@ def plan(rows: Rows) -> list[Run]:
     runs, chosen = tuning(rows)
     if chosen is None:
         return runs
-    rate, augmentation, plain_epochs = chosen["lr"], chosen["augmentation"], chosen["plain_epochs"]
+    tuned = (chosen["lr"], chosen["augmentation"])
 
-    def part(name: str, arms: Mapping[str, Arm], model: str, seeds: range, data: str = "cifar") -> list[Run]:
-        settings = settings_of(model, data, rate, augmentation, EPOCHS)
+    def block(
+        part: str, arms: Mapping[str, Arm], seeds: range, model: str = "ViT", data: str = "cifar", epochs: int = EPOCHS
+    ) -> list[Run]:
+        settings = settings_of(model, chosen["vit"], data, *tuned, epochs)
         return [
-            Run(name, arm, seed, data, {**settings, "objectives": a.objectives, "mixing": a.mixing}, a.maps)
+            Run(part, arm, seed, data, {**settings, "objectives": a.objectives, "mixing": a.mixing}, a.maps)
             for seed in seeds
             for arm, a in arms.items()
         ]
 
+    def some(arms: Mapping[str, Arm], *names: str) -> dict[str, Arm]:
+        return {name: arms[name] for name in names}
+
     a = arms_a(chosen["drloc"])
-    winners = {name: a[name] for name in ("plain", "CutMix", "CutMix + token labels")}
-    lvvit = winners | {"MixToken + token labels": ARMS_B["with MixToken"]}
+    main = some(a, "plain", "CutMix", "CutMix + token labels", "drloc", "CutMix + TL-Align")
+    if chosen["plain_epochs"] != EPOCHS:
+        runs += block(
+            "a", {f"plain, {chosen['plain_epochs']} epochs": a["plain"]}, SEEDS, epochs=chosen["plain_epochs"]
+        )
+    others = {name: arm for name, arm in a.items() if name not in main}
+    reasons = dict(list(ARMS_B.items())[:6])
+    annotators = {name: arm for name, arm in ARMS_B.items() if name not in reasons}
     family: Settings = {**HARD, "drloc": {}}  # λ of the paper for this family, 0.5
-    swin = {name: a[name] for name in ("plain", "CutMix")}
-    swin |= {"drloc": Arm(family, {}), "CutMix + drloc": Arm(family, CUTMIX)}
-    first = winners | {"drloc": a["drloc"]}
-    runs += part("a", first, "ViT", SEEDS) + part("a", {n: arm for n, arm in a.items() if n not in first}, "ViT", SEEDS)
-    if plain_epochs != EPOCHS:
-        other = settings_of("ViT", "cifar", rate, augmentation, plain_epochs) | {"objectives": HARD, "mixing": {}}
-        runs += [Run("a", f"plain, {plain_epochs} epochs", seed, "cifar", other) for seed in SEEDS]
+    swin = some(a, "plain", "CutMix") | {"drloc": Arm(family, {}), "CutMix + drloc": Arm(family, CUTMIX)}
+    winners = some(a, "plain", "CutMix", "CutMix + token labels")
+    lvvit = winners | {"MixToken + token labels": ARMS_B["with MixToken"]}
+    runs += block("a", main, SEEDS[:4])
+    runs += block("b", reasons, SEEDS[:3])
+    runs += block("a", others, SEEDS[:4])
     for seeds in (SEEDS[:3], SEEDS[3:]):
-        runs += part("b", ARMS_B, "ViT", seeds)
-        runs += part("c, LV-ViT", lvvit, "LV-ViT", seeds)
-        runs += part("c, Swin", swin, "Swin", seeds)
-        runs += part("d, flowers", winners, "ViT, 64 px", seeds, "flowers")
-    return runs
+        runs += block("d, flowers", winners, seeds, data="flowers")
+        runs += block("c, Swin", swin, seeds, "Swin")
+        runs += block("c, LV-ViT", lvvit, seeds, "LV-ViT")
+        runs += block("b", annotators, seeds)
+        runs += block("a", a, SEEDS[4:])
+        runs += block("b", reasons, SEEDS[3:])
+    return list({run.key: run for run in runs}.values())

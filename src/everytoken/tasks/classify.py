@@ -46,9 +46,10 @@ class Classification(Task):
         # a grid of 8x8); on grids of up to 16x16 matrix products are faster, and their memory does not matter.
         small = setup.grid[0] * setup.grid[1] <= 256
         self.explicit_attention = small and options.optim.amp and world.device.type == "cpu"
-        for module in setup.step.modules() if self.explicit_attention else ():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = False
+        if self.explicit_attention:
+            layers: list[Any] = [module for module in setup.step.modules() if hasattr(module, "fused_attn")]
+            for layer in layers:
+                layer.fused_attn = False
         data = options.dataset
         self.train_loader = self.loader(
             setup.train_set,
