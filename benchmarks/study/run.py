@@ -113,7 +113,7 @@ def main() -> int:
     work: Path = options.work
     (work / "locks").mkdir(parents=True, exist_ok=True)
     rows, failures = read_rows(work / "results.jsonl"), read_rows(work / "failures.jsonl")
-    runs = [r for r in study.plan(rows) if r.key not in rows and r.key not in failures]
+    runs = [r for r in study.plan() if r.key not in rows and r.key not in failures]
     runs = [r for r in runs if (not options.parts or r.part in options.parts)]
     runs = [r for r in runs if options.flowers or r.data != "flowers"]
     if options.list:
