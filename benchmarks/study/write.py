@@ -42,60 +42,48 @@ def on_plain(part: str, *names: str) -> list[Line]:
     return [Line(f"{n}, against plain", (part, n), (part, "plain")) for n in names]
 
 
-A = "A. Every method: ViT of 0.7 M parameters, 1,000 CIFAR-10 images, 150 epochs"
+def methods(part: str) -> list[Line]:
+    """What is compared in each of the two regimes."""
+    return [
+        *on_plain(part, "token labels", "CutMix", "MixToken", "drloc"),
+        *on_cutmix(part, "token labels", "TL-Align", "TransMix", "drloc"),
+    ]
+
+
 TABLES: dict[str, list[Line]] = {
-    A: [
-        *on_plain("a", "CutMix", "MixToken", "drloc"),
-        *on_cutmix("a", "token labels", "TL-Align", "TransMix", "drloc"),
+    "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": methods("light"),
+    "Strong augmentation (RandAugment), otherwise the same": methods("a"),
+    "Why token labels help: other labels in their place, light augmentation + CutMix": [
+        Line("token labels (as above), against CutMix", ("light", "CutMix + token labels"), ("light", "CutMix")),
+        *(Line(name, ("b", name), ("light", "CutMix")) for name in study.ARMS_B),
     ],
-    "B. Why token labels help: other labels in their place, against CutMix alone; network and images as in A": [
-        Line("token labels (A)", ("a", "CutMix + token labels"), ("a", "CutMix")),
-        *(Line(name, ("b", name), ("a", "CutMix")) for name in study.ARMS_B if name != "without CutMix"),
-        Line("token labels without CutMix, against plain", ("b", "without CutMix"), ("a", "plain")),
+    "LV-ViT, strong augmentation": [
+        *on_plain("c, LV-ViT", "token labels", "CutMix + token labels", "MixToken + token labels"),
     ],
-    "C. LV-ViT, images as in A": [
-        *on_plain("c, LV-ViT", "CutMix"),
-        *on_cutmix("c, LV-ViT", "token labels"),
-        Line(
-            "MixToken + token labels, against CutMix", ("c, LV-ViT", "MixToken + token labels"), ("c, LV-ViT", "CutMix")
-        ),
-    ],
-    "C. Swin, images as in A": [*on_plain("c, Swin", "CutMix", "drloc"), *on_cutmix("c, Swin", "drloc")],
-    "D. 1,000 flower photos of 64 pixels, the ViT of A": [
-        *on_plain("d, flowers", "CutMix"),
-        *on_cutmix("d, flowers", "token labels"),
+    "Swin, strong augmentation": on_plain("c, Swin", "drloc"),
+    "1,000 flower photos of 64 pixels, the same ViT, strong augmentation": [
+        *on_plain("d, flowers", "token labels", "CutMix + token labels"),
     ],
     "Short trainings: LV-ViT of 0.26 M parameters, 3,000 CIFAR-10 images, 15 epochs, 5,000 test images": [
         Line("token labels from a fitted CNN, against plain", ("main", "token"), ("main", "plain")),
         Line("ReLabel, same annotator", ("main", "ReLabel"), ("main", "plain")),
         Line("the map's mean at every token", ("main", "token, the map's mean everywhere"), ("main", "plain")),
-        Line("token labels, temperature 2", ("main", "token, temperature 2"), ("main", "plain")),
         Line("CutMix, against plain", ("main", "plain, CutMix"), ("main", "plain")),
         Line("CutMix + TL-Align, against CutMix", ("main", "alignment, CutMix"), ("main", "plain, CutMix")),
         Line("drloc, λ 0.1, against plain", ("main", "drloc, λ 0.1"), ("main", "plain")),
-        Line("drloc, λ 0.01, against plain", ("main", "drloc, λ 0.01"), ("main", "plain")),
         Line("Swin: drloc, λ 0.5, against plain", ("swin", "drloc"), ("swin", "plain")),
-        Line(
-            "Imagenette, 64 px: token labels of an ImageNet network, its 10 classes",
-            ("imagenette", "token, ImageNet's, its 10 classes"),
-            ("imagenette", "plain"),
-        ),
-        Line(
-            "Imagenette, 64 px: token labels of an ImageNet network, 1000 classes",
-            ("imagenette", "token, ImageNet's 1000 classes"),
-            ("imagenette", "plain"),
-        ),
     ],
 }
-SHORT = list(TABLES)[-1]
-# a method, the lines that decide about it, and what it is, for the sentences at the top
+LIGHT, STRONG, *_, SHORT = TABLES.values()
+# a method and the comparisons that decide about it, for the sentences at the top
 METHODS = {
-    "Token labels": [("A", TABLES[A][3]), ("short", TABLES[SHORT][0])],
-    "CutMix": [("A", TABLES[A][0]), ("short", TABLES[SHORT][4])],
-    "TL-Align": [("A", TABLES[A][4]), ("short", TABLES[SHORT][5])],
-    "Dense relative localization": [("A", TABLES[A][2]), ("short", TABLES[SHORT][6])],
+    "Token labels": [("crops", LIGHT[0]), ("RandAugment", STRONG[0]), ("short", SHORT[0])],
+    "CutMix": [("crops", LIGHT[1]), ("RandAugment", STRONG[1]), ("short", SHORT[3])],
+    "Token labels and CutMix": [("crops", LIGHT[4]), ("RandAugment", STRONG[4])],
+    "TL-Align": [("crops", LIGHT[5]), ("short", SHORT[4])],
+    "Dense relative localization": [("crops", LIGHT[3]), ("RandAugment", STRONG[3]), ("short", SHORT[5])],
 }
-REGIMES = {"A": "1,000 images for 150 epochs", "short": "3,000 images for 15 epochs"}
+REGIMES = {"crops": "crops", "RandAugment": "RandAugment", "short": "15 short epochs"}
 MECHANISMS = {
     "place": ("tokens know the place", "+.1f"),
     "pointing": ("pointing", ".1f"),
@@ -163,13 +151,13 @@ def table(rows: Rows) -> list[str]:
 
 
 def mechanisms(rows: Rows) -> list[str]:
-    """One row per arm of part a."""
-    names = [name for part, name in rows.by_name if part == "a" and len(rows["a", name]) > 1]
+    """One row per arm of the regime that overfits."""
+    names = [name for part, name in rows.by_name if part == "light" and len(rows["light", name]) > 1]
     if not names:
         return []
     out = ["|  | " + " | ".join(title for title, _ in MECHANISMS.values()) + " |", "|---" * (len(MECHANISMS) + 1) + "|"]
     for name in names:
-        means = [(mean_of(rows["a", name], column), how) for column, (_, how) in MECHANISMS.items()]
+        means = [(mean_of(rows["light", name], column), how) for column, (_, how) in MECHANISMS.items()]
         out.append(f"| {name} | " + " | ".join("" if v is None else format(v, how) for v, how in means) + " |")
     return out
 
@@ -211,28 +199,9 @@ def figure(rows: Rows) -> None:
     image.savefig(FIGURE, dpi=110, metadata={"Software": None})
 
 
-def progress(done: dict[str, dict]) -> str:
-    """What is still missing."""
-    runs = study.plan(done)
-    left = [r for r in runs if r.key not in done]
-    if not left:
-        return "All runs of the plan are done."
-    parts = sorted({r.part for r in left})
-    if "tune" in parts:
-        return (
-            f"**The study is under way**: {len(done)} of about 190 runs, all to tune the plain network. Parts A "
-            "to D have no rows yet, so what this page says about methods comes from the short trainings alone."
-        )
-    return (
-        f"**The study is under way**: {len(done)} of {len(runs)} runs are done; missing are rows of {'; '.join(parts)}."
-    )
-
-
 def tuning(done: dict[str, dict]) -> str:
-    """What was tried for the plain network, and what was chosen."""
-    tried = "; ".join(f"{row['name']}: {row['top1']:.1f}" for row in done.values() if row["part"] == "tune")
-    chosen = study.tuning(done)[1]
-    return f" ({tried}; chosen: {', '.join(f'{k} {v}' for k, v in chosen.items())})" if chosen else ""
+    """What was tried for the plain network, and its accuracy."""
+    return "; ".join(f"{row['name']}: {row['top1']:.1f}" for row in done.values() if row["part"] == "tune")
 
 
 def pretrained() -> str:
@@ -269,7 +238,6 @@ def main() -> None:
     text = (HERE / "page.md").read_text()
     text = text.format(
         sentences="\n".join(sentences),
-        progress=progress(done),
         pretrained=pretrained(),
         table="\n".join(table(rows)),
         mechanisms="\n".join(mechanisms(rows)) or "No rows yet.",
