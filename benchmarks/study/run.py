@@ -1,9 +1,10 @@
 """Run the study, one training after the other, in this one process: `nice -n 19 python benchmarks/study/run.py WORK`.
 
 WORK holds images, maps, run folders and `results.jsonl`, to which each finished run appends a row. Kill it at any
-moment; the same command goes on: finished runs are not repeated, a run that was cut off goes on from its last
-checkpoint, of which there is one per epoch (seconds). Started twice, it uses two cores. After every run it starts anew
-(exec), so nothing piles up over days. A run that fails is noted in `failures.jsonl` and left out the next time.
+moment; the same command goes on: finished runs (of WORK, and of the log beside this file) are not repeated, a run that
+was cut off goes on from its last checkpoint, of which there is one per epoch (seconds). Started twice, it uses two
+cores. After every run it starts anew (exec), so nothing piles up over days. A run that fails is noted in
+`failures.jsonl` and left out the next time.
 
     --list      what is to do, with the hours that it will take
     --flowers   the zip of flower photos with train/ and val/, for part d; without it that part is left out
@@ -39,6 +40,11 @@ def read_rows(path: Path) -> dict[str, dict]:
             continue
         rows[row["key"]] = row
     return rows
+
+
+def finished(work: Path) -> dict[str, dict]:
+    """Rows of WORK, and of the log beside this file."""
+    return read_rows(Path(__file__).with_name("results.jsonl")) | read_rows(work / "results.jsonl")
 
 
 def append(path: Path, row: dict) -> None:
@@ -112,7 +118,7 @@ def main() -> int:
     options = parser.parse_args()
     work: Path = options.work
     (work / "locks").mkdir(parents=True, exist_ok=True)
-    rows, failures = read_rows(work / "results.jsonl"), read_rows(work / "failures.jsonl")
+    rows, failures = finished(work), read_rows(work / "failures.jsonl")
     runs = [r for r in study.plan() if r.key not in rows and r.key not in failures]
     runs = [r for r in runs if (not options.parts or r.part in options.parts)]
     runs = [r for r in runs if options.flowers or r.data != "flowers"]
@@ -128,7 +134,7 @@ def main() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
-        if run.key in read_rows(work / "results.jsonl"):
+        if run.key in finished(work):
             continue
         print(f"{time.strftime('%d %H:%M')} {run.key}", flush=True)
         from everytoken.engine.loop import Stopped  # imports torch, which a list of what is to do can do without

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import plan as study
-from run import read_rows
+from run import finished, read_rows
 
 from everytoken import stats
 
@@ -224,7 +224,7 @@ def main() -> None:
     options = parser.parse_args()
     results = HERE / "results.jsonl"
     if options.work:
-        done = read_rows(results) | read_rows(options.work / "results.jsonl")
+        done = finished(options.work)
         results.write_text("".join(json.dumps(row) + "\n" for row in done.values()))
     if options.pretrained and (options.pretrained / "results.jsonl").exists():
         (HERE / "pretrained.jsonl").write_text((options.pretrained / "results.jsonl").read_text())
