@@ -135,7 +135,8 @@ def sentence(rows: Rows, regime: str, line: Line) -> str:
     e = stats.mean(values)
     verdict = ("gains" if e.value > 0 else "costs") if e.clear else "is undecided:"
     against = line.title.rpartition("against ")[2]
-    return f"{where} it {verdict} {interval(values)} points against {against}"
+    before, after = (mean_of(rows[name], "top1") for name in (line.base, line.row))
+    return f"{where} it {verdict} {interval(values)} points against {against} ({before:.1f} to {after:.1f} %)"
 
 
 def table(rows: Rows) -> list[str]:
@@ -205,7 +206,8 @@ def tuning(done: dict[str, dict]) -> str:
 
 
 def pretrained() -> str:
-    """The table of the study that starts from pretrained weights: arms with two seeds or more."""
+    """The table of the study that starts from pretrained weights: two seeds or more, plain at its best rate."""
+    from pretrained import best_rate
     from pretrained import read_rows as read_list
     from pretrained import table as pretrained_table
 
@@ -214,7 +216,8 @@ def pretrained() -> str:
     for row in rows:
         seeds.setdefault((row["dataset"], row["per_class"], row["arm"], row["rate"]), set()).add(row["seed"])
     rows = [r for r in rows if len(seeds[r["dataset"], r["per_class"], r["arm"], r["rate"]]) > 1]
-    return pretrained_table(rows) if rows else "No rows with two seeds yet (`benchmarks/study/pretrained.py`)."
+    best = {key: best_rate(rows, *key, "plain") for key in {(r["dataset"], r["per_class"]) for r in rows}}
+    return pretrained_table([r for r in rows if r["arm"] != "plain" or r["rate"] == best[r["dataset"], r["per_class"]]])
 
 
 def main() -> None:
