@@ -205,8 +205,8 @@ def plan() -> list[Run]:
         return {name: arms[name] for name in names}
 
     a, light = (arms_a(REGIMES[name].drloc) for name in ("a", "light"))
-    names = ("plain", "token labels", "CutMix", "CutMix + token labels", "drloc")
-    aligned = (*names, "CutMix + TL-Align")
+    names = ("plain", "token labels", "CutMix", "drloc")
+    mixed = ("CutMix + token labels", "CutMix + TL-Align")
     reasons = dict(list(ARMS_B.items())[:4])
     family: Settings = {**HARD, "drloc": {}}  # λ of the paper for this family, 0.5
     swin = some(a, "plain") | {"drloc": Arm(family, {})}
@@ -214,7 +214,7 @@ def plan() -> list[Run]:
     lvvit = winners | {"MixToken + token labels": ARMS_B["with MixToken"]}
     runs = tuning()[:-1]
     for first in (SEEDS[:2], SEEDS[2:3]):
-        runs += block("light", some(light, *aligned), first, "light")
+        runs += block("light", some(light, *names, *mixed), first, "light")
         runs += block("a", some(a, *names), first) + block("b", reasons, first, "light")
     # three seeds decide about token labels; smaller gains take more
     runs += block("light", some(light, "plain", "CutMix", "CutMix + TL-Align", "drloc"), SEEDS[3:], "light")
