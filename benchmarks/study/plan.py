@@ -142,6 +142,7 @@ def arms_a(drloc: float) -> dict[str, Arm]:
 ARMS_B = {
     "ReLabel": Arm({"relabel": BOTH}, CUTMIX, "linear-256"),
     "the map's mean at every token": Arm(TOKENS, CUTMIX, "linear-256-mean"),
+    "the image's own label at every token": Arm(TOKENS, CUTMIX, "linear-256-truth"),
     "one soft label per image": Arm({"relabel": BOTH}, CUTMIX, "linear-256-mean"),
     "ImageNet's 1000 classes": Arm({"token_labeling": {"beta": 1.0, "class_target": "truth"}}, CUTMIX, "foreign-256"),
     "fitted CNN": Arm(TOKENS, CUTMIX, "cnn"),
@@ -207,7 +208,7 @@ def plan() -> list[Run]:
     a, light = (arms_a(REGIMES[name].drloc) for name in ("a", "light"))
     names = ("plain", "token labels", "CutMix", "drloc")
     mixed = ("CutMix + token labels", "CutMix + TL-Align")
-    reasons = dict(list(ARMS_B.items())[:4])
+    reasons = dict(list(ARMS_B.items())[:5])
     family: Settings = {**HARD, "drloc": {}}  # λ of the paper for this family, 0.5
     swin = some(a, "plain") | {"drloc": Arm(family, {})}
     winners = some(a, "plain", "token labels", "CutMix + token labels")

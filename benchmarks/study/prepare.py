@@ -8,8 +8,8 @@
 Maps are made by `everytoken annotate`. `linear-S`: `fit`, a linear classifier of the images' own classes on the frozen
 features of an ImageNet network (EfficientNet-Lite0, images enlarged to S pixels), applied at each of its S/32 x S/32
 cells, every image annotated by a head that was not fitted on it. Variants: `-mean`, the mean of all cells at every
-cell; `-coarse`, the mean over blocks of 2x2 cells. `cnn`: `fit` with a small CNN that is trained on the same images
-alone. `foreign-S`: the ImageNet network's own 1000 classes.
+cell; `-coarse`, the mean over blocks of 2x2 cells; `-truth`, the image's own label at every cell. `cnn`: `fit` with a
+small CNN that is trained on the same images alone. `foreign-S`: the ImageNet network's own 1000 classes.
 """
 
 from __future__ import annotations
@@ -101,14 +101,16 @@ def maps_of(work: Path, data: str, seed: int, kind: str) -> Path:
 
 
 def _changed(source: Path, out: Path, how: str) -> None:
-    """The maps of a store with the mean of all cells, or of each block of 2x2, in every one of them."""
+    """The maps of a store with the mean of all cells, or of each block of 2x2, or the image's label in every one."""
     store = Maps(source)
     meta = StoreMeta(store.grid, store.top_k, tuple(store.class_names), annotator={"name": how, "of": source.name})
     with MapWriter(out, list(store), meta) as writer:
         for key in list(writer.pending_keys()):
             scores = dense(store[key])
             h, w, k = scores.shape
-            side = h if how == "mean" else 2
+            if how == "truth":
+                scores = np.where(np.arange(k) == store.class_names.index(key.split("/")[-2]), 10.0, 0.0) + 0 * scores
+            side = 2 if how == "coarse" else h
             blocks = scores.reshape(h // side, side, w // side, side, k).mean((1, 3))
             writer.write({key: ScoreMap.from_logits(blocks.repeat(side, 0).repeat(side, 1), k)})
         writer.finalize()
