@@ -1,8 +1,8 @@
 """Write docs/results.md and its figure from the rows: `python benchmarks/study/write.py [WORK] [--pretrained DIR]`.
 
 With WORK, its finished rows are first copied into results.jsonl beside this file. Numbers come from the rows alone;
-what they mean is in page.md. Rows with one seed are in no table. `short-trainings.jsonl` is the log of an older study
-in another regime (3,000 images, 15 epochs), of which the rows of faults that were fixed since are left out.
+what they mean is in page.md. Rows with fewer than three seeds are in no table. `short-trainings.jsonl` is the log of an
+older study in another regime (3,000 images, 15 epochs), of which the rows of faults that were fixed since are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
 FIGURE = PAGE.parent / "img" / "results.png"
 Runs = dict[int, dict]  # seed -> row
+LEAST = 3  # seeds of a row that is shown: the interval of two is anything
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,16 @@ def methods(part: str) -> list[Line]:
     ]
 
 
+MEAN = "the map's mean at every token"
 TABLES: dict[str, list[Line]] = {
     "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": methods("light"),
     "Strong augmentation (RandAugment), otherwise the same": methods("a"),
     "Why token labels help: other labels in their place, light augmentation + CutMix": [
-        Line("token labels (as above), against CutMix", ("light", "CutMix + token labels"), ("light", "CutMix")),
-        *(Line(name, ("b", name), ("light", "CutMix")) for name in study.ARMS_B),
+        *(Line(f"{name}, against CutMix", ("b", name), ("light", "CutMix")) for name in study.ARMS_B),
+        *(
+            Line(f"token labels, against {name}", ("light", "CutMix + token labels"), ("b", name))
+            for name in ("one soft label per image", "the image's own label at every token", MEAN)
+        ),
     ],
     "LV-ViT, strong augmentation": [
         *on_plain("c, LV-ViT", "token labels", "CutMix + token labels", "MixToken + token labels"),
@@ -108,10 +113,15 @@ class Rows:
     def __getitem__(self, name: tuple[str, str]) -> Runs:
         return self.by_name.get(name, {})
 
-    def differences(self, line: Line) -> list[float]:
-        """Of top-1, paired by seed."""
+    def pairs(self, line: Line) -> list[tuple[float, float]]:
+        """Top-1 of the base and of the row, for every seed that both have; empty if these are too few to show."""
         row, base = self[line.row], self[line.base]
-        return [row[seed]["top1"] - base[seed]["top1"] for seed in sorted(row.keys() & base.keys())]
+        seeds = sorted(row.keys() & base.keys())
+        return [(base[seed]["top1"], row[seed]["top1"]) for seed in seeds] if len(seeds) >= LEAST else []
+
+
+def differences(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    return [after - before for before, after in pairs]
 
 
 def mean_of(runs: Runs, column: str) -> float | None:
@@ -128,32 +138,34 @@ def interval(values: Sequence[float]) -> str:
 
 def sentence(rows: Rows, regime: str, line: Line) -> str:
     """What is known about a method in a regime."""
-    values = rows.differences(line)
+    pairs = rows.pairs(line)
     where = f"with {REGIMES[regime]}"
-    if len(values) < 2:
+    if not pairs:
         return f"{where} not known yet"
+    values = differences(pairs)
     e = stats.mean(values)
     verdict = ("gains" if e.value > 0 else "costs") if e.clear else "is undecided:"
     against = line.title.rpartition("against ")[2]
-    before, after = (mean_of(rows[name], "top1") for name in (line.base, line.row))
+    before, after = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
     return f"{where} it {verdict} {interval(values)} points against {against} ({before:.1f} to {after:.1f} %)"
 
 
 def table(rows: Rows) -> list[str]:
-    """All comparisons as Markdown; those with fewer than two seeds are left out."""
+    """All comparisons as Markdown."""
     out = ["|  | top-1 | difference | p | seeds |", "|---|---|---|---|---|"]
     for title, lines in TABLES.items():
-        known = [(line, values) for line in lines if len(values := rows.differences(line)) > 1]
+        known = [(line, pairs) for line in lines if (pairs := rows.pairs(line))]
         out += [f"| **{title}** |  |  |  |  |"] if known else []
-        for line, values in known:
-            top1, p = mean_of(rows[line.row], "top1"), stats.sign_flip(values)
-            out.append(f"| {line.title} | {top1:.1f} | {interval(values)} | {p:.2f} | {len(values)} |")
+        for line, pairs in known:
+            values, top1 = differences(pairs), sum(after for _, after in pairs) / len(pairs)
+            p = stats.sign_flip(values)
+            out.append(f"| {line.title} | {top1:.1f} | {interval(values)} | {p:.2f} | {len(pairs)} |")
     return out
 
 
 def mechanisms(rows: Rows) -> list[str]:
     """One row per arm of the regime that overfits."""
-    names = [name for part, name in rows.by_name if part == "light" and len(rows["light", name]) > 1]
+    names = [name for part, name in rows.by_name if part == "light" and len(rows["light", name]) >= LEAST]
     if not names:
         return []
     out = ["|  | " + " | ".join(title for title, _ in MECHANISMS.values()) + " |", "|---" * (len(MECHANISMS) + 1) + "|"]
@@ -171,7 +183,7 @@ def figure(rows: Rows) -> None:
     from matplotlib import pyplot as plt
 
     panels = {
-        title: [(line, values) for line in lines if len(values := rows.differences(line)) > 1]
+        title: [(line, differences(pairs)) for line in lines if (pairs := rows.pairs(line))]
         for title, lines in TABLES.items()
     }
     panels = {title: known for title, known in panels.items() if known}
@@ -201,23 +213,40 @@ def figure(rows: Rows) -> None:
 
 
 def tuning(done: dict[str, dict]) -> str:
-    """What was tried for the plain network, and its accuracy."""
-    return "; ".join(f"{row['name']}: {row['top1']:.1f}" for row in done.values() if row["part"] == "tune")
+    """What was tried for the plain network, and its accuracy; 150 epochs and the smaller size go without saying."""
+    names = {
+        f"{study.SMALL}, ": "",
+        study.LARGE: "0.7 M parameters",
+        f", {study.EPOCHS} epochs": "",
+        "drloc": "drloc λ",
+    }
+
+    def short(name: str) -> str:
+        for old, new in names.items():
+            name = name.replace(old, new)
+        return name
+
+    return "; ".join(f"{short(row['name'])}: {row['top1']:.1f}" for row in done.values() if row["part"] == "tune")
 
 
 def pretrained() -> str:
-    """The table of the study that starts from pretrained weights: two seeds or more, plain at its best rate."""
+    """The table of the study that starts from pretrained weights, where plain at its best rate has enough seeds."""
     from pretrained import best_rate
     from pretrained import read_rows as read_list
     from pretrained import table as pretrained_table
 
     rows = read_list(HERE / "pretrained.jsonl")
+    best = {key: best_rate(rows, *key, "plain") for key in {(r["dataset"], r["per_class"]) for r in rows}}
+    rows = [r for r in rows if r["arm"] != "plain" or r["rate"] == best[r["dataset"], r["per_class"]]]
     seeds: dict[tuple, set[int]] = {}
     for row in rows:
-        seeds.setdefault((row["dataset"], row["per_class"], row["arm"], row["rate"]), set()).add(row["seed"])
-    rows = [r for r in rows if len(seeds[r["dataset"], r["per_class"], r["arm"], r["rate"]]) > 1]
-    best = {key: best_rate(rows, *key, "plain") for key in {(r["dataset"], r["per_class"]) for r in rows}}
-    return pretrained_table([r for r in rows if r["arm"] != "plain" or r["rate"] == best[r["dataset"], r["per_class"]]])
+        seeds.setdefault((row["dataset"], row["per_class"], row["arm"]), set()).add(row["seed"])
+
+    def enough(row: dict) -> bool:
+        group = (row["dataset"], row["per_class"])
+        return len(seeds[(*group, row["arm"])] & seeds[(*group, "plain")]) >= LEAST
+
+    return pretrained_table([row for row in rows if enough(row)])
 
 
 def main() -> None:
