@@ -48,13 +48,20 @@ def methods(part: str) -> list[Line]:
     return [
         *on_plain(part, "token labels", "CutMix", "MixToken", "drloc"),
         *on_cutmix(part, "token labels", "TL-Align", "TransMix", "drloc"),
+        Line("CutMix + token labels, against token labels", (part, "CutMix + token labels"), (part, "token labels")),
     ]
 
 
 MEAN = "the map's mean at every token"
 TABLES: dict[str, list[Line]] = {
     "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": methods("light"),
-    "Strong augmentation (RandAugment), otherwise the same": methods("a"),
+    "Strong augmentation (RandAugment), otherwise the same": [
+        *methods("a"),
+        *(
+            Line(f"RandAugment instead of crops, {name}", ("a", name), ("light", name))
+            for name in ("plain", "token labels")
+        ),
+    ],
     "Why token labels help: other labels in their place, light augmentation + CutMix": [
         *(Line(f"{name}, against CutMix", ("b", name), ("light", "CutMix")) for name in study.ARMS_B),
         *(
@@ -165,13 +172,14 @@ def table(rows: Rows) -> list[str]:
 
 def mechanisms(rows: Rows) -> list[str]:
     """One row per arm of the regime that overfits."""
-    names = [name for part, name in rows.by_name if part == "light" and len(rows["light", name]) >= LEAST]
-    if not names:
+    arms = [key for key in rows.by_name if key[0] in ("light", "b") and len(rows[key]) >= LEAST]
+    if not arms:
         return []
     out = ["|  | " + " | ".join(title for title, _ in MECHANISMS.values()) + " |", "|---" * (len(MECHANISMS) + 1) + "|"]
-    for name in names:
-        means = [(mean_of(rows["light", name], column), how) for column, (_, how) in MECHANISMS.items()]
-        out.append(f"| {name} | " + " | ".join("" if v is None else format(v, how) for v, how in means) + " |")
+    for part, name in arms:
+        means = [(mean_of(rows[part, name], column), how) for column, (_, how) in MECHANISMS.items()]
+        cells = " | ".join("" if value is None else format(value, how) for value, how in means)
+        out.append(f"| {'CutMix + ' if part == 'b' else ''}{name} | {cells} |")
     return out
 
 
