@@ -10,16 +10,16 @@ standard deviation of 0.8 points between seeds. With 0.8 to 1.0, Student's inter
 for differences of
     3 seeds: 2.7 to 3.3     4: 1.8 to 2.2     5: 1.4 to 1.7     6: 1.2 to 1.5     8: 1.0 to 1.2 points.
 Six seeds are the fewest for which an exact test by flipping signs can say p < 0.05 (2 / 2^6 = 0.03), and are what this
-plan asks for. In the first rows of it the deviation was 1.2, since every seed has its own images: six show 1.8 points.
+plan asks for. In the first rows of it the deviation was 1.2 (every seed has its own images): six show 1.8 points.
 
 **What was changed on the way.** Network, regimes and order were settled after the tuning rows; "the image's own label
 at every token" was added, and smaller gains were given further seeds first, after looking at two and three seeds.
 
 **Tuning.** The plain network alone, on a training set and 2,000 validation images that no other part uses, none of them
 from the test set (`TUNED`). RandAugment gained 3 to 6 points over crops and stopped the overfitting, so there are two
-regimes (`REGIMES`): a, with RandAugment, which is the better plain
-network; light, with crops alone, which overfits as the papers' networks do without help. The budget decided the size:
-the larger network was no better with crops, 2 points better with RandAugment, and takes more than twice as long.
+regimes (`REGIMES`): a, with RandAugment, which is the better plain network; light, with crops alone, which overfits as
+the papers' networks do without help. The budget decided the size: the larger network was no better with crops, 2 points
+better with RandAugment, and takes more than twice as long.
 
 **Order.** Seed by seed within a block, so that a study that is stopped has whole pairs; the most telling blocks first.
 """

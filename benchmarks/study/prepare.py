@@ -109,7 +109,8 @@ def _changed(source: Path, out: Path, how: str) -> None:
             scores = dense(store[key])
             h, w, k = scores.shape
             if how == "truth":
-                scores = np.where(np.arange(k) == store.class_names.index(key.split("/")[-2]), 10.0, 0.0) + 0 * scores
+                scores = np.zeros_like(scores)
+                scores[..., store.class_names.index(key.split("/")[-2])] = 10
             side = 2 if how == "coarse" else h
             blocks = scores.reshape(h // side, side, w // side, side, k).mean((1, 3))
             writer.write({key: ScoreMap.from_logits(blocks.repeat(side, 0).repeat(side, 1), k)})

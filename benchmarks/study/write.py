@@ -53,6 +53,7 @@ def methods(part: str) -> list[Line]:
 
 
 MEAN = "the map's mean at every token"
+IMAGENETTE = ("imagenette", "plain")
 TABLES: dict[str, list[Line]] = {
     "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": methods("light"),
     "Strong augmentation (RandAugment), otherwise the same": [
@@ -78,6 +79,16 @@ TABLES: dict[str, list[Line]] = {
         Line("CutMix, against plain", ("main", "plain, CutMix"), ("main", "plain")),
         Line("CutMix + TL-Align, against CutMix", ("main", "alignment, CutMix"), ("main", "plain, CutMix")),
         Line("drloc, λ 0.1, against plain", ("main", "drloc, λ 0.1"), ("main", "plain")),
+        Line("ReLabel, same annotator, against plain", ("main", "ReLabel"), ("main", "plain")),
+        Line(f"{MEAN}, against plain", ("main", "token, the map's mean everywhere"), ("main", "plain")),
+        Line("Swin: drloc, λ 0.5, against plain", ("swin", "drloc"), ("swin", "plain")),
+        *(
+            Line(f"Imagenette, 64 px: token labels of an ImageNet network, {which}", ("imagenette", name), IMAGENETTE)
+            for which, name in (
+                ("its 10 classes", "token, ImageNet's, its 10 classes"),
+                ("1000 classes", "token, ImageNet's 1000 classes"),
+            )
+        ),
     ],
 }
 LIGHT, STRONG, *_, SHORT = TABLES.values()
