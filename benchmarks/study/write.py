@@ -35,44 +35,56 @@ class Line:
     base: tuple[str, str]
 
 
-def on_cutmix(part: str, *names: str) -> list[Line]:
-    return [Line(f"CutMix + {n}, against CutMix", (part, f"CutMix + {n}"), (part, "CutMix")) for n in names]
-
-
-def on_plain(part: str, *names: str) -> list[Line]:
-    return [Line(f"{n}, against plain", (part, n), (part, "plain")) for n in names]
+def against(base: str, part: str, *names: str) -> list[Line]:
+    return [Line(f"{name}, against {base}", (part, name), (part, base)) for name in names]
 
 
 def methods(part: str) -> list[Line]:
     """What is compared in each of the two regimes."""
     return [
-        *on_plain(part, "token labels", "CutMix", "MixToken", "drloc"),
-        *on_cutmix(part, "token labels", "TL-Align", "TransMix", "drloc"),
-        Line("CutMix + token labels, against token labels", (part, "CutMix + token labels"), (part, "token labels")),
+        *against("plain", part, "token labels", "CutMix", "MixToken", "drloc"),
+        *against("CutMix", part, "CutMix + token labels", "MixToken"),
+        *against("CutMix", part, "CutMix + TL-Align", "CutMix + TransMix", "CutMix + drloc"),
+        *against("token labels", part, "CutMix + token labels"),
     ]
 
 
-MEAN = "the map's mean at every token"
+MEAN, OWN = "the map's mean at every token", "the image's own label at every token"
 IMAGENETTE = ("imagenette", "plain")
+TOKENS = ("light", "CutMix + token labels")
+# maps that token labels are made of, beside those of the linear head at 256 px that all other parts use
+ANNOTATORS = (
+    "ImageNet's 1000 classes",
+    "fitted CNN",
+    "linear head at 128 px",
+    "linear head at 384 px",
+    "cells of 2x2 averaged",
+    "softer, temperature 2",
+)
 TABLES: dict[str, list[Line]] = {
     "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": methods("light"),
     "Strong augmentation (RandAugment), otherwise the same": [
         *methods("a"),
         Line("plain, against plain with crops", ("a", "plain"), ("light", "plain")),
+        Line("CutMix + token labels with crops, against plain with RandAugment", TOKENS, ("a", "plain")),
     ],
     "Why token labels help: other labels in their place, light augmentation + CutMix": [
-        *(Line(f"{name}, against CutMix", ("b", name), ("light", "CutMix")) for name in study.ARMS_B),
         *(
-            Line(f"token labels, against {name}", ("light", "CutMix + token labels"), ("b", name))
-            for name in ("one soft label per image", "the image's own label at every token", MEAN)
+            Line(f"{name}, against CutMix", ("b", name), ("light", "CutMix"))
+            for name in ("one soft label per image", "ReLabel", OWN, MEAN, "ImageNet's 1000 classes")
+        ),
+        *(
+            Line(f"token labels, against {name}", TOKENS, ("b", name))
+            for name in ("one soft label per image", "ReLabel", OWN, MEAN)
         ),
     ],
-    "LV-ViT, strong augmentation": [
-        *on_plain("c, LV-ViT", "token labels", "CutMix + token labels", "MixToken + token labels"),
+    "LV-ViT, light augmentation": [
+        *against("CutMix", "c, LV-ViT", "CutMix + token labels", "MixToken + token labels"),
     ],
-    "Swin, strong augmentation": on_plain("c, Swin", "drloc"),
-    "1,000 flower photos of 64 pixels, the same ViT, strong augmentation": [
-        *on_plain("d, flowers", "token labels", "CutMix + token labels"),
+    "Swin, strong augmentation": against("plain", "c, Swin", "drloc"),
+    "1,000 flower photos of 64 pixels, light augmentation": [
+        *against("plain", "d, flowers", "CutMix"),
+        *against("CutMix", "d, flowers", "CutMix + token labels"),
     ],
     "Short trainings: LV-ViT of 0.26 M parameters, 3,000 CIFAR-10 images, 15 epochs, 5,000 test images": [
         Line("token labels from a fitted CNN, against plain", ("main", "token"), ("main", "plain")),
@@ -91,16 +103,41 @@ TABLES: dict[str, list[Line]] = {
         ),
     ],
 }
-LIGHT, STRONG, *_, SHORT = TABLES.values()
+LIGHT, STRONG, _, LVVIT, SWIN, PHOTOS, SHORT = ({line.title: line for line in lines} for lines in TABLES.values())
+ON_PLAIN, ON_CUTMIX = "token labels, against plain", "CutMix + token labels, against CutMix"
 # a method and the comparisons that decide about it, for the sentences at the top
-METHODS = {
-    "Token labels": [("crops", LIGHT[0]), ("RandAugment", STRONG[0]), ("short", SHORT[0])],
-    "CutMix": [("crops", LIGHT[1]), ("RandAugment", STRONG[1]), ("short", SHORT[1])],
-    "Token labels and CutMix": [("crops", LIGHT[4]), ("RandAugment", STRONG[4])],
-    "TL-Align": [("crops", LIGHT[5]), ("short", SHORT[2])],
-    "Dense relative localization": [("crops", LIGHT[3]), ("RandAugment", STRONG[3]), ("short", SHORT[3])],
+METHODS: dict[str, list[tuple[str, Line]]] = {
+    "Token labels": [
+        ("with crops", LIGHT[ON_PLAIN]),
+        ("with RandAugment", STRONG[ON_PLAIN]),
+        ("with 15 short epochs", SHORT["token labels from a fitted CNN, against plain"]),
+        ("on top of CutMix with crops", LIGHT[ON_CUTMIX]),
+        ("on CutMix with RandAugment", STRONG[ON_CUTMIX]),
+        ("on CutMix in an LV-ViT", LVVIT[ON_CUTMIX]),
+        ("on CutMix with flower photos", PHOTOS[ON_CUTMIX]),
+    ],
+    "CutMix": [
+        (f"with {regime}", lines["CutMix, against plain"])
+        for regime, lines in (
+            ("crops", LIGHT),
+            ("RandAugment", STRONG),
+            ("flower photos", PHOTOS),
+            ("15 short epochs", SHORT),
+        )
+    ],
+    "MixToken": [("with crops", LIGHT["MixToken, against CutMix"])],
+    "TL-Align": [
+        (f"with {regime}", lines["CutMix + TL-Align, against CutMix"])
+        for regime, lines in (("crops", LIGHT), ("15 short epochs", SHORT))
+    ],
+    "TransMix": [("with crops", LIGHT["CutMix + TransMix, against CutMix"])],
+    "Dense relative localization": [
+        ("with RandAugment", STRONG["drloc, against plain"]),
+        ("with crops", LIGHT["drloc, against plain"]),
+        ("in a Swin", SWIN["drloc, against plain"]),
+        ("with 15 short epochs", SHORT["drloc, λ 0.1, against plain"]),
+    ],
 }
-REGIMES = {"crops": "crops", "RandAugment": "RandAugment", "short": "15 short epochs"}
 MECHANISMS = {
     "place": ("tokens know the place", "+.1f"),
     "pointing": ("pointing", ".1f"),
@@ -111,6 +148,9 @@ MECHANISMS = {
     "position": ("position R²", ".3f"),
     "drloc_loss": ("drloc's loss", ".4f"),
 }
+
+
+KNOWN = ("right", "cells_like_image", "sharpness")
 
 
 class Rows:
@@ -125,10 +165,15 @@ class Rows:
     def __getitem__(self, name: tuple[str, str]) -> Runs:
         return self.by_name.get(name, {})
 
-    def pairs(self, line: Line) -> list[tuple[float, float]]:
-        """Top-1 of the base and of the row, for every seed that both have; empty if these are too few to show."""
+    def pairs(self, line: Line, unseen: bool = False) -> list[tuple[float, float]]:
+        """Top-1 of the base and of the row, for every seed that both have; empty if these are too few to show.
+
+        Args:
+            unseen: only of the seeds of which nobody had seen a row when the questions were fixed.
+        """
         row, base = self[line.row], self[line.base]
-        seeds = sorted(row.keys() & base.keys())
+        first = study.FRESH.start if unseen else 0
+        seeds = sorted(seed for seed in row.keys() & base.keys() if seed >= first)
         return [(base[seed]["top1"], row[seed]["top1"]) for seed in seeds] if len(seeds) >= LEAST else []
 
 
@@ -141,43 +186,70 @@ def mean_of(runs: Runs, column: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def interval(values: Sequence[float]) -> str:
-    """`+3.9 [3.1, 4.7]`, bold where it excludes zero."""
-    e = stats.mean(values)
+def interval(pairs: Sequence[tuple[float, float]]) -> str:
+    """`+3.9 [3.1, 4.7]`, bold where it excludes zero; empty without pairs."""
+    if not pairs:
+        return ""
+    e = stats.mean(differences(pairs))
     text = f"{e.value:+.1f} [{e.low:+.1f}, {e.high:+.1f}]"
     return f"**{text}**" if e.clear else text
 
 
-def sentence(rows: Rows, regime: str, line: Line) -> str:
-    """What is known about a method in a regime."""
+def sentence(rows: Rows, where: str, line: Line) -> str:
+    """What is known about a method in a regime; nothing if nothing is.
+
+    "Gains" and "costs" are kept for what the unseen seeds alone show too.
+    """
     pairs = rows.pairs(line)
-    where = f"with {REGIMES[regime]}"
     if not pairs:
-        return f"{where} not known yet"
-    values = differences(pairs)
-    e = stats.mean(values)
-    verdict = ("gains" if e.value > 0 else "costs") if e.clear else "is undecided:"
-    against = line.title.rpartition("against ")[2]
+        return ""
+    e, unseen = stats.mean(differences(pairs)), differences(rows.pairs(line, unseen=True))
+    confirmed = e.clear and bool(unseen) and stats.mean(unseen).clear and stats.mean(unseen).value * e.value > 0
+    verdict = "is undecided,"
+    if confirmed:
+        verdict = "gains" if e.value > 0 else "costs"
+    elif e.clear:
+        verdict = "is not confirmed by unseen seeds," if unseen else "was explored only,"
     before, after = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    return f"{where} it {verdict} {interval(values)} points against {against} ({before:.1f} to {after:.1f} %)"
+    base = line.title.rpartition("against ")[2]
+    shown = interval(pairs) if confirmed else interval(pairs).replace("*", "")
+    return f"{where} it {verdict} {shown} ({base} {before:.1f} to {after:.1f} %)"
 
 
 def table(rows: Rows) -> list[str]:
     """All comparisons as Markdown."""
-    out = ["|  | top-1 | difference | p | seeds |", "|---|---|---|---|---|"]
+    out = ["|  | top-1 | difference | p | seeds | unseen seeds alone |", "|---|---|---|---|---|---|"]
     for title, lines in TABLES.items():
         known = [(line, pairs) for line in lines if (pairs := rows.pairs(line))]
-        out += [f"| **{title}** |  |  |  |  |"] if known else []
+        out += [f"| **{title}** |  |  |  |  |  |"] if known else []
         for line, pairs in known:
-            values, top1 = differences(pairs), sum(after for _, after in pairs) / len(pairs)
-            p = stats.sign_flip(values)
-            out.append(f"| {line.title} | {top1:.1f} | {interval(values)} | {p:.2f} | {len(pairs)} |")
+            top1, p = sum(after for _, after in pairs) / len(pairs), stats.sign_flip(differences(pairs))
+            unseen = interval(rows.pairs(line, unseen=True))
+            out.append(f"| {line.title} | {top1:.1f} | {interval(pairs)} | {p:.2f} | {len(pairs)} | {unseen} |")
+    return out
+
+
+def annotators(rows: Rows) -> list[str]:
+    """What each annotator knows, how local and how sharp its cells are, and what its labels are worth on CutMix."""
+    out = [
+        "| maps | right | cells like the image | sharpness | against CutMix | against linear head at 256 px | seeds |"
+    ]
+    out.append("|---" * 7 + "|")
+    for name, key in {"linear head at 256 px": TOKENS, **{name: ("b", name) for name in ANNOTATORS}}.items():
+        if len(rows[key]) < LEAST:
+            continue
+        known = [row["annotator"] for row in rows[key].values() if row.get("annotator")]
+        means = [100 * sum(a[column] for a in known) / len(known) for column in KNOWN] if known else []
+        cells = " | ".join(f"{value:.0f}" for value in means) or " | | "
+        gain, other = (rows.pairs(Line(name, key, base)) for base in (("light", "CutMix"), TOKENS))
+        rest = "" if key == TOKENS else interval(other)
+        out.append(f"| {name} | {cells} | {interval(gain)} | {rest} | {len(gain)} |")
     return out
 
 
 def mechanisms(rows: Rows) -> list[str]:
     """One row per arm of the regime that overfits."""
-    shown = {name for part, name in rows.by_name if part == "light"} | {MEAN, "the image's own label at every token"}
+    shown = {name for part, name in rows.by_name if part == "light"} | {MEAN, OWN}
     arms = [key for key in rows.by_name if key[0] in ("light", "b") and key[1] in shown and len(rows[key]) >= LEAST]
     if not arms:
         return []
@@ -197,8 +269,7 @@ def figure(rows: Rows) -> None:
     from matplotlib import pyplot as plt
 
     panels = {
-        title: [(line, differences(pairs)) for line in lines if (pairs := rows.pairs(line))]
-        for title, lines in TABLES.items()
+        title: [(line, pairs) for line in lines if (pairs := rows.pairs(line))] for title, lines in TABLES.items()
     }
     panels = {title: known for title, known in panels.items() if known}
     counts = [len(known) for known in panels.values()]
@@ -213,16 +284,23 @@ def figure(rows: Rows) -> None:
     for axis, (title, known) in zip(axes[:, 0], panels.items(), strict=True):
         axis.axvline(0, color="0.6", linewidth=1)
         axis.grid(axis="x", color="0.92")
-        for height, (_, values) in enumerate(reversed(known)):
+        for height, (line, pairs) in enumerate(reversed(known)):
+            values, unseen = differences(pairs), differences(rows.pairs(line, unseen=True))
             e = stats.mean(values)
             colour = "0.5" if not e.clear else "C2" if e.value > 0 else "C3"
+            agrees = bool(unseen) and stats.mean(unseen).clear and stats.mean(unseen).value * e.value > 0
+            confirmed = e.clear and agrees
             axis.plot(values, [height] * len(values), "|", color=colour, alpha=0.5)
-            axis.errorbar(e.value, height, xerr=(e.high or 0) - e.value, fmt="o", color=colour, capsize=3)
+            bar, fill = (e.high or 0) - e.value, colour if confirmed else "white"
+            axis.errorbar(e.value, height, xerr=bar, fmt="o", color=colour, markerfacecolor=fill, capsize=3)
         axis.set_yticks(range(len(known)), [line.title for line, _ in reversed(known)])
         axis.set_ylim(-0.6, len(known) - 0.4)
         axis.set_title(textwrap.fill(title, 55), fontsize=9, loc="left")
         axis.tick_params(labelsize=8)
-    image.supxlabel("difference of top-1 in points; bars: 95 % interval over seeds, ticks: single seeds", fontsize=8)
+    image.supxlabel(
+        "difference of top-1 in points; bars: 95 % interval over seeds, ticks: seeds, filled: unseen seeds alone agree",
+        fontsize=8,
+    )
     image.savefig(FIGURE, dpi=110, metadata={"Software": None})
 
 
@@ -261,14 +339,16 @@ def main() -> None:
     rows = Rows(results, HERE / "short-trainings.jsonl")
     figure(rows)
     sentences = [
-        f"- **{method}**: " + "; ".join(sentence(rows, regime, line) for regime, line in lines) + "."
+        f"- **{method}**: " + "; ".join(known) + "."
         for method, lines in METHODS.items()
+        if (known := [text for where, line in lines if (text := sentence(rows, where, line))])
     ]
     text = (HERE / "page.md").read_text()
     text = text.format(
         sentences="\n".join(sentences),
         pretrained=pretrained(),
         table="\n".join(table(rows)),
+        annotators="\n".join(annotators(rows)),
         mechanisms="\n".join(mechanisms(rows)) or "No rows yet.",
     )
     PAGE.write_text(text)
