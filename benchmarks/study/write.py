@@ -1,4 +1,4 @@
-"""Write docs/results.md and its figure from the rows: `python benchmarks/study/write.py [WORK] [--pretrained DIR]`.
+"""Write docs/results.md, its table and its figure: `python benchmarks/study/write.py [WORK] [--pretrained DIR]`.
 
 With WORK, its finished rows are first copied into results.jsonl beside this file. Numbers come from the rows alone;
 what they mean is in page.md. Rows with fewer than three seeds are in no table. `short-trainings.jsonl` is the log of an
@@ -21,6 +21,7 @@ from everytoken import stats
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
+NUMBERS = PAGE.with_name("results-table.md")
 FIGURE = PAGE.parent / "img" / "results.png"
 Runs = dict[int, dict]  # seed -> row
 LEAST = 3  # seeds of a row that is shown: the interval of two is anything
@@ -33,6 +34,7 @@ class Line:
     title: str
     row: tuple[str, str]
     base: tuple[str, str]
+    fixed: bool = True  # before its unseen seeds were run; otherwise they do not confirm it
 
 
 def against(base: str, part: str, *names: str) -> list[Line]:
@@ -45,10 +47,11 @@ def methods(part: str) -> list[Line]:
         *against("plain", part, "token labels", "CutMix", "MixToken", "drloc"),
         *against("CutMix", part, "CutMix + token labels", "MixToken"),
         *against("CutMix", part, "CutMix + TL-Align", "CutMix + TransMix", "CutMix + drloc"),
-        *against("token labels", part, "CutMix + token labels"),
+        Line(f"{BOTH}, against token labels", (part, BOTH), (part, "token labels"), fixed=False),
     ]
 
 
+BOTH = "CutMix + token labels"
 MEAN, OWN = "the map's mean at every token", "the image's own label at every token"
 IMAGENETTE = ("imagenette", "plain")
 TOKENS = ("light", "CutMix + token labels")
@@ -65,8 +68,8 @@ TABLES: dict[str, list[Line]] = {
     "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": methods("light"),
     "Strong augmentation (RandAugment), otherwise the same": [
         *methods("a"),
-        Line("plain, against plain with crops", ("a", "plain"), ("light", "plain")),
-        Line("CutMix + token labels with crops, against plain with RandAugment", TOKENS, ("a", "plain")),
+        Line("plain, against plain with crops", ("a", "plain"), ("light", "plain"), fixed=False),
+        Line("CutMix + token labels with crops, against plain with RandAugment", TOKENS, ("a", "plain"), fixed=False),
     ],
     "Why token labels help: other labels in their place, light augmentation + CutMix": [
         *(
@@ -150,6 +153,7 @@ MECHANISMS = {
 }
 
 
+UNSEEN = ("c, LV-ViT", "c, Swin", "d, flowers")  # no row of these parts had been seen: all their seeds count
 KNOWN = ("right", "cells_like_image", "sharpness")
 
 
@@ -171,10 +175,20 @@ class Rows:
         Args:
             unseen: only of the seeds of which nobody had seen a row when the questions were fixed.
         """
+        if unseen and not line.fixed:
+            return []
         row, base = self[line.row], self[line.base]
-        first = study.FRESH.start if unseen else 0
+        first = study.FRESH.start if unseen and line.row[0] not in UNSEEN else 0
         seeds = sorted(seed for seed in row.keys() & base.keys() if seed >= first)
         return [(base[seed]["top1"], row[seed]["top1"]) for seed in seeds] if len(seeds) >= LEAST else []
+
+    def confirmed(self, line: Line) -> bool:
+        """Whether the interval excludes zero, and that of the unseen seeds alone does too, on the same side."""
+        everything, unseen = (differences(self.pairs(line, which)) for which in (False, True))
+        if not unseen:
+            return False
+        e, u = stats.mean(everything), stats.mean(unseen)
+        return e.clear and u.clear and e.value * u.value > 0
 
 
 def differences(pairs: Sequence[tuple[float, float]]) -> list[float]:
@@ -203,17 +217,28 @@ def sentence(rows: Rows, where: str, line: Line) -> str:
     pairs = rows.pairs(line)
     if not pairs:
         return ""
-    e, unseen = stats.mean(differences(pairs)), differences(rows.pairs(line, unseen=True))
-    confirmed = e.clear and bool(unseen) and stats.mean(unseen).clear and stats.mean(unseen).value * e.value > 0
+    e, confirmed = stats.mean(differences(pairs)), rows.confirmed(line)
     verdict = "is undecided,"
+    if not e.clear and max(abs(e.low or 0), abs(e.high or 0)) < 1:
+        verdict = "changes less than a point,"
     if confirmed:
         verdict = "gains" if e.value > 0 else "costs"
     elif e.clear:
-        verdict = "is not confirmed by unseen seeds," if unseen else "was explored only,"
+        verdict = "is not confirmed by unseen seeds," if rows.pairs(line, unseen=True) else "was explored only,"
     before, after = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
     base = line.title.rpartition("against ")[2]
     shown = interval(pairs) if confirmed else interval(pairs).replace("*", "")
     return f"{where} it {verdict} {shown} ({base} {before:.1f} to {after:.1f} %)"
+
+
+HEADING = (
+    "# Every comparison",
+    "",
+    "Top-1 in percent and differences in points, with 95 % intervals, bold where they exclude zero; p flips all signs.",
+    "What the arms are, and which seeds are unseen: [results](results.md). Where that column is empty there are none, or",
+    "the comparison is not one that was fixed before they ran.",
+    "",
+)
 
 
 def table(rows: Rows) -> list[str]:
@@ -285,13 +310,11 @@ def figure(rows: Rows) -> None:
         axis.axvline(0, color="0.6", linewidth=1)
         axis.grid(axis="x", color="0.92")
         for height, (line, pairs) in enumerate(reversed(known)):
-            values, unseen = differences(pairs), differences(rows.pairs(line, unseen=True))
+            values = differences(pairs)
             e = stats.mean(values)
             colour = "0.5" if not e.clear else "C2" if e.value > 0 else "C3"
-            agrees = bool(unseen) and stats.mean(unseen).clear and stats.mean(unseen).value * e.value > 0
-            confirmed = e.clear and agrees
             axis.plot(values, [height] * len(values), "|", color=colour, alpha=0.5)
-            bar, fill = (e.high or 0) - e.value, colour if confirmed else "white"
+            bar, fill = (e.high or 0) - e.value, colour if rows.confirmed(line) else "white"
             axis.errorbar(e.value, height, xerr=bar, fmt="o", color=colour, markerfacecolor=fill, capsize=3)
         axis.set_yticks(range(len(known)), [line.title for line, _ in reversed(known)])
         axis.set_ylim(-0.6, len(known) - 0.4)
@@ -347,11 +370,11 @@ def main() -> None:
     text = text.format(
         sentences="\n".join(sentences),
         pretrained=pretrained(),
-        table="\n".join(table(rows)),
         annotators="\n".join(annotators(rows)),
         mechanisms="\n".join(mechanisms(rows)) or "No rows yet.",
     )
     PAGE.write_text(text)
+    NUMBERS.write_text("\n".join((*HEADING, *table(rows), "")))
     print(f"written: {PAGE}, {len(done)} rows")
 
 

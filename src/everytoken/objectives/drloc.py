@@ -45,7 +45,7 @@ Levels = Literal["last", "final", "blocks", "stages", "merged"]
 
 # λ by the title of the family. Swin, T2T-ViT, CvT and ViT-B are the paper's; the paper and its code do not tell that of
 # ResNet-50, so it and all others get 0.1, that of the paper's other models with convolutions. LV-ViT, too: 0.01 did
-# nothing there (docs/results.md).
+# nothing there (benchmarks/study/short-trainings.jsonl).
 LAMBDA: dict[str, float] = {
     "Swin": 0.5,
     "Swin V2": 0.5,
