@@ -235,8 +235,8 @@ HEADING = (
     "# Every comparison",
     "",
     "Top-1 in percent and differences in points, with 95 % intervals, bold where they exclude zero; p flips all signs.",
-    "What the arms are, and which seeds are unseen: [results](results.md). Where that column is empty there are none, or",
-    "the comparison is not one that was fixed before they ran.",
+    "What the arms are, and which seeds are unseen: [results](results.md). Where that column is empty there are none,",
+    "or the comparison is not one that was fixed before they ran.",
     "",
 )
 
