@@ -75,6 +75,8 @@ def train(run: study.Run, work: Path, flowers: str) -> dict:
     with (work / "prepare.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         images = images_of(work, run.data, run.seed, flowers)
+    with (work / "locks" / f"maps {run.data} {run.seed}").open("w") as lock:  # one annotator may take minutes
+        fcntl.flock(lock, fcntl.LOCK_EX)
         maps = maps_of(work, run.data, run.seed, run.maps) if run.maps else None
     folder = work / "runs" / run.key.replace(" ", "-").replace(",", "")
     whole, started, cpu = not folder.exists(), time.time(), time.process_time()
