@@ -218,17 +218,17 @@ def sentence(rows: Rows, where: str, line: Line) -> str:
     if not pairs:
         return ""
     e, confirmed = stats.mean(differences(pairs)), rows.confirmed(line)
-    verdict = "is undecided,"
+    verdict = "undecided,"
     if not e.clear and max(abs(e.low or 0), abs(e.high or 0)) < 1:
         verdict = "changes less than a point,"
     if confirmed:
         verdict = "gains" if e.value > 0 else "costs"
     elif e.clear:
-        verdict = "is not confirmed by unseen seeds," if rows.pairs(line, unseen=True) else "was explored only,"
+        verdict = "not confirmed by unseen seeds," if rows.pairs(line, unseen=True) else "explored only,"
     before, after = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
     base = line.title.rpartition("against ")[2]
     shown = interval(pairs) if confirmed else interval(pairs).replace("*", "")
-    return f"{where} it {verdict} {shown} ({base} {before:.1f} to {after:.1f} %)"
+    return f"{where} {verdict} {shown} ({base} {before:.1f} to {after:.1f} %)"
 
 
 HEADING = (
