@@ -153,7 +153,6 @@ MECHANISMS = {
 }
 
 
-UNSEEN = ("c, LV-ViT", "c, Swin", "d, flowers")  # no row of these parts had been seen: all their seeds count
 KNOWN = ("right", "cells_like_image", "sharpness")
 
 
@@ -178,7 +177,8 @@ class Rows:
         if unseen and not line.fixed:
             return []
         row, base = self[line.row], self[line.base]
-        first = study.FRESH.start if unseen and line.row[0] not in UNSEEN else 0
+        new = line.row[0] in study.NEW_PARTS or line.row in study.NEW
+        first = study.FRESH.start if unseen and not new else 0
         seeds = sorted(seed for seed in row.keys() & base.keys() if seed >= first)
         return [(base[seed]["top1"], row[seed]["top1"]) for seed in seeds] if len(seeds) >= LEAST else []
 
