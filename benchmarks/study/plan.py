@@ -175,7 +175,7 @@ NEW = {
     *(("light", name) for name in ("MixToken", "CutMix + TransMix", "CutMix + drloc")),
     *(("b", name) for name in ("cells of 2x2 averaged", "softer, temperature 2", "with MixToken")),
 }
-NEW_PARTS = ("c, LV-ViT", "c, Swin", "d, flowers")
+NEW_PARTS = ("c, LV-ViT", "c, Swin", "d, flowers", "recipe")
 
 
 def tuning() -> list[Run]:
@@ -210,6 +210,19 @@ def settings_of(model: str, vit: str, data: str, rate: float, augmentation: str,
         "epochs": epochs,
         "val_interval": epochs,
     }
+
+
+def recipes() -> list[Run]:
+    """The recipe for small images with token labels, as it is (no mixing) and with CutMix: 2.7 M parameters."""
+    machine = {name: COMMON[name] for name in ("val_batch_size", "amp", "device", "threads", "workers", "keep")}
+    settings: Settings = {**machine, "recipe": "small_32_token", "objectives": TOKENS, "lr": 5e-4}
+    settings |= {"epochs": 50, "val_interval": 50}
+    arms = {"small_32_token": {}, "small_32_token + CutMix": CUTMIX}
+    return [
+        Run("recipe", name, seed, "cifar", {**settings, "mixing": mixing}, "linear-256")
+        for seed in SEEDS
+        for name, mixing in arms.items()
+    ]
 
 
 def plan() -> list[Run]:
@@ -253,6 +266,6 @@ def plan() -> list[Run]:
     runs += block("c, Swin", swin, SEEDS, model="Swin")
     runs += block("light", some(light, "MixToken", "CutMix + TransMix", "CutMix + drloc"), range(5), "light")
     runs += block("c, LV-ViT", lvvit, SEEDS, "light", model="LV-ViT")
-    runs += block("b", ARMS_B, SEEDS, "light") + tuning()
+    runs += recipes() + block("b", ARMS_B, SEEDS, "light") + tuning()
     runs += block("c, Swin", swin, range(SEEDS.stop, 5), model="Swin")
     return list({run.key: run for run in runs}.values())
