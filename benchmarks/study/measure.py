@@ -1,10 +1,13 @@
 """What a finished network does with its tokens: the mechanisms that the three papers claim.
 
+    python benchmarks/study/measure.py DATA RUN ...     TL-Align's labels if attention were sharper
+
 All on test images, with fixed draws, so that the numbers of two runs are paired.
 
 Token labels: the left half of one image next to the right half of another, of different classes.
     place       tokens that name the class of their own half minus those that name the other's, in points of all tokens
     pointing    how often the highest score for a class lies in its half, in percent; chance is 50
+    iou         of each half with the tokens that score its class higher than the other's, in percent; chance is 33
 Answers come from the token head if it has the dataset's classes, otherwise from the class head at every token.
 TL-Align: random CutMix boxes, one for each image; r is the share of the own image in what the class head reads.
     share_rmse  root mean square difference between r and the part of the area (TL-Align's Figure 3)
@@ -18,7 +21,9 @@ drloc: does a token know where it is?
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +60,27 @@ def halves(run: Path, data: Path) -> dict[str, float]:
     return {name: round(value, 2) for name, value in _halves(opened, *_images(opened, data)).items()}
 
 
+@torch.inference_mode()
+def sharpened(run: Path, data: Path, factors: tuple[float, ...] = (1, 2, 4, 8, 16)) -> list[dict[str, float]]:
+    """Entropy of attention, TL-Align's numbers and top-1 of a ViT whose queries are multiplied by a factor."""
+    opened = open_model(run)
+    images, labels = _images(opened, data)
+    model = opened.model.eval()
+    layers = [m for m in model.modules() if hasattr(m, "fused_attn") and hasattr(m, "qkv")]
+    rows = []
+    for before, factor in zip((1, *factors), factors, strict=False):
+        for layer in layers:
+            layer.qkv.weight[: layer.qkv.in_features] *= factor / before
+            if layer.qkv.bias is not None:
+                layer.qkv.bias[: layer.qkv.in_features] *= factor / before
+        top1 = float((model(images).logits.argmax(1) == labels).float().mean())
+        entropy = _entropy(model, images[:200])
+        with_shares = copy.deepcopy(model)
+        with_shares.align()
+        rows.append({"factor": factor, "top1": 100 * top1, **entropy, **_shares(with_shares, images, labels)})
+    return rows
+
+
 def drloc_constant(grid: tuple[int, int] = (7, 7)) -> float:
     """The l1 loss of the best constant answer."""
     targets = drloc.offset_targets(drloc.offsets(drloc.all_pairs(grid), grid), grid)
@@ -76,6 +102,7 @@ def _halves(opened: OpenModel, images: Tensor, labels: Tensor) -> dict[str, floa
     own_head = tuple(opened.info.token_class_names) == tuple(opened.info.class_names)
     model, half = opened.model, images.shape[-1] // 2
     own = other = tokens = pointed = asked = 0
+    iou = 0.0
     for start in range(0, COUNT - STEP + 1, STEP):
         left = slice(start, start + STEP)
         right = torch.arange(start, start + STEP).roll(1)
@@ -84,15 +111,18 @@ def _halves(opened: OpenModel, images: Tensor, labels: Tensor) -> dict[str, floa
         pair = torch.stack((labels[left], labels[right]), 1)[keep]
         scores = model(mixed).token_logits if own_head else model.cell_logits(mixed)
         answers, middle = scores.argmax(-1), scores.shape[2] // 2
-        for side, span in ((0, slice(None, middle)), (1, slice(middle, None))):
-            part = answers[:, :, span]
-            own += int((part == pair[:, side, None, None]).sum())
-            other += int((part == pair[:, 1 - side, None, None]).sum())
-            tokens += part.numel()
-            highest = scores[torch.arange(len(pair)), :, :, pair[:, side]].flatten(1).argmax(1) % scores.shape[2]
-            pointed += int(((highest >= middle) == bool(side)).sum())
+        at_left = (torch.arange(scores.shape[2]) < middle).expand_as(answers)
+        of_class = [scores[torch.arange(len(pair)), :, :, pair[:, side]] for side in (0, 1)]
+        for side, shown in ((0, at_left), (1, ~at_left)):
+            own += int(((answers == pair[:, side, None, None]) & shown).sum())
+            other += int(((answers == pair[:, 1 - side, None, None]) & shown).sum())
+            highest = of_class[side].flatten(1).argmax(1, keepdim=True)
+            pointed += int(shown.flatten(1).gather(1, highest).sum())
+            named = of_class[side] > of_class[1 - side]
+            iou += float(((named & shown).sum((1, 2)) / (named | shown).sum((1, 2))).sum())
             asked += len(pair)
-    return {"place": 100 * (own - other) / tokens, "pointing": 100 * pointed / asked}
+        tokens += answers.numel()
+    return {"place": 100 * (own - other) / tokens, "pointing": 100 * pointed / asked, "iou": 100 * iou / asked}
 
 
 def _shares(model: Any, images: Tensor, labels: Tensor) -> dict[str, float]:
@@ -158,3 +188,9 @@ def _position(model: Any, images: Tensor, ridge: float = 1e-3) -> dict[str, floa
     weights = torch.linalg.solve(x.T @ x + ridge * len(x) * torch.eye(d, dtype=x.dtype), x.T @ y)
     error = ((grid[tested].reshape(-1, d) - centre) @ weights - places[tested].reshape(-1, 2)).square().mean()
     return {"position": float(1 - error / places[tested].square().mean())}
+
+
+if __name__ == "__main__":
+    runs = [sharpened(Path(run), Path(sys.argv[1])) for run in sys.argv[2:]]
+    for rows in zip(*runs, strict=True):
+        print("  ".join(f"{name} {np.mean([row[name] for row in rows]):.4g}" for name in rows[0]))
