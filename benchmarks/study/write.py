@@ -1,15 +1,15 @@
 """Write docs/results.md, its table and its figure: `python benchmarks/study/write.py [WORK] [--pretrained DIR]`.
 
-With WORK, its finished rows are first copied into results.jsonl beside this file. Numbers come from the rows alone;
-what they mean is in page.md. Rows with fewer than three seeds are in no table. `short-trainings.jsonl` is the log of an
-older study in another regime (3,000 images, 15 epochs), of which the rows of faults that were fixed since are left out.
+With WORK, its finished rows are first copied into results.jsonl beside this file. Sentences are in page.md and
+numbers.md, numbers come from the rows: `{cutmix_crops:gains}` is the difference, and an error if the rows no longer say
+that it gains. Rows with fewer than three seeds are in no table. `short-trainings.jsonl` is the log of an older study in
+another regime (3,000 images, 15 epochs), of which the rows of faults that were fixed since are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ def methods(part: str) -> list[Line]:
 
 BOTH = "CutMix + token labels"
 MEAN, OWN = "the map's mean at every token", "the image's own label at every token"
-IMAGENETTE = ("imagenette", "plain")
+IMAGENETTE, FOREIGN = ("imagenette", "plain"), "Imagenette, 64 px: token labels of an ImageNet network"
 TOKENS = ("light", "CutMix + token labels")
 # maps that token labels are made of, beside those of the linear head at 256 px that all other parts use
 ANNOTATORS = (
@@ -65,7 +65,10 @@ ANNOTATORS = (
     "softer, temperature 2",
 )
 TABLES: dict[str, list[Line]] = {
-    "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": methods("light"),
+    "Light augmentation (crops): ViT of 0.2 M parameters, 1,000 CIFAR-10 images, 150 epochs": [
+        *methods("light"),
+        Line(f"MixToken + token labels, against {BOTH}", ("b", "with MixToken"), TOKENS),
+    ],
     "Strong augmentation (RandAugment), otherwise the same": [
         *methods("a"),
         Line("plain, against plain with crops", ("a", "plain"), ("light", "plain"), fixed=False),
@@ -81,13 +84,18 @@ TABLES: dict[str, list[Line]] = {
             for name in ("one soft label per image", "ReLabel", OWN, MEAN)
         ),
     ],
-    "LV-ViT, light augmentation": [
-        *against("CutMix", "c, LV-ViT", "CutMix + token labels", "MixToken + token labels"),
+    "LV-ViT of 0.2 M parameters, light augmentation": [
+        *against("CutMix", "c, LV-ViT", BOTH, "MixToken + token labels"),
+        *against(BOTH, "c, LV-ViT", "MixToken + token labels"),
     ],
     "Swin, strong augmentation": against("plain", "c, Swin", "drloc"),
+    "Swin, light augmentation": against("CutMix", "c, Swin with crops", "CutMix + TL-Align"),
     "1,000 flower photos of 64 pixels, light augmentation": [
         *against("plain", "d, flowers", "CutMix"),
-        *against("CutMix", "d, flowers", "CutMix + token labels"),
+        *against("CutMix", "d, flowers", BOTH),
+    ],
+    "Recipe small_32_token: LV-ViT of 2.7 M parameters, 50 epochs, light augmentation": [
+        Line("with CutMix, against without", ("recipe", "small_32_token + CutMix"), ("recipe", "small_32_token")),
     ],
     "Short trainings: LV-ViT of 0.26 M parameters, 3,000 CIFAR-10 images, 15 epochs, 5,000 test images": [
         Line("token labels from a fitted CNN, against plain", ("main", "token"), ("main", "plain")),
@@ -98,7 +106,7 @@ TABLES: dict[str, list[Line]] = {
         Line(f"{MEAN}, against plain", ("main", "token, the map's mean everywhere"), ("main", "plain")),
         Line("Swin: drloc, λ 0.5, against plain", ("swin", "drloc"), ("swin", "plain")),
         *(
-            Line(f"Imagenette, 64 px: token labels of an ImageNet network, {which}", ("imagenette", name), IMAGENETTE)
+            Line(f"{FOREIGN}, {which}", ("imagenette", name), IMAGENETTE)
             for which, name in (
                 ("its 10 classes", "token, ImageNet's, its 10 classes"),
                 ("1000 classes", "token, ImageNet's 1000 classes"),
@@ -106,44 +114,72 @@ TABLES: dict[str, list[Line]] = {
         ),
     ],
 }
-LIGHT, STRONG, _, LVVIT, SWIN, PHOTOS, SHORT = ({line.title: line for line in lines} for lines in TABLES.values())
-ON_PLAIN, ON_CUTMIX = "token labels, against plain", "CutMix + token labels, against CutMix"
-# a method and the comparisons that decide about it, for the sentences at the top
-METHODS: dict[str, list[tuple[str, Line]]] = {
-    "Token labels": [
-        ("with crops", LIGHT[ON_PLAIN]),
-        ("with RandAugment", STRONG[ON_PLAIN]),
-        ("with 15 short epochs", SHORT["token labels from a fitted CNN, against plain"]),
-        ("on top of CutMix with crops", LIGHT[ON_CUTMIX]),
-        ("on CutMix with RandAugment", STRONG[ON_CUTMIX]),
-        ("on CutMix in an LV-ViT", LVVIT[ON_CUTMIX]),
-        ("on CutMix with flower photos", PHOTOS[ON_CUTMIX]),
-    ],
-    "CutMix": [
-        (f"with {regime}", lines["CutMix, against plain"])
-        for regime, lines in (
-            ("crops", LIGHT),
-            ("RandAugment", STRONG),
-            ("flower photos", PHOTOS),
-            ("15 short epochs", SHORT),
+LIGHT, STRONG, REASONS, LVVIT, SWIN, SWIN_LIGHT, PHOTOS, RECIPE, SHORT = (
+    {line.title: line for line in lines} for lines in TABLES.values()
+)
+ON_PLAIN, ON_CUTMIX = "token labels, against plain", f"{BOTH}, against CutMix"
+# The figure's panels: a method, and by the name that page.md uses, where it was tried and what decides there
+METHODS: dict[str, dict[str, tuple[str, Line]]] = {
+    "Token labels": {
+        "tokens_crops": ("crops", LIGHT[ON_PLAIN]),
+        "tokens_strong": ("RandAugment", STRONG[ON_PLAIN]),
+        "tokens_cutmix": ("crops + CutMix", LIGHT[ON_CUTMIX]),
+        "tokens_cutmix_strong": ("RandAugment + CutMix", STRONG[ON_CUTMIX]),
+        "tokens_lvvit": ("crops + CutMix, LV-ViT", LVVIT[ON_CUTMIX]),
+        "tokens_flowers": ("crops + CutMix, flower photos", PHOTOS[ON_CUTMIX]),
+        "tokens_short": ("15 short epochs, LV-ViT", SHORT["token labels from a fitted CNN, against plain"]),
+        "tokens_imagenette": ("15 short epochs, photos, of an ImageNet network", SHORT[f"{FOREIGN}, its 10 classes"]),
+    },
+    "CutMix": {
+        "cutmix_crops": ("crops", LIGHT["CutMix, against plain"]),
+        "cutmix_strong": ("RandAugment", STRONG["CutMix, against plain"]),
+        "cutmix_flowers": ("crops, flower photos", PHOTOS["CutMix, against plain"]),
+        "cutmix_recipe": ("crops + token labels, recipe small_32_token", RECIPE["with CutMix, against without"]),
+        "cutmix_short": ("15 short epochs, LV-ViT", SHORT["CutMix, against plain"]),
+    },
+    "MixToken, against CutMix": {
+        "mixtoken_plain": ("crops, against plain", LIGHT["MixToken, against plain"]),
+        "mixtoken_crops": ("crops", LIGHT["MixToken, against CutMix"]),
+        "mixtoken_tokens": ("crops + token labels", LIGHT["MixToken + token labels, against CutMix + token labels"]),
+        "mixtoken_lvvit": ("crops + token labels, LV-ViT", LVVIT["MixToken + token labels, against " + BOTH]),
+    },
+    "TL-Align and TransMix": {
+        "align_crops": ("TL-Align, crops + CutMix", LIGHT["CutMix + TL-Align, against CutMix"]),
+        "align_swin": ("TL-Align, crops + CutMix, Swin", SWIN_LIGHT["CutMix + TL-Align, against CutMix"]),
+        "align_short": ("TL-Align, 15 short epochs + CutMix, LV-ViT", SHORT["CutMix + TL-Align, against CutMix"]),
+        "transmix_crops": ("TransMix, crops + CutMix", LIGHT["CutMix + TransMix, against CutMix"]),
+    },
+    "Dense relative localization": {
+        "drloc_strong": ("RandAugment", STRONG["drloc, against plain"]),
+        "drloc_crops": ("crops", LIGHT["drloc, against plain"]),
+        "drloc_cutmix": ("crops + CutMix", LIGHT["CutMix + drloc, against CutMix"]),
+        "drloc_swin": ("RandAugment, Swin", SWIN["drloc, against plain"]),
+        "drloc_short": ("15 short epochs, LV-ViT", SHORT["drloc, λ 0.1, against plain"]),
+        "drloc_swin_short": ("15 short epochs, Swin", SHORT["Swin: drloc, λ 0.5, against plain"]),
+    },
+    "Token labels against other labels, crops + CutMix": {
+        "tokens_soft": ("one soft label per image", REASONS["token labels, against one soft label per image"]),
+        "tokens_relabel": ("ReLabel: the label of each crop", REASONS["token labels, against ReLabel"]),
+        "tokens_mean": (MEAN, REASONS[f"token labels, against {MEAN}"]),
+        "tokens_own": (f"{OWN} (no annotator)", REASONS[f"token labels, against {OWN}"]),
+    },
+}
+# What page.md tells besides
+BESIDES = {
+    "strong_crops": STRONG["plain, against plain with crops"],
+    **{
+        short: Line(name, ("b", name), ("light", "CutMix"))
+        for short, name in (
+            ("cnn", "fitted CNN"),
+            ("linear_128", "linear head at 128 px"),
+            ("linear_384", "linear head at 384 px"),
         )
-    ],
-    "MixToken": [("with crops", LIGHT["MixToken, against CutMix"])],
-    "TL-Align": [
-        (f"with {regime}", lines["CutMix + TL-Align, against CutMix"])
-        for regime, lines in (("crops", LIGHT), ("15 short epochs", SHORT))
-    ],
-    "TransMix": [("with crops", LIGHT["CutMix + TransMix, against CutMix"])],
-    "Dense relative localization": [
-        ("with RandAugment", STRONG["drloc, against plain"]),
-        ("with crops", LIGHT["drloc, against plain"]),
-        ("in a Swin", SWIN["drloc, against plain"]),
-        ("with 15 short epochs", SHORT["drloc, λ 0.1, against plain"]),
-    ],
+    },
 }
 MECHANISMS = {
     "place": ("tokens know the place", "+.1f"),
     "pointing": ("pointing", ".1f"),
+    "iou": ("IoU", ".1f"),
     "entropy": ("attention entropy", ".3f"),
     "share_rmse": ("share - area", ".4f"),
     "area_error": ("answer - area", ".3f"),
@@ -209,36 +245,39 @@ def interval(pairs: Sequence[tuple[float, float]]) -> str:
     return f"**{text}**" if e.clear else text
 
 
-def sentence(rows: Rows, where: str, line: Line) -> str:
-    """What is known about a method in a regime; nothing if nothing is.
+class Difference:
+    """What page.md shows of a comparison: `{name}`, or `{name:gains}` to be sure that the rows say so.
 
-    "Gains" and "costs" are kept for what the unseen seeds alone show too.
+    "gains" and "costs" are kept for what the unseen seeds alone show too; without those it is "explored".
     """
-    pairs = rows.pairs(line)
-    if not pairs:
-        return ""
-    e, confirmed = stats.mean(differences(pairs)), rows.confirmed(line)
-    verdict = "undecided,"
-    if not e.clear and max(abs(e.low or 0), abs(e.high or 0)) < 1:
-        verdict = "changes less than a point,"
-    if confirmed:
-        verdict = "gains" if e.value > 0 else "costs"
-    elif e.clear:
-        verdict = "not confirmed by unseen seeds," if rows.pairs(line, unseen=True) else "explored only,"
-    before, after = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    base = line.title.rpartition("against ")[2]
-    shown = interval(pairs) if confirmed else interval(pairs).replace("*", "")
-    return f"{where} {verdict} {shown} ({base} {before:.1f} to {after:.1f} %)"
 
+    def __init__(self, rows: Rows, line: Line) -> None:
+        self.title, self.pairs, self.confirmed = line.title, rows.pairs(line), rows.confirmed(line)
 
-HEADING = (
-    "# Every comparison",
-    "",
-    "Top-1 in percent and differences in points, with 95 % intervals, bold where they exclude zero; p flips all signs.",
-    "What the arms are, and which seeds are unseen: [results](results.md). Where that column is empty there are none,",
-    "or the comparison is not one that was fixed before they ran.",
-    "",
-)
+    @property
+    def verdict(self) -> str:
+        if not self.pairs:
+            return "unknown"
+        e = stats.mean(differences(self.pairs))
+        if self.confirmed:
+            return "gains" if e.value > 0 else "costs"
+        return "explored" if e.clear else "undecided"
+
+    @property
+    def span(self) -> str:
+        """Mean top-1 of the base and of the row."""
+        before, after = (sum(column) / len(self.pairs) for column in zip(*self.pairs, strict=True))
+        return f"{before:.1f} to {after:.1f} %"
+
+    @property
+    def mean(self) -> float:
+        return stats.mean(differences(self.pairs)).value
+
+    def __format__(self, claim: str) -> str:
+        if claim and claim != self.verdict:
+            raise SystemExit(f"page.md: {self.title}: says {claim}, but the rows say {self.verdict}")
+        text = interval(self.pairs)
+        return text if self.confirmed else text.replace("*", "")
 
 
 def table(rows: Rows) -> list[str]:
@@ -272,35 +311,42 @@ def annotators(rows: Rows) -> list[str]:
     return out
 
 
-def mechanisms(rows: Rows) -> list[str]:
-    """One row per arm of the regime that overfits."""
-    shown = {name for part, name in rows.by_name if part == "light"} | {MEAN, OWN}
-    arms = [key for key in rows.by_name if key[0] in ("light", "b") and key[1] in shown and len(rows[key]) >= LEAST]
-    if not arms:
-        return []
+def mechanisms(rows: Rows) -> dict[str, dict[str, float | None]]:
+    """What was measured of the networks that were trained with crops: arm -> column -> mean over seeds."""
+    arms = {}
+    for (part, name), runs in rows.by_name.items():
+        prefix = {"light": "", "c, LV-ViT": "LV-ViT: ", "c, Swin with crops": "Swin: "}.get(part)
+        if part == "b" and name in (MEAN, OWN):
+            prefix = "CutMix + "
+        if prefix is not None and len(runs) >= LEAST:
+            arms[prefix + name] = {column: mean_of(runs, column) for column in MECHANISMS}
+    return arms
+
+
+def mechanisms_table(rows: Rows) -> list[str]:
     out = ["|  | " + " | ".join(title for title, _ in MECHANISMS.values()) + " |", "|---" * (len(MECHANISMS) + 1) + "|"]
-    for part, name in arms:
-        means = [(mean_of(rows[part, name], column), how) for column, (_, how) in MECHANISMS.items()]
-        cells = " | ".join("" if value is None else format(value, how) for value, how in means)
-        out.append(f"| {'CutMix + ' if part == 'b' else ''}{name} | {cells} |")
+    for arm, means in mechanisms(rows).items():
+        cells = ("" if means[column] is None else format(means[column], how) for column, (_, how) in MECHANISMS.items())
+        out.append(f"| {arm} | " + " | ".join(cells) + " |")
     return out
 
 
 def figure(rows: Rows) -> None:
-    """All differences with their intervals, one panel per table that has any."""
+    """Differences with their intervals, one panel per method."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     panels = {
-        title: [(line, pairs) for line in lines if (pairs := rows.pairs(line))] for title, lines in TABLES.items()
+        method: [(where, line, pairs) for where, line in tried.values() if (pairs := rows.pairs(line))]
+        for method, tried in METHODS.items()
     }
-    panels = {title: known for title, known in panels.items() if known}
+    panels = {method: known for method, known in panels.items() if known}
     counts = [len(known) for known in panels.values()]
     image, axes = plt.subplots(
         len(panels),
-        figsize=(8, 0.28 * sum(counts) + 0.8 * len(panels)),
+        figsize=(8, 0.25 * sum(counts) + 0.5 * len(panels)),
         height_ratios=counts,
         squeeze=False,
         layout="constrained",
@@ -309,16 +355,16 @@ def figure(rows: Rows) -> None:
     for axis, (title, known) in zip(axes[:, 0], panels.items(), strict=True):
         axis.axvline(0, color="0.6", linewidth=1)
         axis.grid(axis="x", color="0.92")
-        for height, (line, pairs) in enumerate(reversed(known)):
+        for height, (_, line, pairs) in enumerate(reversed(known)):
             values = differences(pairs)
             e = stats.mean(values)
             colour = "0.5" if not e.clear else "C2" if e.value > 0 else "C3"
             axis.plot(values, [height] * len(values), "|", color=colour, alpha=0.5)
             bar, fill = (e.high or 0) - e.value, colour if rows.confirmed(line) else "white"
             axis.errorbar(e.value, height, xerr=bar, fmt="o", color=colour, markerfacecolor=fill, capsize=3)
-        axis.set_yticks(range(len(known)), [line.title for line, _ in reversed(known)])
+        axis.set_yticks(range(len(known)), [where for where, _, _ in reversed(known)])
         axis.set_ylim(-0.6, len(known) - 0.4)
-        axis.set_title(textwrap.fill(title, 55), fontsize=9, loc="left")
+        axis.set_title(title, fontsize=9, loc="left", weight="bold")
         axis.tick_params(labelsize=8)
     image.supxlabel(
         "difference of top-1 in points; bars: 95 % interval over seeds, ticks: seeds, filled: unseen seeds alone agree",
@@ -361,20 +407,14 @@ def main() -> None:
     done = read_rows(results)
     rows = Rows(results, HERE / "short-trainings.jsonl")
     figure(rows)
-    sentences = [
-        f"- **{method}**: " + "; ".join(known) + "."
-        for method, lines in METHODS.items()
-        if (known := [text for where, line in lines if (text := sentence(rows, where, line))])
-    ]
-    text = (HERE / "page.md").read_text()
-    text = text.format(
-        sentences="\n".join(sentences),
-        pretrained=pretrained(),
-        annotators="\n".join(annotators(rows)),
-        mechanisms="\n".join(mechanisms(rows)) or "No rows yet.",
-    )
-    PAGE.write_text(text)
-    NUMBERS.write_text("\n".join((*HEADING, *table(rows), "")))
+    shown = {name: Difference(rows, line) for tried in METHODS.values() for name, (_, line) in tried.items()}
+    shown |= {name: Difference(rows, line) for name, line in BESIDES.items()}
+    arms = mechanisms(rows)
+    measured = {column: {arm: means[column] for arm, means in arms.items()} for column in MECHANISMS}
+    PAGE.write_text((HERE / "page.md").read_text().format(pretrained=pretrained(), **shown, **measured))
+    tables = {"comparisons": table(rows), "annotators": annotators(rows), "mechanisms": mechanisms_table(rows)}
+    text = (HERE / "numbers.md").read_text()
+    NUMBERS.write_text(text.format(**{name: "\n".join(lines) for name, lines in tables.items()}))
     print(f"written: {PAGE}, {len(done)} rows")
 
 
