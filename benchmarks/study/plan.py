@@ -269,5 +269,6 @@ def plan() -> list[Run]:
     aligned = some(light, "CutMix", "CutMix + TL-Align")  # attention is sharper in a Swin
     runs += block("c, Swin with crops", aligned, SEEDS, "light", model="Swin")
     runs += block("light", some(light, "CutMix + drloc", "MixToken"), range(5, 8), "light")
-    runs += recipes() + block("b", ARMS_B, SEEDS, "light") + tuning()
+    runs += recipes() + block("b", some(ARMS_B, "with MixToken", "cells of 2x2 averaged"), SEEDS, "light")
+    runs += block("b", ARMS_B, SEEDS, "light") + tuning()
     return list({run.key: run for run in runs}.values())

@@ -71,9 +71,9 @@ OWN = {"maps": "own", "objectives": {"token_labeling": {"beta": 0.5, "class_targ
 FOREIGN = {"maps": "foreign", "objectives": {"token_labeling": {"beta": 0.5, "class_target": "truth"}}}
 ARMS: dict[str, dict[str, Any]] = {  # besides the plain ones; all start from the linear head with the best plain rate
     "own maps": OWN,
-    "own maps + cutmix": {**OWN, **CUTMIX},
     "cutmix": CUTMIX,
     "foreign maps": FOREIGN,
+    "own maps + cutmix": {**OWN, **CUTMIX},
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of plain fine-tuning; on the seeds for tuning only
     "layer decay 0.8": {"layer_decay": 0.8},
@@ -108,7 +108,7 @@ class Study:
                     for seed in TUNING:
                         self.fine_tune(dataset, per_class, seed, "plain", rate, {})
                 best = best_rate(self.rows(), dataset, per_class, "plain")
-                for seeds, arms in ((TUNING, ARMS), (SEEDS, {"plain": {}, **ARMS}), (TUNING, SETTINGS)):
+                for seeds, arms in ((SEEDS, {"plain": {}, **ARMS}), (TUNING, SETTINGS)):
                     for arm, changes in arms.items():
                         for seed in seeds:
                             self.fine_tune(dataset, per_class, seed, arm, best, changes)

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import plan as study
+from pretrained import best_rate
+from pretrained import read_rows as read_list
+from pretrained import table as pretrained_table
 from run import finished, read_rows
 
 from everytoken import stats
@@ -97,6 +100,15 @@ TABLES: dict[str, list[Line]] = {
     "Recipe small_32_token: LV-ViT of 2.7 M parameters, 50 epochs, light augmentation": [
         Line("with CutMix, against without", ("recipe", "small_32_token + CutMix"), ("recipe", "small_32_token")),
     ],
+    "Fine-tuning EfficientNet-Lite0, 30 images per class, 1,000 test images": [
+        Line(f"{data}: {title}, against plain", (f"pretrained, {data}", arm), (f"pretrained, {data}", "plain"), False)
+        for data in ("cifar10", "flowers")
+        for title, arm in (
+            ("token labels", "own maps"),
+            ("CutMix", "cutmix"),
+            ("token labels of ImageNet's classes", "foreign maps"),
+        )
+    ],
     "Short trainings: LV-ViT of 0.26 M parameters, 3,000 CIFAR-10 images, 15 epochs, 5,000 test images": [
         Line("token labels from a fitted CNN, against plain", ("main", "token"), ("main", "plain")),
         Line("CutMix, against plain", ("main", "plain, CutMix"), ("main", "plain")),
@@ -114,7 +126,7 @@ TABLES: dict[str, list[Line]] = {
         ),
     ],
 }
-LIGHT, STRONG, REASONS, LVVIT, SWIN, SWIN_LIGHT, PHOTOS, RECIPE, SHORT = (
+LIGHT, STRONG, REASONS, LVVIT, SWIN, SWIN_LIGHT, PHOTOS, RECIPE, TUNED, SHORT = (
     {line.title: line for line in lines} for lines in TABLES.values()
 )
 ON_PLAIN, ON_CUTMIX = "token labels, against plain", f"{BOTH}, against CutMix"
@@ -127,8 +139,11 @@ METHODS: dict[str, dict[str, tuple[str, Line]]] = {
         "tokens_cutmix_strong": ("RandAugment + CutMix", STRONG[ON_CUTMIX]),
         "tokens_lvvit": ("crops + CutMix, LV-ViT", LVVIT[ON_CUTMIX]),
         "tokens_flowers": ("crops + CutMix, flower photos", PHOTOS[ON_CUTMIX]),
+        "tokens_cifar10": ("fine-tuning, CIFAR-10", TUNED["cifar10: token labels, against plain"]),
+        "tokens_tuned": ("fine-tuning, flower photos", TUNED["flowers: token labels, against plain"]),
         "tokens_short": ("15 short epochs, LV-ViT", SHORT["token labels from a fitted CNN, against plain"]),
-        "tokens_imagenette": ("15 short epochs, photos, of an ImageNet network", SHORT[f"{FOREIGN}, its 10 classes"]),
+        "tokens_imagenette": ("15 short epochs, photos, ImageNet's 10 classes", SHORT[f"{FOREIGN}, its 10 classes"]),
+        "tokens_foreign": ("15 short epochs, photos, ImageNet's 1000 classes", SHORT[f"{FOREIGN}, 1000 classes"]),
     },
     "CutMix": {
         "cutmix_crops": ("crops", LIGHT["CutMix, against plain"]),
@@ -137,11 +152,17 @@ METHODS: dict[str, dict[str, tuple[str, Line]]] = {
         "cutmix_recipe": ("crops + token labels, recipe small_32_token", RECIPE["with CutMix, against without"]),
         "cutmix_short": ("15 short epochs, LV-ViT", SHORT["CutMix, against plain"]),
     },
-    "MixToken, against CutMix": {
+    "MixToken": {
         "mixtoken_plain": ("crops, against plain", LIGHT["MixToken, against plain"]),
-        "mixtoken_crops": ("crops", LIGHT["MixToken, against CutMix"]),
-        "mixtoken_tokens": ("crops + token labels", LIGHT["MixToken + token labels, against CutMix + token labels"]),
-        "mixtoken_lvvit": ("crops + token labels, LV-ViT", LVVIT["MixToken + token labels, against " + BOTH]),
+        "mixtoken_crops": ("crops, against CutMix", LIGHT["MixToken, against CutMix"]),
+        "mixtoken_tokens": (
+            "crops + token labels, against CutMix",
+            LIGHT["MixToken + token labels, against CutMix + token labels"],
+        ),
+        "mixtoken_lvvit": (
+            "crops + token labels, against CutMix, LV-ViT",
+            LVVIT["MixToken + token labels, against " + BOTH],
+        ),
     },
     "TL-Align and TransMix": {
         "align_crops": ("TL-Align, crops + CutMix", LIGHT["CutMix + TL-Align, against CutMix"]),
@@ -200,6 +221,8 @@ class Rows:
         for file in files:
             for row in read_rows(file).values():
                 self.by_name.setdefault((row["part"], row["name"]), {})[row["seed"]] = row
+        for row in pretrained_rows():
+            self.by_name.setdefault((f"pretrained, {row['dataset']}", row["arm"]), {})[row["seed"]] = row
 
     def __getitem__(self, name: tuple[str, str]) -> Runs:
         return self.by_name.get(name, {})
@@ -373,15 +396,16 @@ def figure(rows: Rows) -> None:
     image.savefig(FIGURE, dpi=110, metadata={"Software": None})
 
 
-def pretrained() -> str:
-    """The table of the study that starts from pretrained weights, where plain at its best rate has enough seeds."""
-    from pretrained import best_rate
-    from pretrained import read_rows as read_list
-    from pretrained import table as pretrained_table
-
+def pretrained_rows() -> list[dict]:
+    """Rows of the study that starts from pretrained weights, of plain only those at its best rate."""
     rows = read_list(HERE / "pretrained.jsonl")
     best = {key: best_rate(rows, *key, "plain") for key in {(r["dataset"], r["per_class"]) for r in rows}}
-    rows = [r for r in rows if r["arm"] != "plain" or r["rate"] == best[r["dataset"], r["per_class"]]]
+    return [r for r in rows if r["arm"] != "plain" or r["rate"] == best[r["dataset"], r["per_class"]]]
+
+
+def pretrained() -> str:
+    """Its table, where arms have enough seeds in common with plain."""
+    rows = pretrained_rows()
     seeds: dict[tuple, set[int]] = {}
     for row in rows:
         seeds.setdefault((row["dataset"], row["per_class"], row["arm"]), set()).add(row["seed"])
