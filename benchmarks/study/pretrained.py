@@ -224,8 +224,8 @@ def best_rate(rows: list[dict[str, Any]], dataset: str, per_class: int, arm: str
 def table(rows: list[dict[str, Any]]) -> str:
     """Accuracy of every arm, and its difference to plain fine-tuning at its best rate, seed by seed."""
     lines = [
-        "| data | per class | arm | rate | seeds | top-1 | difference to plain | cells know the place | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| data | per class | arm | rate | seeds | top-1 | difference to plain | CPU s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -242,14 +242,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             difference = ""
             if gains and gains != [0.0] * len(gains):
                 e = stats.mean(gains)
-                interval = f" ({e.low:+.2f} to {e.high:+.2f})" if e.low is not None and e.high is not None else ""
-                difference = f"{e.value:+.2f}{interval}"
-            places = [row["place"] for row in runs if "place" in row]
-            place = f"{np.mean(places):.1f}" if places else ""
+                interval = f" [{e.low:+.1f}, {e.high:+.1f}]" if e.low is not None and e.high is not None else ""
+                difference = f"{e.value:+.1f}{interval}"
             cpu = np.mean([row.get("cpu", 0) + row.get("cpu_annotating", 0) for row in runs])
             lines.append(
-                f"| {dataset} | {per_class} | {arm} | {rate:g} | {len(runs)} | {mean:.2f} | {difference} | {place} | "
-                f"{cpu:.0f} |"
+                f"| {dataset} | {per_class} | {arm} | {rate:g} | {len(runs)} | {mean:.1f} | {difference} | {cpu:.0f} |"
             )
     return "\n".join(lines)
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import variance
 
 import plan as study
 from pretrained import best_rate
@@ -27,7 +30,7 @@ PAGE = HERE.parents[1] / "docs" / "results.md"
 NUMBERS = PAGE.with_name("results-table.md")
 FIGURE = PAGE.parent / "img" / "results.png"
 Runs = dict[int, dict]  # seed -> row
-LEAST = 3  # seeds of a row that is shown: the interval of two is anything
+LEAST, FEW = 3, 5  # seeds of a row that is shown (the interval of two is anything), and that need no pooled spread
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ def against(base: str, part: str, *names: str) -> list[Line]:
 def methods(part: str) -> list[Line]:
     """What is compared in each of the two regimes."""
     return [
-        *against("plain", part, "token labels", "CutMix", "MixToken", "drloc"),
+        *against("plain", part, "token labels", "CutMix", "drloc"),
+        Line("MixToken, against plain", (part, "MixToken"), (part, "plain"), fixed=False),
         *against("CutMix", part, "CutMix + token labels", "MixToken"),
         *against("CutMix", part, "CutMix + TL-Align", "CutMix + TransMix", "CutMix + drloc"),
         Line(f"{BOTH}, against token labels", (part, BOTH), (part, "token labels"), fixed=False),
@@ -132,7 +136,7 @@ LIGHT, STRONG, REASONS, LVVIT, SWIN, SWIN_LIGHT, PHOTOS, RECIPE, TUNED, SHORT = 
 ON_PLAIN, ON_CUTMIX = "token labels, against plain", f"{BOTH}, against CutMix"
 # The figure's panels: a method, and by the name that page.md uses, where it was tried and what decides there
 METHODS: dict[str, dict[str, tuple[str, Line]]] = {
-    "Token labels": {
+    "Token labels, against the same without": {
         "tokens_crops": ("crops", LIGHT[ON_PLAIN]),
         "tokens_strong": ("RandAugment", STRONG[ON_PLAIN]),
         "tokens_cutmix": ("crops + CutMix", LIGHT[ON_CUTMIX]),
@@ -145,7 +149,7 @@ METHODS: dict[str, dict[str, tuple[str, Line]]] = {
         "tokens_imagenette": ("15 short epochs, photos, ImageNet's 10 classes", SHORT[f"{FOREIGN}, its 10 classes"]),
         "tokens_foreign": ("15 short epochs, photos, ImageNet's 1000 classes", SHORT[f"{FOREIGN}, 1000 classes"]),
     },
-    "CutMix": {
+    "CutMix, against no mixing": {
         "cutmix_crops": ("crops", LIGHT["CutMix, against plain"]),
         "cutmix_strong": ("RandAugment", STRONG["CutMix, against plain"]),
         "cutmix_flowers": ("crops, flower photos", PHOTOS["CutMix, against plain"]),
@@ -164,13 +168,13 @@ METHODS: dict[str, dict[str, tuple[str, Line]]] = {
             LVVIT["MixToken + token labels, against " + BOTH],
         ),
     },
-    "TL-Align and TransMix": {
-        "align_crops": ("TL-Align, crops + CutMix", LIGHT["CutMix + TL-Align, against CutMix"]),
-        "align_swin": ("TL-Align, crops + CutMix, Swin", SWIN_LIGHT["CutMix + TL-Align, against CutMix"]),
-        "align_short": ("TL-Align, 15 short epochs + CutMix, LV-ViT", SHORT["CutMix + TL-Align, against CutMix"]),
-        "transmix_crops": ("TransMix, crops + CutMix", LIGHT["CutMix + TransMix, against CutMix"]),
+    "TL-Align and TransMix, against CutMix alone": {
+        "align_crops": ("TL-Align, crops", LIGHT["CutMix + TL-Align, against CutMix"]),
+        "align_swin": ("TL-Align, crops, Swin", SWIN_LIGHT["CutMix + TL-Align, against CutMix"]),
+        "align_short": ("TL-Align, 15 short epochs, LV-ViT", SHORT["CutMix + TL-Align, against CutMix"]),
+        "transmix_crops": ("TransMix, crops", LIGHT["CutMix + TransMix, against CutMix"]),
     },
-    "Dense relative localization": {
+    "Dense relative localization, against the same without": {
         "drloc_strong": ("RandAugment", STRONG["drloc, against plain"]),
         "drloc_crops": ("crops", LIGHT["drloc, against plain"]),
         "drloc_cutmix": ("crops + CutMix", LIGHT["CutMix + drloc, against CutMix"]),
@@ -188,13 +192,10 @@ METHODS: dict[str, dict[str, tuple[str, Line]]] = {
 # What page.md tells besides
 BESIDES = {
     "strong_crops": STRONG["plain, against plain with crops"],
+    "cnn": Line("labels of a fitted CNN", ("b", "fitted CNN"), ("light", "CutMix"), fixed=False),
     **{
-        short: Line(name, ("b", name), ("light", "CutMix"))
-        for short, name in (
-            ("cnn", "fitted CNN"),
-            ("linear_128", "linear head at 128 px"),
-            ("linear_384", "linear head at 384 px"),
-        )
+        f"linear_{size}": Line(f"{size} against 256 px", ("b", f"linear head at {size} px"), TOKENS, fixed=False)
+        for size in (128, 384)
     },
 }
 MECHANISMS = {
@@ -231,23 +232,46 @@ class Rows:
         """Top-1 of the base and of the row, for every seed that both have; empty if these are too few to show.
 
         Args:
-            unseen: only of the seeds of which nobody had seen a row when the questions were fixed.
+            unseen: only the seeds that were to decide, of which nobody had seen a row of this arm.
         """
         if unseen and not line.fixed:
             return []
         row, base = self[line.row], self[line.base]
-        new = line.row[0] in study.NEW_PARTS or line.row in study.NEW
-        first = study.FRESH.start if unseen and not new else 0
-        seeds = sorted(seed for seed in row.keys() & base.keys() if seed >= first)
+        seeds = sorted(row.keys() & base.keys())
+        if unseen:
+            new = line.row[0] in study.NEW_PARTS or line.row in study.NEW
+            seeds = [seed for seed in seeds if (seed in study.NEW_SEEDS if new else seed >= study.FRESH.start)]
         return [(base[seed]["top1"], row[seed]["top1"]) for seed in seeds] if len(seeds) >= LEAST else []
+
+    @cached_property
+    def spread(self) -> tuple[float, int]:
+        """Standard deviation of a paired difference between seeds, pooled over all comparisons; its degrees."""
+        groups = [differences(pairs) for lines in TABLES.values() for line in lines if (pairs := self.pairs(line))]
+        degrees = sum(len(values) - 1 for values in groups)
+        squares = sum((len(values) - 1) * variance(values) for values in groups)
+        return math.sqrt(squares / degrees), degrees
+
+    def estimate(self, line: Line, unseen: bool = False) -> stats.Estimate | None:
+        """Mean difference with its interval; that of few seeds is not narrower than the pooled spread gives.
+
+        Three differences are often alike by luck.
+        """
+        values = differences(self.pairs(line, unseen))
+        if not values:
+            return None
+        e = stats.mean(values)
+        if len(values) >= FEW:
+            return e
+        deviation, degrees = self.spread
+        half = max(e.value - e.low, stats.t_quantile(degrees) * deviation / math.sqrt(len(values)))
+        return stats.Estimate(e.value, e.value - half, e.value + half, e.values)
 
     def confirmed(self, line: Line) -> bool:
         """Whether the interval excludes zero, and that of the unseen seeds alone does too, on the same side."""
-        everything, unseen = (differences(self.pairs(line, which)) for which in (False, True))
-        if not unseen:
+        everything, unseen = (self.estimate(line, which) for which in (False, True))
+        if not everything or not unseen:
             return False
-        e, u = stats.mean(everything), stats.mean(unseen)
-        return e.clear and u.clear and e.value * u.value > 0
+        return everything.clear and unseen.clear and everything.value * unseen.value > 0
 
 
 def differences(pairs: Sequence[tuple[float, float]]) -> list[float]:
@@ -259,12 +283,11 @@ def mean_of(runs: Runs, column: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def interval(pairs: Sequence[tuple[float, float]]) -> str:
-    """`+3.9 [3.1, 4.7]`, bold where it excludes zero; empty without pairs."""
-    if not pairs:
+def interval(e: stats.Estimate | None) -> str:
+    """`+3.9 [3.1, 4.7]`, bold where it excludes zero; empty without rows."""
+    if not e:
         return ""
-    e = stats.mean(differences(pairs))
-    text = f"{e.value:+.1f} [{e.low:+.1f}, {e.high:+.1f}]"
+    text = f"{e.value:+z.1f} [{e.low:+z.1f}, {e.high:+z.1f}]"
     return f"**{text}**" if e.clear else text
 
 
@@ -275,16 +298,16 @@ class Difference:
     """
 
     def __init__(self, rows: Rows, line: Line) -> None:
-        self.title, self.pairs, self.confirmed = line.title, rows.pairs(line), rows.confirmed(line)
+        self.title, self.pairs = line.title, rows.pairs(line)
+        self.estimate, self.confirmed = rows.estimate(line), rows.confirmed(line)
 
     @property
     def verdict(self) -> str:
-        if not self.pairs:
+        if not self.estimate:
             return "unknown"
-        e = stats.mean(differences(self.pairs))
         if self.confirmed:
-            return "gains" if e.value > 0 else "costs"
-        return "explored" if e.clear else "undecided"
+            return "gains" if self.estimate.value > 0 else "costs"
+        return "explored" if self.estimate.clear else "undecided"
 
     @property
     def span(self) -> str:
@@ -292,14 +315,10 @@ class Difference:
         before, after = (sum(column) / len(self.pairs) for column in zip(*self.pairs, strict=True))
         return f"{before:.1f} to {after:.1f} %"
 
-    @property
-    def mean(self) -> float:
-        return stats.mean(differences(self.pairs)).value
-
     def __format__(self, claim: str) -> str:
         if claim and claim != self.verdict:
             raise SystemExit(f"page.md: {self.title}: says {claim}, but the rows say {self.verdict}")
-        text = interval(self.pairs)
+        text = interval(self.estimate)
         return text if self.confirmed else text.replace("*", "")
 
 
@@ -311,8 +330,8 @@ def table(rows: Rows) -> list[str]:
         out += [f"| **{title}** |  |  |  |  |  |"] if known else []
         for line, pairs in known:
             top1, p = sum(after for _, after in pairs) / len(pairs), stats.sign_flip(differences(pairs))
-            unseen = interval(rows.pairs(line, unseen=True))
-            out.append(f"| {line.title} | {top1:.1f} | {interval(pairs)} | {p:.2f} | {len(pairs)} | {unseen} |")
+            shown, unseen = (interval(rows.estimate(line, which)) for which in (False, True))
+            out.append(f"| {line.title} | {top1:.1f} | {shown} | {p:.2f} | {len(pairs)} | {unseen} |")
     return out
 
 
@@ -328,9 +347,9 @@ def annotators(rows: Rows) -> list[str]:
         known = [row["annotator"] for row in rows[key].values() if row.get("annotator")]
         means = [100 * sum(a[column] for a in known) / len(known) for column in KNOWN] if known else []
         cells = " | ".join(f"{value:.0f}" for value in means) or " | | "
-        gain, other = (rows.pairs(Line(name, key, base)) for base in (("light", "CutMix"), TOKENS))
+        gain, other = (rows.estimate(Line(name, key, base)) for base in (("light", "CutMix"), TOKENS))
         rest = "" if key == TOKENS else interval(other)
-        out.append(f"| {name} | {cells} | {interval(gain)} | {rest} | {len(gain)} |")
+        out.append(f"| {name} | {cells} | {interval(gain)} | {rest} | {len(rows[key])} |")
     return out
 
 
@@ -362,7 +381,7 @@ def figure(rows: Rows) -> None:
     from matplotlib import pyplot as plt
 
     panels = {
-        method: [(where, line, pairs) for where, line in tried.values() if (pairs := rows.pairs(line))]
+        method: [(where, line, e) for where, line in tried.values() if (e := rows.estimate(line))]
         for method, tried in METHODS.items()
     }
     panels = {method: known for method, known in panels.items() if known}
@@ -378,11 +397,10 @@ def figure(rows: Rows) -> None:
     for axis, (title, known) in zip(axes[:, 0], panels.items(), strict=True):
         axis.axvline(0, color="0.6", linewidth=1)
         axis.grid(axis="x", color="0.92")
-        for height, (_, line, pairs) in enumerate(reversed(known)):
-            values = differences(pairs)
-            e = stats.mean(values)
-            colour = "0.5" if not e.clear else "C2" if e.value > 0 else "C3"
-            axis.plot(values, [height] * len(values), "|", color=colour, alpha=0.5)
+        for height, (_, line, e) in enumerate(reversed(known)):
+            colour = "0.5" if not e.clear else "C0" if e.value > 0 else "C1"
+            axis.plot(e.values, [height] * len(e.values), "|", color="0.2", markersize=5, alpha=0.6)
+            axis.text(1.01, height, len(e.values), transform=axis.get_yaxis_transform(), fontsize=8, va="center")
             bar, fill = (e.high or 0) - e.value, colour if rows.confirmed(line) else "white"
             axis.errorbar(e.value, height, xerr=bar, fmt="o", color=colour, markerfacecolor=fill, capsize=3)
         axis.set_yticks(range(len(known)), [where for where, _, _ in reversed(known)])
@@ -390,7 +408,7 @@ def figure(rows: Rows) -> None:
         axis.set_title(title, fontsize=9, loc="left", weight="bold")
         axis.tick_params(labelsize=8)
     image.supxlabel(
-        "difference of top-1 in points; bars: 95 % interval over seeds, ticks: seeds, filled: unseen seeds alone agree",
+        "difference of top-1 in points; bars: 95 % intervals, ticks: seeds (number at the right), filled: confirmed",
         fontsize=8,
     )
     image.savefig(FIGURE, dpi=110, metadata={"Software": None})
@@ -435,7 +453,12 @@ def main() -> None:
     shown |= {name: Difference(rows, line) for name, line in BESIDES.items()}
     arms = mechanisms(rows)
     measured = {column: {arm: means[column] for arm, means in arms.items()} for column in MECHANISMS}
-    PAGE.write_text((HERE / "page.md").read_text().format(pretrained=pretrained(), **shown, **measured))
+    facts = {
+        "pretrained": pretrained(),
+        "comparisons": sum(bool(rows.pairs(line)) for lines in TABLES.values() for line in lines),
+        "spread": rows.spread[0],
+    }
+    PAGE.write_text((HERE / "page.md").read_text().format(**facts, **shown, **measured))
     tables = {"comparisons": table(rows), "annotators": annotators(rows), "mechanisms": mechanisms_table(rows)}
     text = (HERE / "numbers.md").read_text()
     NUMBERS.write_text(text.format(**{name: "\n".join(lines) for name, lines in tables.items()}))
