@@ -27,7 +27,7 @@ from pathlib import Path
 import plan as study
 
 HOURS = 0.07  # of one core per 150 epochs of the smaller ViT
-COST = {"c, LV-ViT": 2.0, "c, Swin": 1.5, "c, Swin with crops": 1.3, "recipe": 6.0}
+COST = {"c, LV-ViT": 2.0, "c, Swin": 1.5, "c, Swin with crops": 1.3, study.LARGER: 6.0}
 
 
 def read_rows(path: Path) -> dict[str, dict]:

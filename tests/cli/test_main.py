@@ -72,7 +72,7 @@ def test_the_options_that_help_shows_first_exist(config):
 def test_help_shows_the_values_of_the_recipe(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--recipe", "small_96", "--help"])
-    assert "vit_micro_patch8_96" in capsys.readouterr().out
+    assert "lvvit_pico_patch8_96" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

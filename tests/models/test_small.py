@@ -10,7 +10,7 @@ import everytoken  # noqa: F401  (registers the models)
 from everytoken.models import SMALL, TokenModel, family_of, family_of_name, probe
 from everytoken.models.weights import load_weights
 
-SIZES = {"nano": (1.1, 1.3), "micro": (2.4, 2.8), "mini": (5.0, 5.7)}  # millions of parameters
+SIZES = {"pico": (0.18, 0.22), "nano": (1.1, 1.3), "micro": (2.4, 2.8), "mini": (5.0, 5.7)}  # millions of parameters
 
 
 def build(name: str, **kwargs):
@@ -18,16 +18,16 @@ def build(name: str, **kwargs):
         return timm.create_model(name, **kwargs)
 
 
-def test_every_family_comes_in_three_sizes_for_three_image_sizes():
-    assert len(SMALL) == 5 * 3 * 3
+def test_every_family_comes_in_three_sizes_for_three_image_sizes_and_two_in_a_fourth():
+    assert len(SMALL) == (5 * 3 + 2) * 3
     assert set(SMALL) <= set(timm.list_models())
     families = {"vit", "swin", "lvvit", "t2t_vit", "cvt"}
-    assert {re.sub(r"_(nano|micro|mini)_.*", "", name) for name in SMALL} == families
+    assert {re.sub(r"_(pico|nano|micro|mini)_.*", "", name) for name in SMALL} == families
 
 
 @pytest.mark.parametrize("name", [n for n in SMALL if "nano" in n or n.endswith("_32")])
 def test_names_tell_parameters_image_and_grid(name):
-    size, patch, image = re.fullmatch(r".*_(nano|micro|mini)_patch(\d+)_(?:window\d+_)?(\d+)", name).groups()
+    size, patch, image = re.fullmatch(r".*_(pico|nano|micro|mini)_patch(\d+)_(?:window\d+_)?(\d+)", name).groups()
     patch, image = int(patch), int(image)
     model = build(name)
     low, high = SIZES[size]
@@ -45,6 +45,7 @@ def test_names_tell_parameters_image_and_grid(name):
 # ViT by hand: 9,408 patches + 192 class token + 12,480 positions + 6 * (12 * 192² + 13 * 192) + 384 norm + 1,930 head
 EXACT = {
     "vit_micro_patch4_32": 2_693_578,
+    "lvvit_pico_patch4_32": 193_380,
     "swin_micro_patch2_window4_32": 2_643_758,
     "lvvit_micro_patch4_32": 2_727_476,
     "t2t_vit_micro_patch4_32": 2_480_608,

@@ -6,7 +6,8 @@ of its family; only patch sizes, strides, widths and depths differ. None of them
 no accuracies to compare with.
 
 Names: `{family}_{size}_patch{pixels per token}_{image}`; Swin has `patch{of its embedding}_window{w}_{image}`, as in
-timm. Sizes: nano about 1.2 M parameters, micro 2.6 M, mini 5.3 M. Images of other sizes: `img_size=`, as in timm.
+timm. Sizes: nano about 1.2 M parameters, micro 2.6 M, mini 5.3 M; ViT and LV-ViT also pico, 0.2 M, for a thousand
+images and many epochs. Images of other sizes: `img_size=`, as in timm.
 
 Cost (multiply-adds, forward): nano 0.1 G, micro 0.2 G and mini 0.4 G at 32 and 64 pixels, Swin half of that; 2.4 times
 as much at 96.
@@ -50,6 +51,7 @@ _IMAGES = (32, 64, 96)
 _TOKEN = {32: 4, 64: 8, 96: 8}  # pixels per token
 
 _VIT: dict[str, Arguments] = {
+    "pico": {"embed_dim": 64, "depth": 4, "num_heads": 2},
     "nano": {"embed_dim": 128, "depth": 6, "num_heads": 4},
     "micro": {"embed_dim": 192, "depth": 6, "num_heads": 3},
     "mini": {"embed_dim": 192, "depth": 12, "num_heads": 3},
@@ -61,6 +63,7 @@ _SWIN: dict[str, Arguments] = {
 }
 _SWIN_CUTS = {32: (2, 4), 64: (4, 4), 96: (4, 6)}  # patch and window: 16x16 tokens (24x24 at 96), halved twice
 _LVVIT: dict[str, Arguments] = {
+    "pico": {"embed_dim": 64, "depth": 4, "num_heads": 2, "stem_width": 16},
     "nano": {"embed_dim": 128, "depth": 7, "num_heads": 4, "stem_width": 24},
     "micro": {"embed_dim": 192, "depth": 7, "num_heads": 3, "stem_width": 32},
     "mini": {"embed_dim": 240, "depth": 9, "num_heads": 4, "stem_width": 32},
@@ -95,17 +98,16 @@ def _variants() -> dict[str, SmallModel]:
     for image in _IMAGES:
         token = _TOKEN[image]
         patch, window = _SWIN_CUTS[image]
-        for size in ("nano", "micro", "mini"):
-            vit = {**_VIT[size], "patch_size": token}
-            swin = {**_SWIN[size], "patch_size": patch, "window_size": window}
-            lv = {**_LVVIT[size], **_LVVIT_STEM[image]}
-            t2t = {**_T2T[size], **_T2T_SPLITS[image]}
-            conv = {**_CVT[size], **_CVT_EMBEDS[image]}
-            table[f"vit_{size}_patch{token}_{image}"] = SmallModel("vision_transformer", image, vit)
-            table[f"swin_{size}_patch{patch}_window{window}_{image}"] = SmallModel("swin_transformer", image, swin)
-            table[f"lvvit_{size}_patch{token}_{image}"] = SmallModel("lvvit", image, lv)
-            table[f"t2t_vit_{size}_patch{token}_{image}"] = SmallModel("t2t_vit", image, t2t)
-            table[f"cvt_{size}_patch{token}_{image}"] = SmallModel("cvt", image, conv)
+        swin_cut = {"patch_size": patch, "window_size": window}
+        for prefix, suffix, family, sizes, more in (
+            ("vit", f"patch{token}", "vision_transformer", _VIT, {"patch_size": token}),
+            ("swin", f"patch{patch}_window{window}", "swin_transformer", _SWIN, swin_cut),
+            ("lvvit", f"patch{token}", "lvvit", _LVVIT, _LVVIT_STEM[image]),
+            ("t2t_vit", f"patch{token}", "t2t_vit", _T2T, _T2T_SPLITS[image]),
+            ("cvt", f"patch{token}", "cvt", _CVT, _CVT_EMBEDS[image]),
+        ):
+            for size, arguments in sizes.items():
+                table[f"{prefix}_{size}_{suffix}_{image}"] = SmallModel(family, image, {**arguments, **more})
     return table
 
 
