@@ -1,7 +1,7 @@
 """The experiments, as data: which runs, in which order, and how many of them an answer takes.
 
 **Regime.** The papers train for 300 epochs on data that their networks overfit without help. Here: 1,000 images,
-networks of a fifth of a million parameters, 150 epochs. Every seed draws its own 1,000 training images and its own
+networks of a fifth of a million parameters (Swin 0.6), 150 epochs. Every seed draws its own 1,000 training images and its own
 weights, and fits its own annotator, so intervals also tell what other images would give. Accuracy is that of the last
 epoch on all test images.
 
