@@ -1,9 +1,9 @@
 """The experiments, as data: which runs, in which order, and how many of them an answer takes.
 
 **Regime.** The papers train for 300 epochs on data that their networks overfit without help. Here: 1,000 images,
-networks of a fifth of a million parameters (Swin 0.6), 150 epochs. Every seed draws its own 1,000 training images and its own
-weights, and fits its own annotator, so intervals also tell what other images would give. Accuracy is that of the last
-epoch on all test images.
+networks of a fifth of a million parameters (Swin 0.6), 150 epochs. Every seed draws its own 1,000 training images and
+its own weights, and fits its own annotator, so intervals also tell what other images would give. Accuracy is that of
+the last epoch on all test images.
 
 **Power.** In the older short trainings (short-trainings.jsonl, CIFAR rows) the paired difference between two arms had a
 standard deviation of 0.8 points between seeds. With 0.8 to 1.0, Student's interval excludes zero with probability 0.8
