@@ -60,8 +60,8 @@ def test_the_head_is_the_minimum_of_penalised_cross_entropy(dim):
     logits = torch.from_numpy(x).double() @ weight.T + bias
     loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(y)) + 0.005 * (weight * scale).square().sum()
     loss.backward()
-    assert float((weight.grad / scale).abs().max()) < 1e-4
-    assert float(bias.grad.abs().max()) < 1e-4
+    assert float((weight.grad / scale).abs().max()) < 2e-4
+    assert float(bias.grad.abs().max()) < 2e-4
 
 
 def test_out_of_fold_answers_come_from_heads_that_have_not_seen_the_image():
@@ -82,12 +82,32 @@ def test_the_strength_follows_the_noise():
     assert clean.accuracy > 0.95
 
 
-def test_an_earlier_head_is_a_start_and_changes_nothing():
-    x, y = clusters()
-    fold = np.arange(60) % 5
-    first = fit_linear(x[:40], y[:40], 3, fold[:40], strength=0.01)
-    plain, warm = fit_linear(x, y, 3, fold, 0.01), fit_linear(x, y, 3, fold, 0.01, start=first.head)
-    torch.testing.assert_close(warm.head.weight, plain.head.weight, rtol=1e-2, atol=1e-3)
+def test_images_that_are_separable_by_accident_are_not_right_in_cross_validation():
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(37), 11)
+    x = (rng.normal(0, 0.35, (37, 1280))[labels] + rng.normal(0, 2, (len(labels), 1280))).astype(np.float32)
+    fit = fit_linear(x, labels, 37, stratified_folds(labels, list(map(str, range(len(labels)))), 5))
+    assert (fit.head(torch.from_numpy(x)).argmax(1).numpy() == labels).mean() == 1.0  # what it was fitted on
+    assert 0.1 < fit.accuracy < 0.7
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_random_labels_are_right_by_chance_only(classes):
+    rng = np.random.default_rng(1)
+    labels = rng.permutation(np.arange(300) % classes)
+    x = rng.normal(size=(300, 600)).astype(np.float32)
+    for strength in (0.0, 1e-6):  # chosen, and so weak that a warm start would never be left
+        fit = fit_linear(x, labels, classes, stratified_folds(labels, list(map(str, range(300))), 5), strength)
+        assert fit.accuracy == pytest.approx(1 / classes, abs=4 * (1 / classes * (1 - 1 / classes) / 300) ** 0.5)
+
+
+def test_a_class_that_a_fold_lacks_is_not_its_answer():
+    x, y = clusters(per_class=10)
+    fold = np.arange(30) % 3
+    fold[y == 2] = 1  # nothing of class 2 outside fold 1
+    fit = fit_linear(x, y, 3, fold, strength=1e-3)
+    assert set(fit.out_of_fold[fold == 1].argmax(1)) <= {0, 1}
+    assert (fit.head(torch.from_numpy(x)).argmax(1).numpy() == y).mean() > 0.9
 
 
 def test_folds_share_every_class_and_keep_copies_together():

@@ -418,16 +418,14 @@ def _far_ahead(one: Trial, other: Trial) -> bool:
     return one.accuracy - other.accuracy >= LEAD + error
 
 
-def fit_features(
-    features: Features, data: DataSet, folds: int = FOLDS, seed: int = 0, start: LinearHead | None = None
-) -> LinearFit:
+def fit_features(features: Features, data: DataSet, folds: int = FOLDS, seed: int = 0) -> LinearFit:
     """The linear classifier of the dataset's classes on its readable images."""
     good = features.readable
     if not len(good):
         raise AnnotatorError(f"none of the images of {data.name} can be read.")
     labels = data.labels[good]
     fold = stratified_folds(data.strata()[good], [features.digests[i] for i in good], folds, seed)
-    return fit_linear(features.values[good], labels, data.num_classes, fold, start=start)
+    return fit_linear(features.values[good], labels, data.num_classes, fold)
 
 
 def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.ndarray:
