@@ -34,7 +34,10 @@ def test_the_bootstrap_finds_the_textbook_interval_and_pairs_images():
     # unpaired, the interval would be many times wider
     assert got.high - got.low < 0.4 * 2 * 1.96 * 100 * np.sqrt(2 * 0.21 / 2000)
     same = paired_difference(first, first)
-    assert (same.low, same.value, same.high) == (0, 0, 0)
+    assert same.value == 0
+    assert same.high == -same.low == pytest.approx(100 * 1.96 / 2002, rel=0.01)  # not 0: an image more could differ
+    few = paired_difference(np.zeros(20, bool), np.arange(20) < 4)
+    assert (few.value, few.clear) == (20.0, False)  # four of four: the sign test has p = 0.125
 
 
 def test_draws_are_the_same_for_every_column_and_every_time():

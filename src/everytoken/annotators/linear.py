@@ -29,7 +29,7 @@ FOLDS = 5
 SEARCHED = 1000
 """Images that the strength is chosen with, at most."""
 _SMALL = 2e9
-"""Images x features x classes up to which one thread is faster: where others use the machine, two wait for each other."""
+"""Images x features x classes up to which one thread is used: on a busy machine, two wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,24 @@ class LinearFit:
         return float((self.out_of_fold.argmax(1) == self.labels).mean())
 
     @property
-    def loss(self) -> float:
-        """Out-of-fold cross entropy."""
+    def losses(self) -> np.ndarray:
+        """[n] out-of-fold cross entropy of each image."""
         return cross_entropy(self.out_of_fold, self.labels)
 
+    @property
+    def loss(self) -> float:
+        """Their mean."""
+        return float(self.losses.mean())
 
-def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Mean cross entropy of logits [n, K] with labels [n]; with several labels [n, K] added up over the classes."""
+
+def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """[n] cross entropy of logits [n, K] with labels [n]; with several labels [n, K] added up over the classes."""
     scores, target = torch.from_numpy(np.asarray(logits)).double(), torch.from_numpy(np.asarray(labels))
     if target.dim() == 2:
-        return float(F.binary_cross_entropy_with_logits(scores, target.double(), reduction="sum")) / len(scores)
-    return float(F.cross_entropy(scores, target.long()))
+        each = F.binary_cross_entropy_with_logits(scores, target.double(), reduction="none").sum(1)
+    else:
+        each = F.cross_entropy(scores, target.long(), reduction="none")
+    return each.numpy()
 
 
 def stratified_folds(labels: np.ndarray, keys: Sequence[str], count: int, seed: int = 0) -> np.ndarray:
@@ -141,7 +148,7 @@ def _choose_strength(x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.nd
         x, y, fold = x[some], y[some], np.unique(fold[some], return_inverse=True)[1]
     best, least, worse = STRENGTHS[0], float("inf"), 0
     for strength in STRENGTHS:
-        loss = cross_entropy(_cross_fit(x, y, num_classes, fold, strength)[1], y)
+        loss = float(cross_entropy(_cross_fit(x, y, num_classes, fold, strength)[1], y).mean())
         best, least, worse = (strength, loss, 0) if loss < least else (best, least, worse + 1)
         if worse == 2:
             break

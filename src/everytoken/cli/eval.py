@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from everytoken.calibration import ENOUGH
 from everytoken.cli._parse import parse, values_of
 from everytoken.engine.run_folder import run_of
 from everytoken.errors import EverytokenError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _LABELS = {
     "top1": "top-1",
     "top5": "top-5",
-    "ece": "calibration error",
+    "ece": "calibration error, uncalibrated",
     "f1": "F1 at a half",
     "real_top1": "ReaL top-1",
     "real_top5": "ReaL top-5",
@@ -82,6 +83,11 @@ def main(argv: list[str], prog: str) -> None:
 def _own_data(source: str) -> str:
     """The data of a run."""
     run = run_of(source)
+    if run is not None and run.cross_validated:
+        raise EverytokenError(
+            f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
+            f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
+        )
     place = None if run is None else run.place() or run.config.get("data")
     if not place:
         raise EverytokenError(
@@ -100,6 +106,8 @@ def _print(result: Evaluation, title: str, classes: int) -> None:
     console.print(title)
     table = Table(show_header=False)
     for key, value in result.numbers.items():
+        if key == "ece" and result.numbers["images"] < ENOUGH:
+            continue
         text = f"{value:.2f} %" if key in _PERCENT else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
         if key in ("top1", "mAP"):
             text += f"  (95 % interval {result.top1.low:.2f} to {result.top1.high:.2f})"

@@ -46,7 +46,7 @@ class Train(TrainOptions):
     """
 
     COMMON: ClassVar[tuple[str, ...]] = (
-        *("recipe", "maps", "set", "dry-run", "minutes", "compare"),
+        *("recipe", "maps", "set", "dry-run", "minutes", "linear"),
         *("model", "img-size", "weights", "drop-path", "val-split", "batch-size", "workers", "on-bad-image"),
         *(
             "scale",

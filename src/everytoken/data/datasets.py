@@ -324,9 +324,13 @@ def open_splits(spec: str | os.PathLike[str], val_split: float = 0.0, *, seed: i
     spec = os.fspath(spec)
     if not val_split:
         return open_dataset(spec, "train"), open_dataset(spec, "val")
-    if spec.startswith(NAMED):
-        return _hold_out(open_dataset(spec, "train"), spec, val_split, seed)
-    return _hold_out(_open_files(spec, "train", True, None, True), spec, val_split, seed)
+    return _hold_out(open_undivided(spec), spec, val_split, seed)
+
+
+def open_undivided(spec: str | os.PathLike[str]) -> DataSet:
+    """Every image of a dataset without validation images, which `open_splits` would divide."""
+    spec = os.fspath(spec)
+    return open_dataset(spec, "train") if spec.startswith(NAMED) else _open_files(spec, "train", True, None, True)
 
 
 def _hold_out(data: DataSet, spec: str, val_split: float, seed: int) -> tuple[DataSet, DataSet]:

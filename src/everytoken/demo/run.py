@@ -1,6 +1,6 @@
 """`everytoken demo`: the whole way on real images, with the same commands that a user would type.
 
-In minutes, if there are pretrained weights: `everytoken train images --minutes 3.5 --compare`, what the tokens say, a
+In minutes, if there are pretrained weights: `everytoken train images --minutes 3.5 --maps auto`, what the tokens say, a
 page, and a file to deploy. Otherwise, and for an hour or a GPU, from scratch, which is what the method was made for:
 
 Find images and show some, fit an annotator, annotate, train the plain model and the every-token model with the same
@@ -17,10 +17,10 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -111,58 +111,34 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
 
 
 def _from_pretrained(out: Path, run: Run, data: str, started: float) -> int:
-    """The way of most people: `train` without a recipe, from pretrained weights, with its plain twin."""
+    """The way of most people: `train` without a recipe, from pretrained weights."""
     images = (
         Path(data) if data else _prepare(out, replace(SCALES["minutes"], train=PRETRAINED_IMAGES, val=PRETRAINED_VAL))
     )
     _show(out, str(images))
     place, page, sheet, model = out / "run", out / "report.html", out / "tokens.png", out / "model"
     print(f"\n2. Train, from pretrained weights: everything is decided by looking at the photos -> {place}")
-    words = ["train", str(images), "--out", str(place), "--minutes", str(PRETRAINED_MINUTES), "--compare"]
+    words = ["train", str(images), "--out", str(place), "--minutes", str(PRETRAINED_MINUTES), "--maps", "auto"]
     if not data and SMALLEST in available_weights():  # for tiny images; otherwise, it would choose
         words += ["--weights", SMALLEST, "--img-size", "128"]
     _do(run, words)
-    print(f"\n3. What the tokens say, from image labels alone -> {sheet}")
-    _do(run, ["maps", "sheet", str(place / "maps"), "--images", str(images), "--out", str(sheet)])
+    if (place / "maps").is_dir():
+        print(f"\n3. What the tokens say, from image labels alone -> {sheet}")
+        _do(run, ["maps", "sheet", str(place / "maps"), "--images", str(images), "--out", str(sheet)])
     print(f"\n4. A page about the models -> {page}")
-    runs = [str(p) for p in (place / "linear", place, place / "plain") if (p / "best.safetensors").is_file()]
+    runs = [str(p) for p in (place / "linear", place / "fine-tuned") if (p / "best.safetensors").is_file()]
     title = f"everytoken demo: {images.name if data else (images / 'origin.txt').read_text()}"
     _do(run, ["report", *runs, "--out", str(page), "--title", title])
-    result = json.loads((place / "result.json").read_text())
-    best = place / "plain" if best_accuracy(result) > result["top1"] else place
+    result = json.loads((place / "auto.json").read_text())["result"]
     print(f"\n5. A file to deploy -> {model}")
-    _do(run, ["export", str(best), "--to", "timm", "onnx", "--out", str(model)])
+    _do(run, ["export", str(place), "--to", "timm", "onnx", "--out", str(model)])
     result["seconds"] = round(time.monotonic() - started, 1)
     (out / "result.json").write_text(json.dumps(result, indent=1))
-    print(f"\n{pretrained_verdict(result)}")
+    print(f"\n{result['text']}")
     print(f"This took {result['seconds'] / 60:.1f} minutes. The same on your photos: everytoken train PHOTOS")
-    print(f"Open {page.resolve()} to see classes and predictions, and {sheet.resolve()} to see what tokens say.")
+    print(f"Open {page.resolve()} to see classes and predictions.")
     print(f"{model / 'model.onnx'} runs without everytoken; {model / 'README.md'} says how.")
     return 0
-
-
-def pretrained_verdict(result: Mapping[str, Any]) -> str:
-    """What was reached, and what token labels added to it, with their intervals."""
-    text = f"{best_accuracy(result):.1f} % of {result['held_out']:,} held-out images are right"
-    masks = "What every token adds here are the masks (where the object is), not accuracy"
-    if "tokens_gain" not in result:
-        return f"{text}, by a linear head on frozen features. {masks}: there was no time to fine-tune with and without."
-    value, low, high = result["tokens_gain"]
-    tokens = (
-        "with token labels" if result["kept"] == "fine-tuned" else "with token labels, which did not beat that head"
-    )
-    numbers = (
-        f"{result['linear']:.1f} % by a linear head on frozen features, {result['plain']:.1f} % with plain "
-        f"fine-tuning, {result['top1']:.1f} % {tokens}: {value:+.1f} points (95 % interval {low:+.1f} to {high:+.1f}, "
-        "one seed)"
-    )
-    won = "Training on every token gained accuracy" if low > 0 else masks
-    return f"{text}, by the best of three models. {won}: {numbers}."
-
-
-def best_accuracy(result: Mapping[str, Any]) -> float:
-    """Of the models of a run, and of its plain twin."""
-    return float(max(result["top1"], result.get("plain", 0.0)))
 
 
 def train_words(

@@ -13,7 +13,7 @@ Cost: one forward pass per image, and the fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -90,30 +90,21 @@ def _todo(folder: Path) -> str:
 def _kept_doubts(images: Images) -> tuple[list[Doubt], str] | None:
     """From the answers that `train` without a recipe kept about the same training images, in its usual folder."""
     from everytoken.annotators.fit_network import keys_hash
-    from everytoken.data.datasets import open_splits
     from everytoken.engine.accuracy import MultiLabelPredictions, Predictions
-    from everytoken.engine.run_folder import read_run
-    from everytoken.tasks.build import read_names, without
 
     folder = Path("runs") / (Path(dataset_title(images.spec)).stem or "photos")
     kept = folder / "linear" / "out-of-fold.npz"
     if not kept.is_file():
         return None
-    run = read_run(folder)
-    if "val" in images.parts:
-        train = images.parts["train"]
-    else:
-        train = open_splits(images.spec, run.val_split)[0]
-    if (folder / "exclude.txt").is_file():
-        train = without(train, read_names(folder / "exclude.txt"))
+    train = images.parts["train"]
     found = (MultiLabelPredictions if train.multi_label else Predictions).saved(kept, keys_hash(train))
     if found is None:
         return None
     answers, _ = found
     places = [("train", int(i)) for i in answers.index]
-    whole = {key: i for i, key in enumerate(images.parts["train"].keys())}
-    listed = [replace(d, index=whole[d.path]) for d in _listed(answers, {"train": train}, places)]
-    return listed, f"by the linear head of {folder}, of its {len(answers):,} training images"
+    return _listed(
+        answers, {"train": train}, places
+    ), f"by the linear head of {folder}, of its {len(answers):,} training images"
 
 
 def _doubts(images: Images, cache: Path, workers: int, tell: Tell) -> tuple[list[Doubt], str]:

@@ -183,9 +183,9 @@ class AutoOptions:
     """Without a recipe and a model: everything else is decided by looking at the photos."""
 
     minutes: float = 0.0
-    """Time for everything: looking, annotating, training, comparing; turned into epochs once. 0: 20 minutes."""
-    compare: bool = False
-    """Also train the plain twin, without token labels, and say what they brought."""
+    """Time for everything; turned into epochs once. 0: 20 minutes."""
+    linear: bool = False
+    """Only fit a linear head on frozen features; with --weights RUN, a linear probe of that run."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class TrainOptions:
     """Folder with train/ and val/, or one folder of class folders; also tar shards, torchvision:NAME, hf:NAME."""
     maps: str = ""
     """Store of score maps (`everytoken annotate`), for objectives that need maps. Without a recipe: auto makes and
-    keeps them and trains every token, as does --compare; none trains without, which is the default."""
+    keeps them and trains every token; none trains without, which is the default."""
     recipe: str = ""
     """Shipped recipe, or a YAML file of your own; flags override it. `everytoken recipes` lists them."""
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)

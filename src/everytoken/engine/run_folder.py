@@ -59,6 +59,8 @@ DATASET_NAMES = ("torchvision:", "hf:")
 """How the names of datasets that are no paths begin."""
 PUBLISHED = ("timm:", "registry:", "hf-hub:", "local-dir:")
 """How the names of weights that are no paths begin; they were not trained on a folder of the user's."""
+CROSS_VALIDATED = "cross-validation"
+"""Value of `validation` in config.yaml of a model that was trained on all images: its numbers are out of fold."""
 _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
 
 
@@ -207,6 +209,11 @@ class Run:
         """The part that is held out of data without validation images."""
         value = self.config.get("val_split")
         return float(value) if _is_number(value) and value else DEFAULT_VAL_SPLIT
+
+    @property
+    def cross_validated(self) -> bool:
+        """Whether it was trained on all of its images, and judged by cross-validation."""
+        return self.config.get("validation") == CROSS_VALIDATED
 
     def places(self, option: str = "data") -> Iterator[Path]:
         """Where the path of an option may lead: from the folder of the start, those above the run, and this one."""

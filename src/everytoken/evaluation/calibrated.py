@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from everytoken import schema
 from everytoken.calibration import Calibration
@@ -20,7 +21,7 @@ from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken.files import plain_json, sha256_of, write_atomically
 from everytoken.maps.summary import sample_positions
-from everytoken.models.open import OpenModel
+from everytoken.models.open import Description, OpenModel
 
 FILE = "calibration.json"
 FEWEST, MOST = 20, 1000  # images to calibrate on
@@ -35,18 +36,26 @@ class RunCalibration:
 
 
 def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
-    """Training and validation images of a run; `data`: where its images are now, if they have moved."""
+    """Training and validation images of a run; `data`: where its images are now, if they have moved.
+
+    They are the same where cross-validation judged it.
+    """
     from everytoken.engine.options import TrainOptions
     from everytoken.engine.recipe import apply
-    from everytoken.tasks.build import open_splits
+    from everytoken.tasks.build import open_splits, open_undivided
 
     place = None if data else run.place()  # from whatever folder the run was started in
     data = data or (str(place) if place is not None else "")
     settings = {name: value for name, value in run.config.items() if name in ("data", "val_split")}
-    if (corrections := run.place("corrections")) is not None:
-        settings["corrections"] = str(corrections)
+    for name in ("corrections", *(("exclude",) if run.cross_validated else ())):
+        if (file := run.place(name)) is not None:
+            settings[name] = str(file)
     options = apply(TrainOptions(), settings, f"{run.path}/config.yaml")
-    train, val, _ = open_splits(replace(options, data=data) if data else options)
+    options = replace(options, data=data) if data else options
+    if run.cross_validated:
+        whole = open_undivided(options)
+        return whole, whole
+    train, val, _ = open_splits(options)
     return train, val
 
 
@@ -95,15 +104,22 @@ def calibrated(opened: OpenModel, options: InferenceOptions, progress: Progress 
         keep_calibration(run, weights, calibration)
         remark = (
             f"calibrated on {calibration.images:,} images that the run held out (temperature "
-            f"{calibration.temperature:.2f}; calibration error {calibration.error_before:.1f} %, now "
-            f"{calibration.error_after:.1f} %)"
+            f"{calibration.temperature:.2f}{calibration.words()})"
         )
     return replace(opened, info=replace(opened.info, calibration=calibration)), remark
+
+
+def probabilities(info: Description, logits: Tensor) -> Tensor:
+    """What people are shown, [..., K]: with the temperature of the calibration, if there is one."""
+    scaled = logits.float() / (1.0 if info.calibration is None else info.calibration.temperature)
+    return scaled.sigmoid() if info.multi_label else scaled.softmax(-1)
 
 
 def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions, progress: Progress | None) -> Calibration | None:
     from everytoken.evaluation.run import run_evaluation
 
+    if run.cross_validated:
+        raise EverytokenError("it was trained on all of its images, and what cross-validation found is not kept")
     images = validation_set(run)
     if len(images) < FEWEST:
         return None

@@ -49,7 +49,7 @@ def model_card(
         _result(opened, facts),
         _use(opened, differences),
         _files(opened, differences, checked_on),
-        f"Written by [everytoken](https://pypi.org/project/everytoken/) {version()}.",
+        f"Written by everytoken {version()}.",
     ]
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     return f"---\n{head}---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
@@ -67,6 +67,14 @@ def _data_facts(run: Run | None, multi_label: bool) -> dict[str, Any]:
         pass  # moved or deleted: the result has no interval then
     best = run.summary.get("best")
     score = best.get("score") if isinstance(best, Mapping) else run.best
+    images = f"{facts['val']:,} " if "val" in facts else ""
+    if run.cross_validated:
+        judged = f"in cross-validation of its {images}images; the model itself was then fitted on all of them"
+    elif len(run.scores) > 1:
+        judged = f"on {images}held-out images, which also chose the epoch: the number is a little too good"
+    else:
+        judged = f"on {images}held-out images"
+    facts["judged"] = judged
     if isinstance(score, int | float):
         count = 0 if multi_label else facts.get("val", 0)  # the interval of mAP is not known without the answers
         facts["result"] = percentage(np.arange(count) < round(score / 100 * count)) if count else Estimate(float(score))
@@ -88,6 +96,15 @@ def _training(run: Run | None, facts: Mapping[str, Any]) -> str:
     if run is None:
         return ""
     config = run.config
+    if "method" in config:
+        return "\n".join(
+            [
+                "## Training",
+                f"- data: {_code(facts['data'])}" + (f", {facts['train']:,} images" if "train" in facts else ""),
+                f"- {_plain(config['method'])} of {_code(config.get('weights', ''))} at {config.get('img_size')} px, "
+                f"L2 penalty {config.get('penalty', 0.0):.1e}; no augmentation, no fine-tuning",
+            ]
+        )
     images = f": {facts['train']:,} images to train on, {facts['val']:,} held out" if "train" in facts else ""
     objectives = ", ".join(_code(name) for name in config.get("objectives") or {}) or "plain labels"
     mixing = ", ".join(_code(name) for name in config.get("mixing") or {}) or "none"
@@ -111,16 +128,14 @@ def _result(opened: OpenModel, facts: Mapping[str, Any]) -> str:
     lines = []
     if isinstance(result, Estimate):
         interval = "" if result.low is None else f" (95 % interval {result.low:.1f} to {result.high:.1f})"
-        count = f"{facts['val']:,} held-out images" if "val" in facts else "held-out images"
         lines.append(
-            f"{'Mean average precision' if several else 'Top-1 accuracy'} {result.value:.1f} %{interval} on {count}, "
-            "with the weights of the best epoch on these images, which makes the number a little too good."
+            f"{'Mean average precision' if several else 'Top-1 accuracy'} {result.value:.1f} %{interval} "
+            f"{facts['judged']}."
         )
     if calibration is not None:
         lines.append(
-            f"Divide logits by {calibration.temperature:.3g} before the {'sigmoid' if several else 'softmax'}: on "
-            f"{calibration.images:,} held-out images the calibration error is then {calibration.error_after:.1f} % "
-            f"instead of {calibration.error_before:.1f} %."
+            f"Divide logits by {calibration.temperature:.3g} before the {'sigmoid' if several else 'softmax'} "
+            f"(calibrated on {calibration.images:,} images{calibration.words()})."
         )
         rows = []
         for rate in (0.9, 0.95, 0.99):
@@ -140,7 +155,7 @@ def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
     info, parts = opened.info, ["## Use"]
     own = type(opened.model.backbone).__module__.startswith("everytoken")
     if "model.safetensors" in differences:
-        first = "import everytoken  # pip install everytoken: it registers this model with timm\n" if own else ""
+        first = "import everytoken  # registers this model with timm\n" if own else ""
         parts.append(
             f"```python\n{first}import timm\nfrom PIL import Image\n\n"
             'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()   # or hf-hub:USER/NAME\n'
@@ -170,7 +185,7 @@ def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
             '```python\nimport torch\n\nmodel = torch.export.load("model.pt2").module()\nlogits = model(images)[0]\n```'
         )
     if set(differences) - {"model.pt2"}:
-        parts.append("```sh\npip install everytoken\neverytoken predict FOLDER photos --out predictions.csv\n```")
+        parts.append("```sh\neverytoken predict FOLDER photos --out predictions.csv\n```")
     short = [int(side / info.crop_pct) for side in info.img_size]
     parts.append(
         f"Preprocessing: RGB, upright, the short side resized to {short[0]} pixels ({info.interpolation}), the centre "

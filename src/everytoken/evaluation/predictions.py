@@ -19,6 +19,7 @@ from everytoken.draw import object_overlay
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import PredictOptions, Progress
 from everytoken.evaluation.calibrated import calibrated
+from everytoken.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken.evaluation.locate import ALIKE, Location, Locator
 from everytoken.evaluation.run import Inference, Voter, eval_view, open_with, write_csv
 from everytoken.files import plain_json, write_atomically
@@ -221,7 +222,7 @@ def run_prediction(
         opened, remark = calibrated(opened, options, None)
         notes += [remark] if remark else []
     calibration = opened.info.calibration if options.calibrate and as_trained else None
-    temperature = 1.0 if calibration is None else calibration.temperature
+    shown = replace(opened.info, calibration=calibration)
     threshold = options.sure
     if opened.info.multi_label:
         threshold, note = _label_threshold(calibration, options.sure)
@@ -246,7 +247,7 @@ def run_prediction(
     for batch, logits in inference.batches():
         assert batch.indices is not None
         several = opened.info.multi_label
-        probabilities = (logits / temperature).sigmoid() if several else (logits / temperature).softmax(-1)
+        probabilities = shown_probabilities(shown, logits)
         values, classes = probabilities.topk(min(options.top, logits.shape[1]))
         for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), classes.tolist(), strict=True):
             named = tuple(opened.class_names[number] for number in numbers)

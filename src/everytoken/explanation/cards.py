@@ -266,7 +266,7 @@ def _explain_image(
 
     view = model.read(file)
     with torch.no_grad(), evaluating(model.model):
-        probabilities = model.model(view.images).logits[0].float().softmax(-1).cpu()
+        probabilities = model.probabilities(view.images)
     best = probabilities.topk(min(5, len(probabilities))).indices.tolist()
     chosen = [model.find_class(text) for text in classes] if classes else best[:2]
     names = [name_of(model.classes, c) for c in chosen]

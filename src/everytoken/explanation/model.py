@@ -15,9 +15,11 @@ from everytoken.data import placement as pl
 from everytoken.data.augment import EvalTransform
 from everytoken.data.decode import Picture
 from everytoken.errors import EverytokenError
+from everytoken.evaluation import InferenceOptions
+from everytoken.evaluation.calibrated import calibrated, probabilities
 from everytoken.evaluation.run import eval_view
 from everytoken.models import TokenModel
-from everytoken.models.open import OpenModel, open_model
+from everytoken.models.open import Description, OpenModel, open_model
 
 Area = tuple[float, float, float, float]
 
@@ -47,6 +49,7 @@ class ExplainedModel:
         model: its token view.
         classes: of the class head; token_classes: of the token head (those of the class head without one).
         view: how it looks at images.
+        info: its description, with the calibration of its run.
         remark: something odd about it (random weights), or "".
     """
 
@@ -56,6 +59,7 @@ class ExplainedModel:
     classes: ClassList
     token_classes: ClassList
     view: EvalTransform
+    info: Description
     remark: str = ""
 
     def read(self, path: str | Path) -> ModelInput:
@@ -69,6 +73,10 @@ class ExplainedModel:
         device = next(self.model.parameters()).device
         images = (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - mean) / std
         return ModelInput(pixels, images[None].to(device), pl.box(placement))
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """[K] of one image, as `predict` shows them."""
+        return probabilities(self.info, self.model(images).voted(self.info.token_vote)[0]).cpu()
 
     def find_class(self, text: str) -> int:
         """The class that a text names: its name, a part of it that ImageNet knows, or its number."""
@@ -135,10 +143,12 @@ def open_explained(
         same = token_classes == classes
         classes = ClassList(len(names), tuple(names))
         token_classes = classes if same else token_classes
+    if not img_size:
+        opened, _ = calibrated(opened, InferenceOptions(workers=0, device=device), None)
     remark = "random weights: this means nothing" if untrained else ""
     view = eval_view(opened.info)
     title = _short(source, opened.info.architecture)
-    return ExplainedModel(title, source, opened.model, classes, token_classes, view, remark)
+    return ExplainedModel(title, source, opened.model, classes, token_classes, view, opened.info, remark)
 
 
 def _short(source: str, architecture: str) -> str:

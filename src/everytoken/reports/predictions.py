@@ -21,6 +21,7 @@ from everytoken.calibration import Calibration
 from everytoken.data.datasets import DataSet
 from everytoken.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions
 from everytoken.engine.run_folder import Run
+from everytoken.errors import EverytokenError
 
 if TYPE_CHECKING:
     from everytoken.models.open import OpenModel
@@ -105,32 +106,39 @@ def predict_run(
     images = validation_set(run, data)
     weights = find_weights(run.path)
     keys = list(images.keys())
-    stamp = _stamp(weights, keys, images)
+    note = stamp(weights, images)
     about = describe(weights)
     several = about is not None and about.multi_label
     saved: tuple[AnyPredictions, dict[str, str]] | None
-    saved = (MultiLabelPredictions if several else Predictions).saved(run.path / CACHE, stamp)
+    saved = (MultiLabelPredictions if several else Predictions).saved(run.path / CACHE, note)
     calibration = read_calibration(run, weights)
     if saved is not None and calibration is not None and about is not None and about.class_names:
         predictions, skipped = saved
         names = list(about.class_names)
         return PredictedRun(predictions, names, keys, images, skipped, weights, calibration)
+    if run.cross_validated:
+        raise EverytokenError(
+            f"{run.name} was trained on all of its images, and its out-of-fold predictions ({CACHE}) are missing or of "
+            "other images or weights"
+        )
     loaded = open_model(weights)
     options = EvalOptions(device=device, workers=workers, on_bad_image="skip")
     result = run_evaluation(loaded, images, options, tell, calibrates=True)
     assert result.calibration is not None
     keep_calibration(run, weights, result.calibration)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
-        result.predictions.save(run.path / CACHE, stamp, result.skipped)
+        result.predictions.save(run.path / CACHE, note, result.skipped)
     return PredictedRun(
         result.predictions, result.class_names, keys, images, result.skipped, weights, result.calibration, loaded
     )
 
 
-def _stamp(weights: Path, keys: list[str], images: DataSet) -> str:
+def stamp(weights: Path, images: DataSet) -> str:
     """Changes when the weights or the images do."""
     with weights.open("rb") as file:
         content = hashlib.file_digest(file, "sha256")
-    content.update(json.dumps([images.name, images.class_names, keys]).encode("utf-8", "surrogateescape"))
+    content.update(
+        json.dumps([images.name, images.class_names, list(images.keys())]).encode("utf-8", "surrogateescape")
+    )
     content.update(images.labels.tobytes())
     return content.hexdigest()

@@ -190,8 +190,8 @@ def confidence_words(classes: Classes) -> str:
     """What the probabilities of a group's first run mean."""
     calibration, name = classes.calibration, classes.group.name
     words = (
-        f"Confidence of {name}: calibration error {calibration.error_before:.1f} %; with logits divided by "
-        f"{calibration.temperature:.2f}, as `everytoken predict` does, {calibration.error_after:.1f} %."
+        f"Confidence of {name}: logits are divided by {calibration.temperature:.2f}, as `everytoken predict` does"
+        f"{calibration.words()}."
     )
     threshold, coverage = calibration.threshold(0.95)
     if classes.average_precision is not None:
@@ -201,9 +201,7 @@ def confidence_words(classes: Classes) -> str:
             f"{recall:.0f} % of all labels are found."
         )
     if 0 < coverage < 100:
-        words += (
-            f" 95 % of the answers with a probability of {threshold:.2f} or more are right: {coverage:.0f} % of all."
-        )
+        words += f" At a threshold of {threshold:.2f}, precision is 95 % and coverage {coverage:.0f} %."
     return words
 
 

@@ -143,19 +143,36 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
 
     A tenth is held out where the data has no validation images of its own and nothing was asked for.
     """
-    share, notes = options.dataset.val_split, []
-    named = options.data.startswith(("torchvision:", "hf:"))
-    if not share and not named and find_split(options.data, "val") is None:
-        share = DEFAULT_VAL_SPLIT
+    fraction, notes = options.dataset.val_split, []
+    if not fraction and not has_validation(options):
+        fraction = DEFAULT_VAL_SPLIT
         notes.append(f"{options.data} has no validation images: 10 % of each class are held out (val_split)")
     # held out by the images' names alone: the same ones for every seed, and for `everytoken annotate`
-    train_set, val_set = datasets.open_splits(options.data, share)
+    train_set, val_set = datasets.open_splits(options.data, fraction)
+    train_set, val_set, more = _chosen(options, train_set, val_set)
+    return train_set, val_set, notes + more
+
+
+def has_validation(options: TrainOptions) -> bool:
+    """Whether the data brings validation images, or some are to be held out."""
+    named = options.data.startswith(("torchvision:", "hf:"))
+    return bool(options.dataset.val_split) or named or find_split(options.data, "val") is not None
+
+
+def open_undivided(options: TrainOptions) -> DataSet:
+    """All images of data without validation images."""
+    whole = datasets.open_undivided(options.data)
+    return _chosen(options, whole, whole.subset(np.zeros(0, dtype=np.int64)))[0]
+
+
+def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSet, DataSet, list[str]]:
+    """Without the training images to leave out, and with corrected labels."""
+    notes: list[str] = []
     if options.dataset.exclude:
-        train_set = without(train_set, read_names(options.dataset.exclude))
+        train = without(train, read_names(options.dataset.exclude))
     if options.dataset.corrections:
-        (train_set, val_set), more = corrected(train_set, val_set, Path(options.dataset.corrections))
-        notes += more
-    return train_set, val_set, notes
+        (train, val), notes = corrected(train, val, Path(options.dataset.corrections))
+    return train, val, notes
 
 
 def log_shares(labels: np.ndarray, num_classes: int) -> np.ndarray:

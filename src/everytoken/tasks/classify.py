@@ -219,7 +219,7 @@ def train(
         objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
         mixing: likewise.
         options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, out, device;
-            without recipe and model also minutes (a budget) and compare (train a plain twin).
+            without recipe and model also minutes (a budget) and linear (only fit a linear head on frozen features).
     """
     settings = TrainOptions()
     if recipe:
@@ -231,7 +231,7 @@ def train(
             aliases = ALIASES if name == "objectives" else {}
             merged = {aliases.get(k, k): v for k, v in [*getattr(settings, name).items(), *changes.items()]}
             given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
-    automatic = AutoOptions(given.pop("minutes", 0.0), given.pop("compare", False))
+    automatic = AutoOptions(given.pop("minutes", 0.0), given.pop("linear", False))
     settings = apply(settings, given, "train()")
     return start(settings, set(given), automatic)
 
@@ -239,13 +239,13 @@ def train(
 def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
     """Whether it is left open what to train: no recipe, no model, no objectives, no mixing, and no weights.
 
-    With weights, they are the backbone if a budget, a comparison or `maps="auto"` says that the rest is open.
+    With weights, they are the backbone if a budget, `linear` or `maps="auto"` says that the rest is open.
     """
     open_choice = not (options.recipe or options.model.model or options.objectives or options.mixing)
-    wanted = bool(auto.minutes) or auto.compare or options.maps == "auto"
+    wanted = bool(auto.minutes) or auto.linear or options.maps == "auto"
     if wanted and not open_choice:
         raise EverytokenError(
-            "minutes, compare and maps='auto' are for training without a recipe, which decides itself; leave out "
+            "minutes, linear and maps='auto' are for training without a recipe, which decides itself; leave out "
             "recipe, model, objectives and mixing, or leave these out"
         )
     return open_choice and (wanted or not (options.model.weights or options.maps))
