@@ -59,48 +59,26 @@ def _no_weights(monkeypatch):
     monkeypatch.setattr(runner, "available_weights", list)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({}, "no time to fine-tune"),
-        (
-            {"plain": 75.8, "tokens_gain": [0.2, -1.0, 1.4]},
-            "masks (where the object is), not accuracy: 75.0 % by a linear head on frozen features, 75.8 % with plain "
-            "fine-tuning, 76.0 % with token labels: +0.2 points (95 % interval -1.0 to +1.4, one seed)",
-        ),
-        ({"plain": 74.8, "tokens_gain": [1.2, 0.1, 2.3]}, "Training on every token gained accuracy"),
-        ({"plain": 80.0, "tokens_gain": [-4.0, -6.0, -2.0]}, "80.0 % of 1,000 held-out images are right"),
-        ({"plain": 76.0, "tokens_gain": [0.0, -1.0, 1.0], "kept": "linear"}, "which did not beat that head"),
-    ],
-)
-def test_the_verdict_from_pretrained_weights_says_what_tokens_add(more, words):
-    assert words in runner.pretrained_verdict(
-        {"top1": 76.0, "linear": 75.0, "held_out": 1000, "kept": "fine-tuned", **more}
-    )
-
-
 def test_with_pretrained_weights_the_demo_is_train_without_a_recipe(tmp_path, capsys, photos, monkeypatch):
     monkeypatch.setattr(runner, "available_weights", lambda: ["registry:efficientnet_lite0"])
     called = []
-    result = {"top1": 76.0, "linear": 75.0, "held_out": 12, "kept": "fine-tuned"}
-    result |= {"plain": 77.0, "tokens_gain": [-1.0, -2.0, 0.5]}
+    result = {"top1": 76.0, "text": "Kept: the linear head"}
 
     def run(words: list[str]) -> int:
         called.append(words)
         if words[0] == "train":
-            (tmp_path / "run/linear").mkdir(parents=True)
-            for place in ("run", "run/linear"):
-                (tmp_path / place / "best.safetensors").touch()
-            (tmp_path / "run/result.json").write_text(json.dumps(result))
+            for place in ("run/linear", "run/maps"):
+                (tmp_path / place).mkdir(parents=True)
+            (tmp_path / "run/linear/best.safetensors").touch()
+            (tmp_path / "run/auto.json").write_text(json.dumps({"result": result}))
         return 0
 
     assert runner.demo(tmp_path, run, "minutes", data=str(photos)) == 0
     assert [words[0] for words in called] == ["train", "maps", "report", "export"]
     assert called[0][1] == str(photos)
-    assert "--compare" in called[0]
-    assert called[3][1] == str(tmp_path / "run/plain")  # the better one
-    assert called[2][1:3] == [str(tmp_path / "run/linear"), str(tmp_path / "run")]
-    assert "77.0 % of 12 held-out images are right" in capsys.readouterr().out
+    assert called[3][1] == str(tmp_path / "run")  # the one that was kept
+    assert called[2][1:3] == [str(tmp_path / "run/linear"), "--out"]
+    assert "Kept: the linear head" in capsys.readouterr().out
     assert json.loads((tmp_path / "result.json").read_text())["top1"] == 76.0
 
 
