@@ -84,7 +84,7 @@ def test_objectives_that_learn_one_class_refuse_several_by_name(photos):
         options = apply(TrainOptions(), SMALL | {"data": str(photos), "objectives": objectives}, "test")
         with pytest.raises(ContradictionError, match=f"objective '{name}' learns one class per image"):
             build(options, World(0, 1, torch.device("cpu")))
-    with pytest.raises(EverytokenError, match="leave them out"):
+    with pytest.raises(EverytokenError, match="leave --maps out"):
         et.train(photos, maps="auto", output=str(photos.parent / "none"))
     with pytest.raises(EverytokenError, match="`fit` learns one class per image"):
         et.annotate(photos, photos.parent / "maps", annotator="fit")

@@ -106,7 +106,7 @@ def _print(result: Evaluation, title: str, classes: int) -> None:
     console.print(title)
     table = Table(show_header=False)
     for key, value in result.numbers.items():
-        if key == "ece" and result.numbers["images"] < ENOUGH:
+        if key == "ece" and len(result.predictions) < ENOUGH:
             continue
         text = f"{value:.2f} %" if key in _PERCENT else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
         if key in ("top1", "mAP"):
