@@ -15,6 +15,7 @@ import torch
 import yaml
 from PIL import Image
 
+import everytoken
 from everytoken import EverytokenError, train
 from everytoken.annotators import features as features_module
 from everytoken.annotators.fit_network import keys_hash
@@ -418,3 +419,32 @@ def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch)
     monkeypatch.setattr(features_module, "available_weights", list)
     with pytest.raises(EverytokenError, match="the extra `registry`"):
         train(folder, output=str(tmp_path / "run"), **QUIET)
+
+
+def test_the_card_of_a_linear_head_tells_what_happened(crossed, tmp_path):
+    everytoken.export(crossed.path, tmp_path / "model")
+    card = (tmp_path / "model/README.md").read_text()
+    assert "logistic regression on frozen features" in card
+    assert "in cross-validation of its 39 images; the model itself was then fitted on all of them" in card
+    for untrue in ("adamw", "epoch", "rand-m9", "smoothing", "pip install", "https://pypi"):
+        assert untrue not in card.lower()
+    assert "calibration error" not in card  # 38 images say nothing about it
+
+
+def test_explain_and_predict_show_one_probability(crossed, folder, tmp_path):
+    photo = str(folder / "val/class-1/photo.2.png")
+    assert read_calibration(crossed, crossed.path / "best.safetensors").temperature != 1.0
+    (predicted,) = everytoken.predict(crossed.path, photo, workers=0, device="cpu")
+    shown = everytoken.explain(crossed.path, photo, device="cpu").facts["images"][0]["models"][0]["top"][0]
+    assert shown["class"] == predicted.classes[0]
+    assert shown["probability"] == pytest.approx(predicted.probabilities[0], abs=1e-3)
+
+
+def test_a_calibration_is_of_the_weights_that_it_was_made_with(crossed, tmp_path):
+    shutil.copytree(crossed.path, tmp_path / "run")
+    run, weights = read_run(tmp_path / "run"), tmp_path / "run/best.safetensors"
+    assert read_calibration(run, weights) is not None
+    opened = open_model(weights)
+    state = {k: v + 1 if v.is_floating_point() else v for k, v in opened.model.backbone.state_dict().items()}
+    write_weights(weights, state, opened.info.to_metadata())
+    assert read_calibration(run, weights) is None
