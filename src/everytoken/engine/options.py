@@ -116,8 +116,6 @@ class OptimOptions:
     """Where warm-up starts."""
     min_lr: float = 1e-5
     """Where the schedule ends."""
-    cooldown_epochs: int = 0
-    """Further epochs at the last learning rate."""
     clip_grad: float = 0.0
     """Clip the gradient's norm at this value; 0: off."""
     grad_accum_steps: int = 1
