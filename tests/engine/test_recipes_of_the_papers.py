@@ -1,8 +1,8 @@
 """Every shipped recipe against a table of the papers' numbers.
 
 The table was typed from the papers and, for what they take from others, from DeiT's, Swin's and the released training
-set-ups; never from the recipes. A value that nobody gives is marked "ours". Keys are option names, but for: `batch`, the
-global batch on `processes`; `lr`, the peak rate at that batch; `rule`, how the rate follows the batch.
+set-ups; never from the recipes. A value that nobody gives is marked "ours". Keys are option names, except `batch` (the
+global batch, on `processes`), `lr` (the peak rate at that batch) and `rule` (how the rate follows the batch).
 """
 
 from dataclasses import replace
@@ -47,8 +47,8 @@ ONLINE_KD = ONLINE | {  # DeiT, equation 3: half the truth, half the teacher's c
     }
 }
 VOTE = {"token_vote": 0.5}  # of the released evaluation
-# Supplement, section 1: 30 epochs, batch 512, 5e-6, 1e-8, "other hyper-parameters the same as default". Down to 0: ours,
-# because the default end, 1e-5, lies above the rate.
+# Supplement, section 1: 30 epochs, batch 512, 5e-6, 1e-8, "other hyper-parameters the same as default". Down to 0 is
+# ours, because the default end, 1e-5, lies above the rate.
 FINETUNE = {"epochs": 30, "batch": 512, "lr": 5e-6, "weight_decay": 1e-8, "min_lr": 0.0}
 S = {"model": "lvvit_s"}
 M = {"model": "lvvit_m", "drop_path": 0.2}  # supplement, Table 5
@@ -85,16 +85,16 @@ LVVIT = {
 }
 
 # DeiT, Table 9 (batch 1024, 5e-4 · batch / 512, cosine, 5 warm-up epochs, weight decay 0.05, smoothing 0.1, stochastic
-# depth 0.1, repeated augmentation, RandAugment 9/0.5, MixUp 0.8, CutMix 1.0, erasing 0.25) and, for the rest, its main.py.
-# It counts 10 epochs of cool-down in the schedule and trains 300 without them.
+# depth 0.1, repeated augmentation, RandAugment 9/0.5, MixUp 0.8, CutMix 1.0, erasing 0.25); the rest is its main.py's.
+# That adds 10 epochs of cool-down to the schedule and stops before them, after 300.
 DEIT = {"epochs": 300, "batch": 1024, "processes": 8, "opt": "adamw", "sched": "cosine", "rule": "linear"}
 DEIT |= {"lr": 5e-4 * 1024 / 512, "weight_decay": 0.05, "warmup_epochs": 5, "warmup_lr": 1e-6, "min_lr": 1e-5}
 DEIT |= {"drop": 0.0, "drop_path": 0.1, "smoothing": 0.1, "repeat_augment": 3, "aa": RANDAUGMENT, "reprob": 0.25}
 DEIT |= {"mixing": BOTH, "clip_grad": 0.0, "train_interpolation": "bicubic", "model_ema": False, "img_size": 224}
 DEIT |= {"scale": (0.08, 1.0), "hflip": 0.5}
-# Swin, A2.1 (batch 1024, 1e-3, cosine, 20 warm-up epochs, weight decay 0.05, clipping; as DeiT but without repeated
-# augmentation; stochastic depth 0.2, 0.3, 0.5 for T, S, B) and its config.py, whose rates at the start of warm-up and at
-# the end (5e-7, 5e-6) belong to a batch of 512 and are scaled as the rate itself.
+# Swin, A2.1 (batch 1024, 1e-3, cosine, 20 warm-up epochs, weight decay 0.05, clipping; as DeiT, without repeated
+# augmentation; stochastic depth 0.2, 0.3, 0.5 for T, S, B) and its config.py. There the first rate of warm-up and the
+# last rate, 5e-7 and 5e-6, belong to a batch of 512 and are scaled like the peak.
 SWIN = DEIT | {"lr": 1e-3, "warmup_epochs": 20, "clip_grad": 5.0, "repeat_augment": 1}
 SWIN |= {"warmup_lr": 5e-7 * 1024 / 512, "min_lr": 5e-6 * 1024 / 512}
 # TL-Align, section 4.1: tiny and small models 300 epochs "following the same training recipe"; Table 7: CutMix alone.
@@ -140,8 +140,8 @@ SMALL_DATA = {
 }
 
 # ADE20K. All Tokens Matter, section 4.4 (AdamW, 6e-5, 0.01, linear down to 5e-6, batch 16, 512 pixels, test scales) and
-# drloc, supplement, section 4.2 (the same, 160,000 updates, 1,500 of warm-up, scales 0.5 to 2, stochastic depth 0.2, test
-# scales); warm-up from a millionth, heads and the last rate 0 of Swin as in Swin's and the released mmsegmentation files.
+# drloc, supplement, section 4.2 (the same, 160,000 updates, 1,500 of warm-up, scales 0.5 to 2, stochastic depth 0.2,
+# test scales); mmsegmentation files of Swin and of LV-ViT: warm-up from a millionth, heads, and Swin's last rate 0.
 ADE20K = {"iters": 160_000, "batch": 16, "processes": 1, "opt": "adamw", "lr": 6e-5, "rule": "constant"}
 ADE20K |= {"weight_decay": 0.01, "sched": "linear", "warmup_iters": 1500, "warmup_lr": 6e-5 * 1e-6, "val_iters": 8000}
 ADE20K |= {"crop_size": 512, "scale": (0.5, 2.0), "hflip": 0.5, "photometric": True, "head": "upernet"}
