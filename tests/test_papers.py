@@ -18,8 +18,10 @@ from timm.models import get_pretrained_cfg, is_model
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
+from everytoken.data import open_dataset
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.recipe import apply, overrides, read_recipe, recipe_names
+from everytoken.maps import MapWriter, StoreMeta
 from everytoken.mixing import MIXERS, build_mixer
 from everytoken.models import TokenModel
 from everytoken.models.lvvit import LVViT
@@ -140,10 +142,40 @@ def test_the_figures_of_tl_align_are_drawn_for_any_model(figure, photos_in_class
     assert all(model in text for model in models)
 
 
+def test_token_labeling_in_figure_4_comes_from_the_score_maps(photos_in_classes, tmp_path, capsys):
+    data = open_dataset(photos_in_classes, "all")
+    keys, scores = list(data.keys()), np.zeros((8, 2, 2, 2), np.float32)
+    ids = np.broadcast_to(np.arange(2), scores.shape)
+    scores[..., 0] = np.log([[3.0, 1.0], [1.0, 1.0]])  # ant : bee is 3 : 1 at the top left, else 1 : 1
+    with MapWriter(tmp_path / "maps", keys, StoreMeta((2, 2), 2, data.class_names, 2)) as writer:
+        writer.put(range(8), scores, ids, [[40, 40]] * 8, [[0.0, 0.0, 1.0, 1.0]] * 8)
+        writer.finalize()
+    module = script("tl_align_figures")
+    opened = open_model("timm:vit_nano_patch4_32", untrained=True)
+    batch = next(module.batches(opened, photos_in_classes, 8, str(tmp_path / "maps")))
+    mix, _ = module.draw(batch.images, 0)
+    ratios = module.label_ratios(batch, mix, (2, 2))
+    of_ant = torch.where(batch.labels == 0, 0.75, 0.25)  # both images have the same map, so the box does not matter
+    differ = batch.labels != batch.labels[mix.partner]
+    torch.testing.assert_close(ratios[differ, 0], of_ant[differ], atol=2e-3, rtol=0)
+    torch.testing.assert_close(ratios[differ, 3], torch.full_like(of_ant[differ], 0.5), atol=2e-3, rtol=0)
+    lines = module.layer_ratios(opened, photos_in_classes, 8, str(tmp_path / "maps"))
+    assert "token labeling" in lines
+    assert "token labeling" not in " ".join(module.layer_ratios(opened, photos_in_classes, 8))
+
+
+def test_methods_that_give_the_same_number_are_one_line_with_their_names(photos_in_classes):
+    module = script("tl_align_figures")
+    opened = open_model("timm:swin_nano_patch2_window4_32", untrained=True)
+    lines = module.layer_ratios(opened, photos_in_classes, 8)
+    assert set(lines) == {"TL-Align", "likeness", "CutMix = TransMix = places"}
+
+
 def test_labels_start_on_the_grid_of_the_patch_embedding_and_the_rmse_is_that_of_the_shares(photos_in_classes):
     module = script("tl_align_figures")
     opened = open_model("timm:swin_nano_patch2_window4_32", untrained=True)
-    images, labels = next(module.batches(opened, photos_in_classes, 8))
+    batch = next(module.batches(opened, photos_in_classes, 8))
+    images, labels = batch.images, batch.labels
     _, mix, start, aligned = module.label_maps(opened, images)
     assert start.shape[1:] == (16, 16)
     assert aligned.shape[1] < 16
@@ -168,3 +200,13 @@ def test_multiply_adds_of_a_segmenter_are_those_of_the_table():
     assert flops == pytest.approx(module.PAPER["segment_swin_tiny_upernet"], rel=0.002)
     assert products < 5
     assert torch.get_default_device().type == "cpu"
+
+
+def test_the_speed_of_every_way_of_mixing_is_printed_in_one_run(capsys):
+    tiny = ["--model", "vit_nano_patch4_32", "--teacher", "resnet10t", "--img-size", "32"]
+    script("tl_align_table2").main([*tiny, "--batch-size", "4", "--steps", "1", "--device", "cpu"])
+    rows = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()[1:]}
+    names = {"Vanilla", "CutMix", "Puzzle-Mix", "SaliencyMix", "Attentive-CutMix", "TransMix", "CutMix + TL-Align"}
+    assert set(rows) == names
+    assert all(float(speed) > 0 for _, speed, _, _ in rows.values())
+    assert float(rows["Attentive-CutMix"][0]) > float(rows["Vanilla"][0]) == float(rows["TransMix"][0])
