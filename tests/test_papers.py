@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import io
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from timm.models import get_pretrained_cfg, is_model
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
+from everytoken.cli.train import Train, resolve
 from everytoken.data import open_dataset
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.recipe import apply, overrides, read_recipe, recipe_names
@@ -34,6 +36,18 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
 COMMANDS = [code for code in CODE if code.startswith("everytoken ")]
+
+
+def in_a_shell(code, folder):
+    """The words that a shell makes of a code. A pattern that fits no file is an error, as in zsh."""
+    done = subprocess.run(
+        ["bash", "-O", "failglob", "-c", f"printf '%s\\0' {code}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split("\0")[:-1]
 
 
 @cache
@@ -92,15 +106,17 @@ def test_flags_that_it_names_are_flags():
         for flag in re.findall(r"--[a-z][a-z-]*", code):
             assert flag in flags_of(command), code
     for code in CODE:
-        if code.startswith("--"):
+        if re.match("--[a-z]", code):
             flag = code.split()[0]
             assert flag in flags_of("train") | flags_of("explain") | flags_of("segment train"), code
 
 
 @pytest.mark.parametrize("code", sorted({c for c in CODE if c.startswith("--set ")}))
-def test_settings_that_it_names_are_settings(code):
+def test_settings_that_it_names_are_settings(code, tmp_path):
+    words = in_a_shell(code, tmp_path)
+    assert set(words[::2]) == {"--set"}
     base = {"objectives": {"token_labeling": {}, "drloc": {}, "tl_align": {}}, "mixing": {"mixtoken": {}, "cutmix": {}}}
-    values = overrides([code.removeprefix("--set ")], base)
+    values = overrides(words[1::2], base)
     options = apply(TrainOptions(), values, code)
     build_mixer(options.mixing)
     model = TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=10, depth=12), token_classes=10)
@@ -108,6 +124,29 @@ def test_settings_that_it_names_are_settings(code):
     kwargs = values.get("model_kwargs")
     if kwargs:
         timm.create_model("lvvit_t", **kwargs)
+
+
+@pytest.mark.parametrize("code", sorted({c for c in COMMANDS if c.startswith("everytoken train ") and "NAME" not in c}))
+def test_commands_that_it_names_train_as_they_stand_in_a_shell(code, tmp_path):
+    _, _, *words = in_a_shell(code, tmp_path)
+    options = resolve(Train, words, "everytoken train")
+    build_mixer(options.mixing)
+
+
+def test_the_five_rows_of_table_2_are_five_commands(tmp_path):
+    rows = PAGE[PAGE.index("| ATM Table 2,") :].splitlines()[:5]
+    found = []
+    for row in rows:
+        code = next(c for c in re.findall("`([^`]+)`", row) if c.startswith("everytoken train "))
+        options = resolve(Train, in_a_shell(code, tmp_path)[2:], "everytoken train")
+        found.append((*options.objectives, set(options.mixing)))
+    assert found == [
+        ("token_labeling", {"mixtoken"}),
+        ("relabel", {"mixtoken"}),
+        ("relabel", {"cutmix"}),
+        ("hard", {"mixup", "mixtoken"}),
+        ("hard", {"mixup", "cutmix"}),
+    ]
 
 
 def script(name):
