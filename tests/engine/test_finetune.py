@@ -16,7 +16,7 @@ from everytoken.data import Batch, open_dataset
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import _means_the_same
 from everytoken.engine.optim import learning_rate
-from everytoken.engine.options import ModelOptions, OptimOptions, TrainOptions
+from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, TrainOptions
 from everytoken.engine.recipe import apply, read_recipe
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
@@ -122,6 +122,9 @@ def test_a_teacher_without_the_classes_of_the_data_is_refused_unless_it_only_gui
     with pytest.raises(EverytokenError, match=r"teacher vit_tiny_patch16_224: 1 of 3 folders .* class-1"):
         build(replace(chosen, objectives={"hard": {}, "distillation": {}}), ALONE)
     assert build(replace(chosen, mixing={"attentivecutmix": {}}), ALONE).step.teacher.columns is None
+    more = replace(chosen, dataset=DataOptions(num_classes=5), objectives={"hard": {}, "distillation": {}})
+    with pytest.raises(EverytokenError, match="num_classes is more than the data has classes"):
+        build(more, ALONE)
 
 
 def test_foreign_weights_of_other_classes_are_transferred(photos, tmp_path):

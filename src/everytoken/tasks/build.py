@@ -363,6 +363,7 @@ def build_teacher(
     name, path = options.model.teacher, options.model.teacher_weights
     if not name:
         return None, []
+    norm: tuple[tuple[float, ...], tuple[float, ...]]
     if name.startswith("fit:"):
         from everytoken.annotators.fit import kept_network
 
@@ -376,11 +377,9 @@ def build_teacher(
             # its token head has other classes, or is not known to be trained
             model = with_own_head(model.backbone, about if about.class_names else None)
     columns, notes = None, []
-    if asked and options.dataset.num_classes > len(class_names):
-        raise ContradictionError(
-            f"num_classes {options.dataset.num_classes}: a teacher cannot answer for unnamed classes"
-        )
     if asked:
+        if options.dataset.num_classes > len(class_names):
+            raise ContradictionError("num_classes is more than the data has classes: a teacher answers for those alone")
         columns = match_classes(classes, class_names, f"{options.data}, for the teacher {name}").labels.tolist()
         if len(columns) < classes.count:
             notes = [

@@ -53,10 +53,8 @@ class FrozenTeacher:
     def __call__(self, images: Tensor, cells: bool) -> TeacherView:
         """Images as the student gets them -> class logits and, if asked for, logits at every cell."""
         images = self.normalised(images)
-        answers = self.model.class_and_cell_logits(images) if cells else (self.model(images).logits,)
-        if self.columns is not None:
-            answers = tuple(logits[..., self.columns] for logits in answers)
-        return TeacherView(*answers)
+        answers = list(self.model.class_and_cell_logits(images) if cells else (self.model(images).logits,))
+        return TeacherView(*(answers if self.columns is None else [logits[..., self.columns] for logits in answers]))
 
     def normalised(self, images: Tensor) -> Tensor:
         """The student's images, normalised as the teacher wants them. The teacher follows them to their device."""
