@@ -1,8 +1,9 @@
 """Every shipped recipe against a table of the papers' numbers.
 
-The table was typed from the papers and, for what they take from others, from DeiT's, Swin's and the released training
-set-ups; never from the recipes. A value that nobody gives is marked "ours". Keys are option names, except `batch` (the
-global batch, on `processes`), `lr` (the peak rate at that batch) and `rule` (how the rate follows the batch).
+The table was typed from the papers and, for what they take from others, from the training code of DeiT and Swin and
+from the released set-ups, not from the recipes. A value that none of these gives is marked "ours". Keys are option
+names, except `batch` (the global batch, on `processes`), `lr` (the peak rate at that batch) and `rule` (how the rate
+follows the batch).
 """
 
 from dataclasses import replace
@@ -25,7 +26,7 @@ SPEED = {"amp"}  # what a recipe may set besides
 RANDAUGMENT, RANDAUGMENT_3 = "rand-m9-mstd0.5-inc1", "rand-n3-m9-mstd0.5-inc1"
 MIXTOKEN = {"mixtoken": {"alpha": 1.0}}  # All Tokens Matter, 3.3: masks as CutMix draws them
 CUTMIX = {"cutmix": {"alpha": 1.0}}
-BOTH = {"mixup": {"alpha": 0.8}, "cutmix": {"alpha": 1.0}}  # DeiT, Table 9; Swin, A2.1
+BOTH = {"mixup": {"alpha": 0.8}, "cutmix": {"alpha": 1.0}}  # DeiT's main.py, Swin's config.py
 
 
 # All Tokens Matter. Supplement, Table 1, and section 4.1 of the paper (AdamW, linear scaling).
@@ -40,7 +41,7 @@ RELABEL = TABLE_1 | {"lr": 1e-3 * 1024 / 1024, "mixing": MIXTOKEN, "objectives":
 TOKEN = TABLE_1 | {"lr": 1e-3 * 1024 / 640, "mixing": MIXTOKEN, "objectives": {"token_labeling": {"beta": 0.5}}}
 ONLINE = {"teacher": "regnety_160.deit_in1k"}  # section 4.2, "Online Token Labeling"
 ONLINE_TOKEN = ONLINE | {"objectives": {"online_token": {"beta": 0.5, "class_target": "truth"}}}  # equation 3
-ONLINE_KD = ONLINE | {  # DeiT, equation 3: half the truth, half the teacher's choice, through a token of its own
+ONLINE_KD = ONLINE | {  # DeiT's main.py: half the truth, half the teacher's choice (alpha 0.5)
     "objectives": {
         "hard": {"weight": 0.5},
         "distillation": {"kind": "hard", "through": "distillation", "weight": 0.5},
@@ -84,18 +85,16 @@ LVVIT = {
     | {"weight_decay": 1e-8, "warmup_epochs": 0, "warmup_lr": 5e-6, "min_lr": 5e-6},
 }
 
-# DeiT, Table 9 (batch 1024, 5e-4 · batch / 512, cosine, 5 warm-up epochs, weight decay 0.05, smoothing 0.1, stochastic
-# depth 0.1, repeated augmentation, RandAugment 9/0.5, MixUp 0.8, CutMix 1.0, erasing 0.25); the rest is its main.py's.
-# That adds 10 epochs of cool-down to the schedule and stops before them, after 300.
+# DeiT's main.py and samplers.py (three views of an image). It adds 10 epochs of cool-down to the schedule and stops
+# before them, after 300.
 DEIT = {"epochs": 300, "batch": 1024, "processes": 8, "opt": "adamw", "sched": "cosine", "rule": "linear"}
 DEIT |= {"lr": 5e-4 * 1024 / 512, "weight_decay": 0.05, "warmup_epochs": 5, "warmup_lr": 1e-6, "min_lr": 1e-5}
 DEIT |= {"drop": 0.0, "drop_path": 0.1, "smoothing": 0.1, "repeat_augment": 3, "aa": RANDAUGMENT, "reprob": 0.25}
 DEIT |= {"mixing": BOTH, "clip_grad": 0.0, "train_interpolation": "bicubic", "model_ema": False, "img_size": 224}
 DEIT |= {"scale": (0.08, 1.0), "hflip": 0.5}
-# Swin, A2.1 (batch 1024, 1e-3, cosine, 20 warm-up epochs, weight decay 0.05, clipping; as DeiT, without repeated
-# augmentation; stochastic depth 0.2, 0.3, 0.5 for T, S, B) and its config.py. There the first rate of warm-up and the
-# last rate, 5e-7 and 5e-6, belong to a batch of 512 and are scaled like the peak.
-SWIN = DEIT | {"lr": 1e-3, "warmup_epochs": 20, "clip_grad": 5.0, "repeat_augment": 1}
+# Swin's config.py, main.py and configs (stochastic depth 0.2, 0.3, 0.5 for T, S, B); batch 128 on each of 8 GPUs. The
+# first rate of warm-up and the last rate, 5e-7 and 5e-6, belong to a batch of 512 and are scaled like the peak, 5e-4.
+SWIN = DEIT | {"lr": 5e-4 * 1024 / 512, "warmup_epochs": 20, "clip_grad": 5.0, "repeat_augment": 1}
 SWIN |= {"warmup_lr": 5e-7 * 1024 / 512, "min_lr": 5e-6 * 1024 / 512}
 # TL-Align, section 4.1: tiny and small models 300 epochs "following the same training recipe"; Table 7: CutMix alone.
 ALIGN = {"objectives": {"tl_align": {}}, "mixing": CUTMIX}
@@ -130,8 +129,8 @@ SMALL_DATA = {
     "t2t_vit_14_drloc": DRLOC
     | {"model": "t2t_vit_14", "drop_path": 0.0},  # the released networks have none; as the next
     "resnet50_drloc": DRLOC | {"model": "resnet50", "drop_path": 0.0},
-    "cvt_13_drloc": DRLOC | {"model": "cvt_13", "drop_path": 0.1},  # CvT's own; the released port has none
-    "vit_base_drloc": DRLOC | {"model": "vit_base_patch16_224", "drop_path": 0.1},  # ours; the released port has none
+    "cvt_13_drloc": DRLOC | {"model": "cvt_13", "drop_path": 0.1},  # ours; the released port has none, as the next
+    "vit_base_drloc": DRLOC | {"model": "vit_base_patch16_224", "drop_path": 0.1},
     "finetune_swin_tiny_drloc": DRLOC
     | DRLOC_FINETUNE
     | {"model": "swin_tiny_patch4_window7_224.ms_in1k", "weights": "timm", "drop_path": 0.2},
@@ -150,7 +149,7 @@ ADE20K_LVVIT |= {"channels": 256}
 ADE20K_SWIN = ADE20K | {"min_lr": 0.0, "test_scales": (0.5, 0.75, 1.0, 1.25, 1.5, 1.75), "channels": 512}
 # COCO. drloc, supplement, section 4.1: short side 480 to 800, long side up to 1333, AdamW, 1e-4, 0.05, batch 16, 12
 # epochs, a tenth after 8 and 11; TL-Align, section 4.2: the 3x schedule. Swin's mmdetection files for the rest:
-# stochastic depth, warm-up of 500 updates from a thousandth, crops, flips, heads and losses.
+# stochastic depth, warm-up of 500 updates from a thousandth, crops, flips, heads and losses (read in copies of them).
 COCO = {"batch": 16, "processes": 1, "opt": "adamw", "lr": 1e-4, "rule": "constant", "weight_decay": 0.05}
 COCO |= {"sched": "multistep", "decay_rate": 0.1, "warmup_iters": 500, "warmup_lr": 1e-4 * 1e-3, "longest": 1333}
 COCO |= {"sizes": (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800), "hflip": 0.5, "crop": 0.5}
