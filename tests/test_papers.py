@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import io
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from timm.models import get_pretrained_cfg, is_model
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
+from everytoken.cli.train import Train, resolve
+from everytoken.data import open_dataset
 from everytoken.engine.options import TrainOptions
 from everytoken.engine.recipe import apply, overrides, read_recipe, recipe_names
+from everytoken.maps import MapWriter, StoreMeta
 from everytoken.mixing import MIXERS, build_mixer
 from everytoken.models import TokenModel
 from everytoken.models.lvvit import LVViT
@@ -32,6 +36,18 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
 COMMANDS = [code for code in CODE if code.startswith("everytoken ")]
+
+
+def in_a_shell(code, folder):
+    """The words that a shell makes of a code. A pattern that fits no file is an error, as in zsh."""
+    done = subprocess.run(
+        ["bash", "-O", "failglob", "-c", f"printf '%s\\0' {code}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split("\0")[:-1]
 
 
 @cache
@@ -90,15 +106,17 @@ def test_flags_that_it_names_are_flags():
         for flag in re.findall(r"--[a-z][a-z-]*", code):
             assert flag in flags_of(command), code
     for code in CODE:
-        if code.startswith("--"):
+        if re.match("--[a-z]", code):
             flag = code.split()[0]
             assert flag in flags_of("train") | flags_of("explain") | flags_of("segment train"), code
 
 
 @pytest.mark.parametrize("code", sorted({c for c in CODE if c.startswith("--set ")}))
-def test_settings_that_it_names_are_settings(code):
+def test_settings_that_it_names_are_settings(code, tmp_path):
+    words = in_a_shell(code, tmp_path)
+    assert set(words[::2]) == {"--set"}
     base = {"objectives": {"token_labeling": {}, "drloc": {}, "tl_align": {}}, "mixing": {"mixtoken": {}, "cutmix": {}}}
-    values = overrides([code.removeprefix("--set ")], base)
+    values = overrides(words[1::2], base)
     options = apply(TrainOptions(), values, code)
     build_mixer(options.mixing)
     model = TokenModel(timm.create_model("vit_nano_patch4_32", num_classes=10, depth=12), token_classes=10)
@@ -106,6 +124,29 @@ def test_settings_that_it_names_are_settings(code):
     kwargs = values.get("model_kwargs")
     if kwargs:
         timm.create_model("lvvit_t", **kwargs)
+
+
+@pytest.mark.parametrize("code", sorted({c for c in COMMANDS if c.startswith("everytoken train ") and "NAME" not in c}))
+def test_commands_that_it_names_train_as_they_stand_in_a_shell(code, tmp_path):
+    _, _, *words = in_a_shell(code, tmp_path)
+    options = resolve(Train, words, "everytoken train")
+    build_mixer(options.mixing)
+
+
+def test_the_five_rows_of_table_2_are_five_commands(tmp_path):
+    rows = PAGE[PAGE.index("| ATM Table 2,") :].splitlines()[:5]
+    found = []
+    for row in rows:
+        code = next(c for c in re.findall("`([^`]+)`", row) if c.startswith("everytoken train "))
+        options = resolve(Train, in_a_shell(code, tmp_path)[2:], "everytoken train")
+        found.append((*options.objectives, set(options.mixing)))
+    assert found == [
+        ("token_labeling", {"mixtoken"}),
+        ("relabel", {"mixtoken"}),
+        ("relabel", {"cutmix"}),
+        ("hard", {"mixup", "mixtoken"}),
+        ("hard", {"mixup", "cutmix"}),
+    ]
 
 
 def script(name):
@@ -140,10 +181,40 @@ def test_the_figures_of_tl_align_are_drawn_for_any_model(figure, photos_in_class
     assert all(model in text for model in models)
 
 
+def test_token_labeling_in_figure_4_comes_from_the_score_maps(photos_in_classes, tmp_path, capsys):
+    data = open_dataset(photos_in_classes, "all")
+    keys, scores = list(data.keys()), np.zeros((8, 2, 2, 2), np.float32)
+    ids = np.broadcast_to(np.arange(2), scores.shape)
+    scores[..., 0] = np.log([[3.0, 1.0], [1.0, 1.0]])  # ant : bee is 3 : 1 at the top left, else 1 : 1
+    with MapWriter(tmp_path / "maps", keys, StoreMeta((2, 2), 2, data.class_names, 2)) as writer:
+        writer.put(range(8), scores, ids, [[40, 40]] * 8, [[0.0, 0.0, 1.0, 1.0]] * 8)
+        writer.finalize()
+    module = script("tl_align_figures")
+    opened = open_model("timm:vit_nano_patch4_32", untrained=True)
+    batch = next(module.batches(opened, photos_in_classes, 8, str(tmp_path / "maps")))
+    mix, _ = module.draw(batch.images, 0)
+    ratios = module.label_ratios(batch, mix, (2, 2))
+    of_ant = torch.where(batch.labels == 0, 0.75, 0.25)  # both images have the same map, so the box does not matter
+    differ = batch.labels != batch.labels[mix.partner]
+    torch.testing.assert_close(ratios[differ, 0], of_ant[differ], atol=2e-3, rtol=0)
+    torch.testing.assert_close(ratios[differ, 3], torch.full_like(of_ant[differ], 0.5), atol=2e-3, rtol=0)
+    lines = module.layer_ratios(opened, photos_in_classes, 8, str(tmp_path / "maps"))
+    assert "token labeling" in lines
+    assert "token labeling" not in " ".join(module.layer_ratios(opened, photos_in_classes, 8))
+
+
+def test_methods_that_give_the_same_number_are_one_line_with_their_names(photos_in_classes):
+    module = script("tl_align_figures")
+    opened = open_model("timm:swin_nano_patch2_window4_32", untrained=True)
+    lines = module.layer_ratios(opened, photos_in_classes, 8)
+    assert set(lines) == {"TL-Align", "likeness", "CutMix = TransMix = places"}
+
+
 def test_labels_start_on_the_grid_of_the_patch_embedding_and_the_rmse_is_that_of_the_shares(photos_in_classes):
     module = script("tl_align_figures")
     opened = open_model("timm:swin_nano_patch2_window4_32", untrained=True)
-    images, labels = next(module.batches(opened, photos_in_classes, 8))
+    batch = next(module.batches(opened, photos_in_classes, 8))
+    images, labels = batch.images, batch.labels
     _, mix, start, aligned = module.label_maps(opened, images)
     assert start.shape[1:] == (16, 16)
     assert aligned.shape[1] < 16
@@ -168,3 +239,13 @@ def test_multiply_adds_of_a_segmenter_are_those_of_the_table():
     assert flops == pytest.approx(module.PAPER["segment_swin_tiny_upernet"], rel=0.002)
     assert products < 5
     assert torch.get_default_device().type == "cpu"
+
+
+def test_the_speed_of_every_way_of_mixing_is_printed_in_one_run(capsys):
+    tiny = ["--model", "vit_nano_patch4_32", "--teacher", "resnet10t", "--img-size", "32"]
+    script("tl_align_table2").main([*tiny, "--batch-size", "4", "--steps", "1", "--device", "cpu"])
+    rows = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()[1:]}
+    names = {"Vanilla", "CutMix", "Puzzle-Mix", "SaliencyMix", "Attentive-CutMix", "TransMix", "CutMix + TL-Align"}
+    assert set(rows) == names
+    assert all(float(speed) > 0 for _, speed, _, _ in rows.values())
+    assert float(rows["Attentive-CutMix"][0]) > float(rows["Vanilla"][0]) == float(rows["TransMix"][0])

@@ -1,7 +1,7 @@
 """TL-Align's Figures 3 to 6 and its token presence (equations 2 and 3), for any models and images.
 
     python benchmarks/papers/tl_align_figures.py rmse DATA timm:deit_tiny_patch16_224.fb_in1k ...   # Figure 3
-    python benchmarks/papers/tl_align_figures.py layers DATA RUN                                    # Figure 4
+    python benchmarks/papers/tl_align_figures.py layers DATA RUN --maps MAPS                        # Figure 4
     python benchmarks/papers/tl_align_figures.py labels DATA RUN --images 8                         # Figures 5 and 6
     python benchmarks/papers/tl_align_figures.py presence DATA RUN                                  # equations 2 and 3
 
@@ -12,8 +12,11 @@ the script work without a download. Each command prints a table and writes a pic
               count with 0, because both targets are the same. In parts of the label, and per entry of K-wide targets.
     layers    the own image's part of the tokens that fluctuate most (a tenth of them, by likeness to the unmixed
               images), after every layer: by TL-Align and by likeness; and what three methods give once for all layers:
-              CutMix the area, TransMix its attention, token labeling what the tokens' places show. Models whose grid
-              shrinks (Swin) have no token to follow from end to end: there it is what the head reads.
+              CutMix the area, TransMix its attention, token labeling the score maps of both images (`--maps`, made by
+              `everytoken annotate DATA --split val`): the own class's part of what a token's target gives to the two
+              classes. Without maps, "places" is the area that each token shows of its own image. Pairs of one class
+              are left out. Models whose grid shrinks (Swin) have no token to follow from end to end: there it is what
+              the head reads, all tokens, so that several methods are the area; equal lines are drawn as one.
     labels    images, mixture, labels at the start (on the grid of the patch embedding: 56 x 56 for Swin) and aligned.
     presence  of each token in the output of each attention over all tokens (not Swin's windows), 1 = neither grows nor
               fades; beside it a 7 x 7 convolution, for which it is 1 everywhere but at the border.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,31 +34,42 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everytoken.data import Loader, open_dataset
+from everytoken.classes import ClassList, match_classes
+from everytoken.data import Batch, Loader, open_dataset
+from everytoken.data.batch import normalise
 from everytoken.data.datasets import find_split
 from everytoken.errors import need
 from everytoken.evaluation.run import eval_view
 from everytoken.explanation import record_attention
+from everytoken.functional import label_tokens
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse, token_presence
-from everytoken.mixing import CutMix, Mix, apply_to_pixels
+from everytoken.maps import Maps
+from everytoken.mixing import CutMix, Mix, apply_to_pixels, mix_token_target
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.open import OpenModel, open_model
 from everytoken.models.token_model import blocks_of
+from everytoken.objectives.base import need_maps
 
 BATCH = 16
 FLUCTUATING = 0.1  # part of the tokens
 
 
-def batches(opened: OpenModel, data: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images normalised as the model wants them, labels) of the first validation images in a fixed random order."""
+def batches(opened: OpenModel, data: str, count: int, maps: str = "") -> Iterator[Batch]:
+    """The first validation images in a fixed random order, normalised as the model wants them.
+
+    With score maps, labels are the classes of the maps.
+    """
     view = eval_view(opened.info)
     named = data.startswith(("torchvision:", "hf:"))
     dataset = open_dataset(data, "val" if named or find_split(data, "val") else "all")
     chosen = np.random.default_rng(0).permutation(len(dataset))[:count]
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (view.mean, view.std))
-    for batch in Loader(dataset.subset(chosen), view, BATCH, train=False, workers=0):
-        if len(batch.images) > 1:  # there must be a partner
-            yield (batch.images.float() / 255 - mean) / std, batch.labels
+    store, classes = (Maps(maps) if maps else None), torch.arange(dataset.num_classes)
+    if store is not None:
+        known = ClassList(store.num_classes, tuple(store.class_names))
+        classes = torch.from_numpy(match_classes(known, dataset.class_names, maps).labels)
+    for batch in Loader(dataset.subset(chosen), view, BATCH, train=False, workers=0, maps=store):
+        if len(batch) > 1:  # there must be a partner
+            yield replace(batch, images=normalise(batch.images, view.mean, view.std), labels=classes[batch.labels])
 
 
 def draw(images: Tensor, number: int, mode: str = "elem") -> tuple[Mix, Tensor]:
@@ -82,11 +97,11 @@ def follow(opened: OpenModel, images: Tensor, mix: Mix, options: Alignment | Non
 def rmse(opened: OpenModel, data: str, count: int) -> tuple[float, float]:
     """(in parts of the label, per entry of the K-wide targets)"""
     ratios, shares, differ = [], [], []
-    for number, (images, labels) in enumerate(batches(opened, data, count)):
-        mix, mixed = draw(images, number)
+    for number, batch in enumerate(batches(opened, data, count)):
+        mix, mixed = draw(batch.images, number)
         ratios.append(mix.ratio)
         shares.append(follow(opened, mixed, mix).image)
-        differ.append(labels != labels[mix.partner])
+        differ.append(batch.labels != batch.labels[mix.partner])
     each = torch.cat(ratios), torch.cat(shares), torch.cat(differ)
     return float(target_rmse(*each)), float(target_rmse(*each, num_classes=opened.num_classes))
 
@@ -94,11 +109,15 @@ def rmse(opened: OpenModel, data: str, count: int) -> tuple[float, float]:
 # Figure 4
 
 
-def layer_ratios(opened: OpenModel, data: str, count: int) -> dict[str, list[float]]:
-    """Method -> the own image's part, at the start and after every layer."""
+def layer_ratios(opened: OpenModel, data: str, count: int, maps: str = "") -> dict[str, list[float]]:
+    """Method -> the own image's part, at the start and after every layer; methods that agree are one entry."""
     lines: dict[str, list[list[float]]] = {}
-    for number, (images, _) in enumerate(batches(opened, data, count)):
+    for number, batch in enumerate(batches(opened, data, count, maps)):
+        images = batch.images
         mix, mixed = draw(images, number)
+        differ = batch.labels != batch.labels[mix.partner]
+        if not differ.any():
+            continue
         shares = follow(opened, mixed, mix, Alignment(history=True))
         likeness = _likeness(opened, mixed, images, mix)
         grid = (shares.grid.shape[1], shares.grid.shape[2])
@@ -108,25 +127,47 @@ def layer_ratios(opened: OpenModel, data: str, count: int) -> dict[str, list[flo
         if same_grid and len({h.shape for h in shares.history}) == 1:
             last = likeness[-1][:, -patches:]
             rows = (last - start).abs().topk(max(1, int(FLUCTUATING * patches)), dim=1).indices
-            aligned = [h.flatten(1)[:, -patches:].gather(1, rows).mean() for h in shares.history]
-            alike = [h[:, -patches:].gather(1, rows).mean() for h in likeness]
-            places = start.gather(1, rows).mean()
+            aligned = [h.flatten(1)[:, -patches:].gather(1, rows)[differ].mean() for h in shares.history]
+            alike = [h[:, -patches:].gather(1, rows)[differ].mean() for h in likeness]
         else:
-            aligned = [h.flatten(1).mean() for h in shares.history]
-            alike = [h.mean() for h in likeness]
-            places = start.mean()
-        transmix = follow(opened, mixed, mix, Alignment(layers=(-1,), patches_only=True)).image.mean()
+            rows = torch.arange(patches).expand_as(start)
+            aligned = [h.flatten(1)[differ].mean() for h in shares.history]
+            alike = [h[differ].mean() for h in likeness]
+        places = start.gather(1, rows)[differ].mean()
+        labelled = label_ratios(batch, mix, grid).gather(1, rows)[differ].nanmean() if maps else places
+        transmix = follow(opened, mixed, mix, Alignment(layers=(-1,), patches_only=True)).image[differ].mean()
         depth = len(aligned)
         found = {
             "TL-Align": [places, *aligned],
             "likeness": [places, *alike] if len(alike) == depth else [],
-            "CutMix": [mix.ratio.mean()] * (depth + 1),
+            "CutMix": [mix.ratio[differ].mean()] * (depth + 1),
             "TransMix": [transmix] * (depth + 1),
-            "token labeling": [places] * (depth + 1),
+            "token labeling" if maps else "places": [labelled] * (depth + 1),
         }
         for name, values in found.items():
             lines.setdefault(name, []).append([float(value) for value in values])
-    return {name: np.mean(values, axis=0).tolist() for name, values in lines.items() if values[0]}
+    merged: dict[str, list[float]] = {}
+    for name, values in lines.items():
+        if values[0]:
+            line = np.mean(values, axis=0).tolist()
+            fixed = (
+                other for other, known in merged.items() if len({*known}) == 1 and np.allclose(known, line, atol=1e-3)
+            )
+            same = next(fixed, None)
+            merged[f"{same} = {name}" if same else name] = merged.pop(same) if same else line
+    return merged
+
+
+def label_ratios(batch: Batch, mix: Mix, grid: tuple[int, int]) -> Tensor:
+    """[B, N]: of what a mixed token's target gives to the classes of its two images, the own image's part; NaN where
+    the maps have no label."""
+    maps, placement = need_maps(batch, "token labeling")
+    target = mix_token_target(label_tokens(maps, placement, grid).tokens, mix)
+    mass = target.dense().flatten(1, 2)
+    own, other = (
+        mass.gather(2, c.view(-1, 1, 1).expand(*mass.shape[:2], 1)) for c in (batch.labels, batch.labels[mix.partner])
+    )
+    return torch.where(target.weight.flatten(1) > 0, (own / (own + other)).squeeze(2), torch.nan)
 
 
 @torch.no_grad()
@@ -189,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--img-size", type=int, default=0)
     parser.add_argument("--untrained", action="store_true")
+    parser.add_argument(
+        "--maps", default="", help="score maps of the images, for the line of token labeling in `layers`"
+    )
     parser.add_argument("--out", type=Path, default=None, help="picture; default: FIGURE.png")
     options = parser.parse_args(argv)
     plots = need("matplotlib.figure", "plots", "pictures")
@@ -196,7 +240,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     opened = [open_model(s, img_size=options.img_size or None, untrained=u) for s, u in sources]
     out = options.out or Path(f"{options.figure}.png")
     drawing = {"rmse": _draw_rmse, "layers": _draw_layers, "labels": _draw_labels, "presence": _draw_presence}
-    figure = drawing[options.figure](plots.Figure, options.models, opened, options.data, options.images)
+    more = [options.maps] if options.figure == "layers" else []
+    figure = drawing[options.figure](plots.Figure, options.models, opened, options.data, options.images, *more)
     figure.savefig(out, dpi=120, bbox_inches="tight")
     print(f"\n{out}")
 
@@ -214,13 +259,13 @@ def _draw_rmse(make, names: list[str], opened: list[OpenModel], data: str, count
     return figure
 
 
-def _draw_layers(make, names: list[str], opened: list[OpenModel], data: str, count: int):
+def _draw_layers(make, names: list[str], opened: list[OpenModel], data: str, count: int, maps: str):
     figure = make(figsize=(5 * len(names), 3.5))
     for place, (name, model) in enumerate(zip(names, opened, strict=True)):
         axes = figure.add_subplot(1, len(names), place + 1)
         print(name)
-        for method, values in layer_ratios(model, data, count).items():
-            print(f"  {method:<16}" + " ".join(f"{value:.3f}" for value in values))
+        for method, values in layer_ratios(model, data, count, maps).items():
+            print(f"  {method:<28}" + " ".join(f"{value:.3f}" for value in values))
             axes.plot(values, label=method, linestyle="-" if method in ("TL-Align", "likeness") else "--")
         axes.set(title=name.removeprefix("timm:"), xlabel="layer", ylabel="part of the own image")
         axes.legend()
@@ -231,7 +276,7 @@ def _draw_labels(make, names: list[str], opened: list[OpenModel], data: str, cou
     rows = min(count, BATCH // 2)
     figure = make(figsize=(10, 2 * rows * len(names)))
     for number, (name, model) in enumerate(zip(names, opened, strict=True)):
-        images = next(batches(model, data, BATCH))[0]
+        images = next(batches(model, data, BATCH)).images
         mixed, mix, start, aligned = label_maps(model, images)
         print(
             f"{name}: {start.shape[1]} x {start.shape[2]} at the start, {aligned.shape[1]} x {aligned.shape[2]} aligned"
@@ -256,7 +301,7 @@ def _draw_presence(make, names: list[str], opened: list[OpenModel], data: str, c
     axes = figure.add_subplot()
     print(f"{'layer':<8}{'mean':>8}{'sd':>8}{'least':>8}{'most':>8}")
     for name, model in zip(names, opened, strict=True):
-        images = next(batches(model, data, min(count, BATCH)))[0]
+        images = next(batches(model, data, min(count, BATCH))).images
         found = presences(model, images)
         print(name)
         for layer, p in enumerate(found, 1):

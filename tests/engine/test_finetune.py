@@ -1,6 +1,7 @@
 """What fine-tuning takes from its source, and what it is told."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import timm
@@ -11,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from everytoken.cli import main
 from everytoken.cli.finetune import Finetune
 from everytoken.cli.train import resolve
-from everytoken.data import open_dataset
+from everytoken.data import Batch, open_dataset
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import _means_the_same
 from everytoken.engine.optim import learning_rate
-from everytoken.engine.options import ModelOptions, OptimOptions, TrainOptions
+from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, TrainOptions
 from everytoken.engine.recipe import apply, read_recipe
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
@@ -101,11 +102,29 @@ def test_maps_without_class_names_teach_tokens(photos, maps):
     assert parts.description.token_class_names[0] == "class 0"
 
 
-def test_a_teacher_with_the_classes_in_another_order_is_refused(photos, tmp_path):
-    source = a_run(tmp_path / "teacher", class_names=("class-1", "class-0", "class-2"), token_names=())
+@pytest.mark.parametrize("objective", ["online_token", "distillation"])
+def test_a_teacher_of_more_classes_answers_for_those_of_the_data_by_name(objective, photos, tmp_path):
+    source = a_run(tmp_path / "teacher", class_names=("x", "class-2", "class-0", "y", "class-1"), token_names=())
     chosen = options(photos, "", teacher="vit_tiny_patch16_224", teacher_weights=str(source))
-    with pytest.raises(EverytokenError, match="class-1, class-0, class-2"):
-        build(chosen, ALONE)
+    parts = build(replace(chosen, objectives={"hard": {}, objective: {}}), ALONE)
+    assert any("3 of the 5 classes of the teacher" in note for note in parts.notes)
+    teacher, images = parts.step.teacher, torch.rand(2, 3, 32, 32)
+    logits, cells = teacher.model.class_and_cell_logits(teacher.normalised(images))
+    answer = teacher(images, cells=True)
+    torch.testing.assert_close(answer.logits, logits[:, [2, 4, 1]])
+    torch.testing.assert_close(answer.token_logits, cells[..., [2, 4, 1]])
+    parts.step.train()(Batch(images, torch.tensor([0, 2])))["loss"].backward()
+
+
+def test_a_teacher_without_the_classes_of_the_data_is_refused_unless_it_only_guides_the_mixing(photos, tmp_path):
+    source = a_run(tmp_path / "teacher", class_names=("x", "class-2", "class-0"), token_names=())
+    chosen = options(photos, "", teacher="vit_tiny_patch16_224", teacher_weights=str(source))
+    with pytest.raises(EverytokenError, match=r"teacher vit_tiny_patch16_224: 1 of 3 folders .* class-1"):
+        build(replace(chosen, objectives={"hard": {}, "distillation": {}}), ALONE)
+    assert build(replace(chosen, mixing={"attentivecutmix": {}}), ALONE).step.teacher.columns is None
+    more = replace(chosen, dataset=DataOptions(num_classes=5), objectives={"hard": {}, "distillation": {}})
+    with pytest.raises(EverytokenError, match="num_classes is more than the data has classes"):
+        build(more, ALONE)
 
 
 def test_foreign_weights_of_other_classes_are_transferred(photos, tmp_path):

@@ -30,6 +30,8 @@ def test_every_shipped_recipe_fits_the_options_and_says_what_it_is(name):
     assert "Run by us:" in text
     assert "Source:" in text
     assert options.objectives or "plain" in name or name in FINETUNE
+    if {"token_labeling", "relabel"} & set(options.objectives):
+        assert "Needs: score maps" in text or "--maps MAPS" in text
 
 
 def test_a_recipe_survives_the_way_to_a_run_folder_and_back():

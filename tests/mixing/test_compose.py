@@ -74,7 +74,7 @@ def test_a_teacher_that_saw_the_mixed_pixels_labels_the_swapped_tokens(case):
     _, images, labels, _, mix, view, by_hand = case
     g = torch.Generator().manual_seed(2)
     teacher = TeacherView(torch.randn(4, 3, generator=g), torch.randn(4, 4, 4, 3, generator=g))
-    got = OnlineTokenLabeling(beta=1.0)(view, Batch(images, labels, teacher=teacher))
+    got = OnlineTokenLabeling(beta=1.0, class_target="teacher")(view, Batch(images, labels, teacher=teacher))
     expected = cross_entropy(swapped(teacher.token_logits.softmax(-1), mix), by_hand.token_logits)
     torch.testing.assert_close(got["token"], expected)
     label = teacher.logits.softmax(-1)

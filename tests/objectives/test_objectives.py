@@ -238,9 +238,9 @@ def test_online_tokens_follow_the_teachers_tokens():
     batch, view, teacher = a_batch(), a_view(), a_teacher()
     got = OnlineTokenLabeling()(view, replace(batch, teacher=teacher))
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, teacher.token_logits).mean())
-    torch.testing.assert_close(got["class"], soft(view.logits, teacher.logits).mean())
-    truth = OnlineTokenLabeling(class_target="truth")(view, replace(batch, teacher=teacher))
-    torch.testing.assert_close(truth["class"], HardLabels()(view, batch)["class"])
+    torch.testing.assert_close(got["class"], HardLabels()(view, batch)["class"])  # y^cls of equation 3
+    machine = OnlineTokenLabeling(class_target="teacher")(view, replace(batch, teacher=teacher))
+    torch.testing.assert_close(machine["class"], soft(view.logits, teacher.logits).mean())
     assert set(OnlineTokenLabeling(class_target="none")(view, replace(batch, teacher=teacher))) == {"loss", "token"}
 
 
@@ -258,7 +258,7 @@ def test_a_teacher_on_another_grid_is_resampled():
 def test_a_teacher_that_saw_clean_images_answers_for_both_partners():
     mix, teacher, view = draw(MixToken(mode="elem")), a_teacher(), a_view()
     batch = a_batch(mix)
-    got = OnlineTokenLabeling()(view, replace(batch, teacher=teacher))
+    got = OnlineTokenLabeling(class_target="teacher")(view, replace(batch, teacher=teacher))
     shown = apply_to_tokens(teacher.token_logits, mix)
     torch.testing.assert_close(got["token"], 0.5 * soft(view.token_logits, shown).mean())
     p, r = teacher.logits.softmax(-1), mix.ratio[:, None]
@@ -311,7 +311,8 @@ def test_objectives_say_what_they_need():
     assert TokenLabeling(class_target="machine").requires == {"maps", "token_logits"}
     assert TokenLabeling().requires == {"maps", "token_logits", "labels"}
     assert TokenLabeling(class_target="truth", class_term=False).requires == {"maps", "token_logits"}
-    assert OnlineTokenLabeling().requires == {"teacher", "token_logits"}
+    assert OnlineTokenLabeling().requires == {"teacher", "token_logits", "labels"}
+    assert OnlineTokenLabeling(class_target="teacher").requires == {"teacher", "token_logits"}
     assert Distillation(through="distillation").requires == {"teacher", "distill_logits"}
 
 

@@ -25,7 +25,7 @@ _LEAST = {
     **dict.fromkeys(("epochs", "batch_size", "grad_accum_steps", "lr_base_size"), 1),
     **dict.fromkeys(("keep", "log_interval", "val_interval", "bad_loss_limit", "repeat_augment"), 1),
     **dict.fromkeys(("lr", "lr_base", "min_lr", "warmup_lr", "weight_decay", "layer_decay", "decay_rate"), 0),
-    **dict.fromkeys(("iters", "val_iters", "warmup_epochs", "warmup_iters", "cooldown_epochs", "clip_grad"), 0),
+    **dict.fromkeys(("iters", "val_iters", "warmup_epochs", "warmup_iters", "clip_grad"), 0),
     **dict.fromkeys(("checkpoint_minutes", "checkpoint_steps", "threads", "workers", "val_batch_size", "patience"), 0),
 }
 

@@ -54,7 +54,7 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     task.trainable_module = distribute(task.module, task.backbone, world, fsdp)
     seconds, load_seconds = step_seconds(task, options, steps)
     per_update = max(seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
-    total = optim.iters or updates * (optim.epochs + optim.cooldown_epochs)
+    total = optim.iters or updates * optim.epochs
     warmup = f"{warmup_epochs(optim, updates):g} warm-up {'updates' if optim.iters else 'epochs'}"
     rate = learning_rate(optim, global_batch)
     return {

@@ -146,7 +146,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:
-    """timm's schedule, stepped every update; also the number of updates in all, cool-down included.
+    """timm's schedule, stepped every update; also the number of updates in all.
 
     "linear" is timm's "poly" with a power of 1 (its own default, 0.1, is nearly constant). Warm-up and end are never
     above the learning rate itself, which a small batch may have made smaller than them. Where updates are counted
@@ -157,13 +157,12 @@ def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoc
     more: dict[str, Any] = {"decay_rate": 1.0} if linear else {}
     if options.sched in DECAYING:
         more = {"decay_rate": options.decay_rate, "decay_milestones": list(options.decay_milestones)}
-    unit = 1 if options.iters else updates_per_epoch
-    schedule, epochs = create_scheduler_v2(
+    unit, length = (1, options.iters) if options.iters else (updates_per_epoch, options.epochs)
+    schedule, _ = create_scheduler_v2(
         optimizer,
         sched="poly" if linear else options.sched,
         **more,
-        num_epochs=options.iters or options.epochs,
-        cooldown_epochs=0 if options.iters else options.cooldown_epochs,
+        num_epochs=length,
         min_lr=min(options.min_lr, highest),
         warmup_lr=min(options.warmup_lr, highest),
         warmup_epochs=warmup_epochs(options, updates_per_epoch),
@@ -171,4 +170,4 @@ def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoc
         step_on_epochs=False,
         updates_per_epoch=unit,
     )
-    return schedule, epochs * unit
+    return schedule, length * unit

@@ -37,7 +37,8 @@ class ModelOptions:
     teacher: str = ""
     """Teacher model for online distillation (objectives `distillation` and `online_token`): a timm name with the
     tag of its weights (regnety_160.deit_in1k), a run folder, registry:NAME, or fit:MAPS for the network that
-    `everytoken annotate --annotator fit` trained and saved with its maps."""
+    `everytoken annotate --annotator fit` trained and saved with its maps. Its classes are matched by name; it may
+    know more than the data has."""
     teacher_weights: str = ""
     """Weights of the teacher; empty: timm's pretrained weights."""
     norm_eval: bool = False
@@ -116,8 +117,6 @@ class OptimOptions:
     """Where warm-up starts."""
     min_lr: float = 1e-5
     """Where the schedule ends."""
-    cooldown_epochs: int = 0
-    """Further epochs at the last learning rate."""
     clip_grad: float = 0.0
     """Clip the gradient's norm at this value; 0: off."""
     grad_accum_steps: int = 1

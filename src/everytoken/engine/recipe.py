@@ -80,7 +80,8 @@ def parse_recipe(text: str, where: str) -> dict[str, Any]:
 
 def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a recipe, a run folder or a call with the names that they have now."""
-    renamed = {ALIASES.get(key, key): value for key, value in values.items() if key != "pretrained"}
+    gone = {"pretrained", *(["cooldown_epochs"] if not values.get("cooldown_epochs") else [])}  # no longer an option
+    renamed = {ALIASES.get(key, key): value for key, value in values.items() if key not in gone}
     if "pretrained" in values and not renamed.get("weights"):  # a file took precedence
         renamed["weights"] = "timm" if values["pretrained"] else ""
     return renamed

@@ -104,7 +104,7 @@ def need_labels(batch: Batch, who: str) -> Tensor:
     """The batch's labels, or an error that says who wants them."""
     if batch.labels is None:
         raise EverytokenError(
-            f"{who} needs class labels in the batch, and this one has none. 'online_token' and 'drloc' learn without."
+            f"{who} needs class labels in the batch, and this one has none. 'distillation' and 'drloc' learn without."
         )
     return batch.labels
 

@@ -1,7 +1,7 @@
 """`online_token`: token labeling with a teacher that answers during training.
 
 Paper: All Tokens Matter, online token labeling (Table 4): the teacher sees the student's input and labels its tokens.
-Equation: L = H(cls) + β · mean over tokens of H(softmax(teacher token), token).
+Equation 3: L = H(cls, y^cls) + β · mean over tokens of H(softmax(teacher token), token).
 Differently: teacher grids of any size are resampled, and no K-wide target is kept. Cost: the teacher's forward pass.
 """
 
@@ -30,14 +30,14 @@ class OnlineTokenLabeling(Objective):
     Args:
         beta: β.
         temperature: of teacher and student.
-        class_target: what the class token learns: the "teacher"'s class logits, the "truth", or "none" (no term).
+        class_target: what the class token learns: the "truth" (paper), the "teacher"'s class logits, or "none".
         smoothing: of the truth.
         weight: of all terms in the loss.
 
     Example:
         with torch.no_grad():
             answer = TeacherView(*teacher.class_and_cell_logits(images))   # [B, K] and [B, h, w, K]
-        OnlineTokenLabeling()(model(images), Batch(images, teacher=answer))["loss"].backward()
+        OnlineTokenLabeling()(model(images), Batch(images, labels, teacher=answer))["loss"].backward()
     """
 
     name = "online_token"
@@ -46,12 +46,12 @@ class OnlineTokenLabeling(Objective):
         self,
         beta: float = 0.5,
         temperature: float = 1.0,
-        class_target: Literal["teacher", "truth", "none"] = "teacher",
+        class_target: Literal["truth", "teacher", "none"] = "truth",
         smoothing: float = 0.1,
         weight: float = 1.0,
     ) -> None:
         super().__init__(weight)
-        check_choice(self.name, "class_target", class_target, ("teacher", "truth", "none"))
+        check_choice(self.name, "class_target", class_target, ("truth", "teacher", "none"))
         self.beta, self.temperature, self.class_target = beta, temperature, class_target
         self.hard = HardLabels(smoothing)
         self.teaches_class = class_target != "none"

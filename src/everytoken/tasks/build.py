@@ -13,6 +13,7 @@ import torch
 from timm.data import resolve_data_config
 from torch import nn
 
+from everytoken.classes import ClassList, match_classes
 from everytoken.data import datasets
 from everytoken.data.augment import EvalTransform, TrainTransform
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, find_split
@@ -100,7 +101,9 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     if store is not None:
         _check_released(store, objectives)
     train_view, eval_view = build_views(options, config)
-    teacher = build_teacher(options, config, num_classes, class_names)
+    asked = any("teacher" in required_by(o) or not hasattr(o, "requires") for o in objectives.values())
+    teacher, more = build_teacher(options, config, class_names, asked)
+    notes += more
     mixer, compiled = build_mixer(options.mixing), options.model.torchcompile
     vote = options.model.token_vote or float(options.model.model_kwargs.get("token_vote", 0.0))
     if vote and token_names != class_names:
@@ -371,38 +374,33 @@ def build_views(options: TrainOptions, config: dict[str, Any]) -> tuple[TrainTra
 
 
 def build_teacher(
-    options: TrainOptions, config: dict[str, Any], num_classes: int, class_names: tuple[str, ...]
-) -> FrozenTeacher | None:
-    """The teacher, or None."""
+    options: TrainOptions, config: dict[str, Any], class_names: tuple[str, ...], asked: bool
+) -> tuple[FrozenTeacher | None, list[str]]:
+    """The teacher, if there is one, and notes about it. Its classes matter only if an objective asks for them."""
     name, path = options.model.teacher, options.model.teacher_weights
     if not name:
-        return None
-    student = (config["mean"], config["std"])
+        return None, []
+    norm: tuple[tuple[float, ...], tuple[float, ...]]
     if name.startswith("fit:"):
         from everytoken.annotators.fit import kept_network
 
         network, view, names = kept_network(Path(name.removeprefix("fit:")))
-        if names != class_names:
-            raise EverytokenError(
-                f"the teacher {name} was trained on other classes ({', '.join(names[:3])}, ...) than these "
-                f"({', '.join(class_names[:3])}, ...)"
-            )
-        return FrozenTeacher(TokenModel(network), student, (view.mean, view.std))
-    loaded = open_model(path, architecture=name) if path else open_model(source_of(name))
-    teacher_classes = loaded.model.backbone.num_classes
-    if teacher_classes != num_classes:
-        raise EverytokenError(
-            f"the teacher {name} knows {teacher_classes} classes and the student {num_classes}; give one that was "
-            "trained on these classes (teacher_weights)"
-        )
-    about = loaded.info
-    if about.class_names and about.class_names != class_names:
-        raise EverytokenError(
-            f"the teacher {loaded.source} has the classes {', '.join(about.class_names[:3])}, ..., and the data "
-            f"{', '.join(class_names[:3])}, ...: in this order its answers would be taken for other classes"
-        )
-    model = loaded.model
-    if about.token_class_names != about.class_names or not about.class_names:
-        # its token head has other classes, or is not known to be trained
-        model = with_own_head(model.backbone, about if about.class_names else None)
-    return FrozenTeacher(model, student, (about.mean, about.std))
+        model, norm, classes = TokenModel(network), (view.mean, view.std), ClassList(len(names), tuple(names))
+    else:
+        loaded = open_model(path, architecture=name) if path else open_model(source_of(name))
+        about, model, classes = loaded.info, loaded.model, loaded.classes
+        norm = (about.mean, about.std)
+        if about.token_class_names != about.class_names or not about.class_names:
+            # its token head has other classes, or is not known to be trained
+            model = with_own_head(model.backbone, about if about.class_names else None)
+    columns, notes = None, []
+    if asked:
+        if options.dataset.num_classes > len(class_names):
+            raise ContradictionError("num_classes is more than the data has classes: a teacher answers for those alone")
+        columns = match_classes(classes, class_names, f"{options.data}, for the teacher {name}").labels.tolist()
+        if len(columns) < classes.count:
+            notes = [
+                f"{len(columns)} of the {classes.count} classes of the teacher {name} are those of the data, by name"
+            ]
+        columns = None if columns == list(range(classes.count)) else columns
+    return FrozenTeacher(model, (config["mean"], config["std"]), norm, columns), notes

@@ -30,6 +30,7 @@ class FrozenTeacher:
     Args:
         model: its token view.
         student_norm, own_norm: (mean, std) that the images were normalised with, and that the teacher wants.
+        columns: for each of the student's classes, which of the teacher's it is; None: they are the same.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class FrozenTeacher:
         model: TokenModel,
         student_norm: tuple[Sequence[float], Sequence[float]],
         own_norm: tuple[Sequence[float], Sequence[float]],
+        columns: Sequence[int] | None = None,
     ) -> None:
+        self.columns = None if columns is None else torch.tensor(columns)
         self.model = model.eval().requires_grad_(False)
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in student_norm)
         own_mean, own_std = (torch.tensor(v).view(1, -1, 1, 1) for v in own_norm)
@@ -50,15 +53,15 @@ class FrozenTeacher:
     def __call__(self, images: Tensor, cells: bool) -> TeacherView:
         """Images as the student gets them -> class logits and, if asked for, logits at every cell."""
         images = self.normalised(images)
-        if cells:
-            return TeacherView(*self.model.class_and_cell_logits(images))
-        return TeacherView(self.model(images).logits)
+        answers = list(self.model.class_and_cell_logits(images) if cells else (self.model(images).logits,))
+        return TeacherView(*(answers if self.columns is None else [logits[..., self.columns] for logits in answers]))
 
     def normalised(self, images: Tensor) -> Tensor:
         """The student's images, normalised as the teacher wants them. The teacher follows them to their device."""
         if self.scale.device != images.device:
             self.model.to(images.device)
             self.scale, self.shift = self.scale.to(images.device), self.shift.to(images.device)
+            self.columns = None if self.columns is None else self.columns.to(images.device)
         return images * self.scale + self.shift
 
 
