@@ -86,9 +86,9 @@ class Cell:
         """The photos as a folder of class folders."""
         place = self.work / "photos" / self.name
         if not place.exists():
-            for path, k in self.train:
+            for number, (path, k) in enumerate(self.train):  # names may occur twice
                 (place / self.classes[k]).mkdir(parents=True, exist_ok=True)
-                os.symlink(path, place / self.classes[k] / path.name)
+                os.symlink(path, place / self.classes[k] / f"{number}-{path.name}")
         return place
 
 
