@@ -26,8 +26,9 @@ from everytoken.annotators.linear import fit_linear, stratified_folds
 from everytoken.data.datasets import open_dataset
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.distributed import World
+from everytoken.evaluation.run import eval_view
 from everytoken.maps import Maps
-from everytoken.models.open import Description, open_model
+from everytoken.models.open import Description, open_model, timm_config
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -183,6 +184,18 @@ def test_the_folded_model_answers_as_the_head_and_opens_by_itself(data, backbone
     torch.testing.assert_close(answer, fit.head(torch.from_numpy(features.values[3])), rtol=1e-2, atol=1e-2)
 
 
+def test_a_squashed_view_travels_with_the_model(data, backbone, tmp_path):
+    network = FrozenBackbone(backbone, squash=True)
+    assert network.key != FrozenBackbone(backbone).key
+    model, info = network.with_head(
+        fit_features(compute_features(data, network, workers=0), data, 2).head, data.class_names
+    )
+    write_weights(tmp_path / "best.safetensors", model.state_dict(), info.to_metadata())
+    opened = open_model(tmp_path)
+    assert (eval_view(opened.info).crop_mode, opened.info.crop_pct) == ("squash", 1.0)
+    assert timm_config(opened.model.backbone, opened.info)["pretrained_cfg"]["crop_mode"] == "squash"
+
+
 def test_models_without_a_linear_classifier_are_refused(backbone, monkeypatch):
     assert features_module._classifiers(timm.create_model("test_byobnet", num_classes=0)) == []
     monkeypatch.setattr(features_module, "_classifiers", lambda model: [])
@@ -196,9 +209,10 @@ def test_cross_validation_chooses_between_backbones_and_leaves_slow_ones_out(
     data = open_dataset(photos_of(per_class=10))
     offered = [Candidate(backbone, 32), Candidate(backbone, 64)]
     choice = choose_backbone(data, offered, tmp_path, workers=0)
-    assert len(choice.trials) == 2
+    assert [trial.candidate.squash for trial in choice.trials] == [False, False, True]  # the best one, squashed
     best = min(choice.trials, key=lambda trial: trial.loss)
     assert choice.backbone.info.img_size == (best.candidate.img_size,) * 2
+    assert (choice.backbone.view.crop_mode == "squash") == best.candidate.squash
     assert len(choice.fit.labels) == 30
     quick = choose_backbone(data, offered, tmp_path, seconds=0.0, workers=0)
     assert [trial.candidate.img_size for trial in quick.trials] == [32]
@@ -228,16 +242,18 @@ def test_all_photos_decide_between_backbones_that_few_do_not_tell_apart(photos_o
     )
     monkeypatch.setattr(features_module, "_is_decided", lambda first, second: False)
     chosen = choose_backbone(data, offered, tmp_path, workers=0)
-    assert seen == [15, 15, 36, 36]
+    assert seen == [15, 15, 15, 36, 36, 36]
     losses = [
         fit_features(compute_features(data, FrozenBackbone(backbone, s), tmp_path, workers=0), data).loss
         for s in (32, 64)
     ]
-    assert chosen.fit.loss == pytest.approx(min(losses))
+    squashed = FrozenBackbone(backbone, chosen.backbone.info.img_size[0], squash=True)
+    losses.append(fit_features(compute_features(data, squashed, tmp_path, workers=0), data).loss)
+    assert chosen.fit.loss <= min(losses) + 1e-6
     seen.clear()
     monkeypatch.setattr(features_module, "_is_decided", lambda first, second: True)
     choose_backbone(data, offered, tmp_path, workers=0)
-    assert seen == [15, 15, 36]
+    assert seen == [15, 15, 15, 36]
 
 
 # -- the annotator -----------------------------------------------------------------------------------------------------

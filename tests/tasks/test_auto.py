@@ -323,9 +323,9 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
         return features_module.Trial(features_module.Candidate(name, 64), accuracy, 1 - accuracy, 0.0, cost, images=400)
 
     monkeypatch.setattr(auto_module, "cores", lambda: 1)
-    monkeypatch.setattr(auto_module, "FrozenBackbone", lambda name, size, device: SimpleNamespace(name=name))
+    monkeypatch.setattr(auto_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
     monkeypatch.setattr(auto_module, "compute_features", lambda *_, **__: None)
-    large = SimpleNamespace(name="large", info=SimpleNamespace(img_size=(64, 64)), device="cpu")
+    large = SimpleNamespace(name="large", info=SimpleNamespace(img_size=(64, 64), crop_mode="center"), device="cpu")
     trials = (trial("small", 0.8 - behind, 0.01), trial("large", 0.8, 0.2))
     choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
     told = auto_module.Story("")

@@ -56,13 +56,18 @@ _SMALL = 128  # pixels: a third of the work at the usual size
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backbone by its name, as `open_model` takes it, and the side of its input in pixels (0: its own)."""
+    """A backbone by its name, as `open_model` takes it, and the side of its input in pixels (0: its own).
+
+    squash: photos are resized to a square as a whole, instead of cropped to their centre.
+    """
 
     name: str
     img_size: int = 0
+    squash: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} at {self.img_size} px" if self.img_size else self.name
+        size = f" at {self.img_size} px" if self.img_size else ""
+        return f"{self.name}{size}{', whole photos squashed' if self.squash else ''}"
 
 
 def available_weights() -> list[str]:
@@ -83,6 +88,7 @@ class FrozenBackbone:
         name: as `open_model` takes it: registry:NAME, timm:NAME, hf-hub:NAME, a run folder, a weights file.
         img_size: side of its input, or (height, width); 0: its own.
         device: where to put it.
+        squash: resize photos to the input as a whole, instead of as the network was trained.
 
     Attributes:
         info: architecture, size, crop and normalisation of its view.
@@ -90,7 +96,13 @@ class FrozenBackbone:
         key: changes with everything that the features depend on.
     """
 
-    def __init__(self, name: str, img_size: int | tuple[int, int] = 0, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        name: str,
+        img_size: int | tuple[int, int] = 0,
+        device: torch.device | str = "cpu",
+        squash: bool = False,
+    ) -> None:
         opened = open_model(name, img_size=img_size or None)
         backbone: Any = opened.model.backbone
         if not _classifiers(backbone):
@@ -104,6 +116,8 @@ class FrozenBackbone:
         if ":" in architecture:  # hf-hub:USER/NAME
             architecture = str(backbone.pretrained_cfg["architecture"])
         self.info = replace(opened.info, architecture=architecture, class_names=(), token_class_names=())
+        if squash:
+            self.info = replace(self.info, crop_mode="squash", crop_pct=1.0)
         view = {"weights": weights, **asdict(self.info)}
         self.key = hashlib.sha256(json.dumps(view, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.dim = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
@@ -120,9 +134,7 @@ class FrozenBackbone:
     def view(self) -> EvalTransform:
         """Resize and centre crop, as `predict` and `eval` will use them."""
         info = self.info
-        return EvalTransform(
-            info.img_size, info.crop_pct, interpolation=info.interpolation, mean=info.mean, std=info.std
-        )
+        return EvalTransform(info.img_size, info.crop_pct, info.crop_mode, info.interpolation, info.mean, info.std)
 
     def pooled(self, images: Tensor) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]."""
@@ -346,7 +358,8 @@ def choose_backbone(
 ) -> Choice:
     """The best of the candidates by cross-validation, with features of all images and a head that is fitted on them.
 
-    Candidates are compared on at most `PROBED` images. One that would take more than what is left of `seconds` for all
+    Candidates are compared on at most `PROBED` images, the best one also with photos that are squashed to a square:
+    which is better depends on where the objects are. One that would take more than what is left of `seconds` for all
     images is left out; the first is always tried, on small images if it has to be. Where these images do not tell the
     best from another candidate and time is left, all images decide between them.
     """
@@ -359,38 +372,56 @@ def choose_backbone(
     few = _spread(data, digests, PROBED, seed)
     started, skipped = time.perf_counter(), list[str]()
     tried: list[tuple[Trial, FrozenBackbone, LinearFit | None]] = []
-    for candidate in offered:
-        fixed, backbone = candidate.img_size, FrozenBackbone(candidate.name, candidate.img_size, device)
-        candidate = replace(candidate, img_size=backbone.info.img_size[0])
-        if len(offered) == 1:
-            tried.append((Trial(candidate, 0.0, 0.0, 0.0), backbone, None))
-            break
-        rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
-        if not tried and rate * len(data) > seconds and not fixed and candidate.img_size > _SMALL:
-            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
-            candidate = replace(candidate, img_size=_SMALL)
-            backbone = FrozenBackbone(candidate.name, _SMALL, device)
-        if tried and rate * len(data) > seconds - (time.perf_counter() - started):
-            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
-            continue
-        subset, some = data.subset(few), [digests[i] for i in few]
-        fit = fit_features(
-            compute_features(subset, backbone, cache, digests=some, workers=workers), subset, folds, seed
-        )
+    subset, some = data.subset(few), [digests[i] for i in few]
+    fast = len(few) >= _MANY
+
+    def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
+        features = compute_features(subset, backbone, cache, digests=some, workers=workers)
+        fit = fit_features(features, subset, folds, seed)
         training = 3 * _seconds_per_image(backbone, backbone.pooled)
         tried.append((Trial(candidate, fit.accuracy, fit.loss, rate, training, len(fit.labels)), backbone, fit))
         what = "mAP" if data.multi_label else "accuracy"
         logger.info(f"{candidate}: {what} {fit.accuracy:.1%} in cross-validation of {len(fit.labels):,} photos")
+
+    def late(rate: float) -> bool:
+        return rate * len(data) > seconds - (time.perf_counter() - started)
+
+    for candidate in offered:
+        fixed, backbone = (
+            candidate.img_size,
+            FrozenBackbone(candidate.name, candidate.img_size, device, candidate.squash),
+        )
+        candidate = replace(candidate, img_size=backbone.info.img_size[0])
+        if len(offered) == 1:
+            tried.append((Trial(candidate, 0.0, 0.0, 0.0), backbone, None))
+            break
+        rate = _seconds_per_image(backbone, backbone.fast_pooled if fast else backbone.pooled)
+        if not tried and late(rate) and not fixed and candidate.img_size > _SMALL:
+            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+            candidate = replace(candidate, img_size=_SMALL)
+            backbone = FrozenBackbone(candidate.name, _SMALL, device)
+        if tried and late(rate):
+            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+            continue
+        probe(candidate, backbone, rate)
+    if len(offered) > 1:
+        best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
+        squashed = replace(best_trial.candidate, squash=True)
+        if not late(best_trial.seconds_per_image):
+            backbone = FrozenBackbone(squashed.name, squashed.img_size, device, squash=True)
+            probe(squashed, backbone, best_trial.seconds_per_image)
+        else:
+            skipped.append(str(squashed))
     trials = tuple(trial for trial, _, _ in tried)
     tried.sort(key=lambda row: row[0].loss)
     best: Choice | None = None
-    for trial, backbone, probe in tried:
-        if best is not None:
-            late = trial.seconds_per_image * len(data) > seconds - (time.perf_counter() - started)
-            if late or len(few) == len(data) or _is_decided(tried[0][2], probe):
-                continue
+    for trial, backbone, first in tried:
+        if best is not None and (
+            late(trial.seconds_per_image) or len(few) == len(data) or _is_decided(tried[0][2], first)
+        ):
+            continue
         features = compute_features(data, backbone, cache, digests=digests, workers=workers, progress=progress)
-        whole = probe if probe is not None and len(few) == len(data) else None
+        whole = first if first is not None and len(few) == len(data) else None
         fit = whole or fit_features(features, data, folds, seed)
         if best is None or fit.loss < best.fit.loss:
             best = Choice(backbone, features, fit, trials, tuple(skipped))

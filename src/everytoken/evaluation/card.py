@@ -186,9 +186,11 @@ def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
         )
     if set(differences) - {"model.pt2"}:
         parts.append("```sh\neverytoken predict FOLDER photos --out predictions.csv\n```")
-    short = [int(side / info.crop_pct) for side in info.img_size]
+    side = int(info.img_size[0] / info.crop_pct)
+    resized = {"center": "the short side", "squash": "both sides", "border": "the long side"}[info.crop_mode]
+    rest = "padded with the mean colour to" if info.crop_mode == "border" else "the centre"
     parts.append(
-        f"Preprocessing: RGB, upright, the short side resized to {short[0]} pixels ({info.interpolation}), the centre "
+        f"Preprocessing: RGB, upright, {resized} resized to {side} pixels ({info.interpolation}), {rest} "
         f"{info.img_size[1]} x {info.img_size[0]}, divided by 255, mean {list(info.mean)}, std {list(info.std)}."
     )
     return "\n\n".join(parts)

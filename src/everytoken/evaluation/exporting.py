@@ -235,6 +235,16 @@ def _first(output: Any) -> Tensor:
     return logits
 
 
+def resizing(info: Description) -> dict[str, Any]:
+    """How an image gets its size, for `preprocessing` in the metadata and for the card."""
+    sides = [int(side / info.crop_pct) for side in info.img_size]
+    if info.crop_mode == "center":
+        return {"resize_short_side": sides, "centre_crop": info.img_size}
+    if info.crop_mode == "squash":
+        return {"resize_both_sides": sides, "centre_crop": info.img_size}
+    return {"resize_long_side": sides, "pad_with_mean_colour": info.img_size}
+
+
 def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
     """model.onnx with named inputs and outputs, any batch size, and the description in its metadata."""
     import onnx
@@ -244,8 +254,7 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
     module = _Answers(opened, cells, opened.info.token_vote).eval()
     info = replace(opened.info, token_vote=0.0)  # which is in the logits now
     preprocessing = {
-        "resize_short_side": [int(side / info.crop_pct) for side in info.img_size],
-        "centre_crop": info.img_size,
+        **resizing(info),
         "interpolation": info.interpolation,
         "scale": "divide by 255",
         "mean": info.mean,

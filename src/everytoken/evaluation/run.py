@@ -179,6 +179,7 @@ def eval_view(info: Description) -> EvalTransform:
     return EvalTransform(
         img_size=(info.img_size[0], info.img_size[1]),
         crop_pct=info.crop_pct,
+        crop_mode=info.crop_mode,
         interpolation=info.interpolation,
         mean=info.mean,
         std=info.std,

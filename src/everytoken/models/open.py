@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -66,7 +66,7 @@ class Description:
         architecture: timm model name; arguments: of its constructor, `num_classes` and `img_size` included.
         class_names: of the class head.
         token_class_names: of the token head, if there is one.
-        img_size: (height, width); mean, std, crop_pct, interpolation: evaluation preprocessing.
+        img_size: (height, width); mean, std, crop_pct, crop_mode, interpolation: evaluation preprocessing.
         token_vote: in evaluation, this much of the strongest token logit of each class is added to the class logits.
         calibration: what held-out images say about its probabilities, if that is known.
         multi_label: an image may have several classes: probabilities are sigmoids, not a softmax.
@@ -84,6 +84,7 @@ class Description:
     token_vote: float = 0.0
     calibration: Calibration | None = None
     multi_label: bool = False
+    crop_mode: Literal["center", "squash", "border"] = "center"
 
     def values(self) -> dict[str, Any]:
         """As plain data, which `from_values` reads."""
@@ -137,7 +138,7 @@ def timm_config(backbone: nn.Module, info: Description) -> dict[str, Any]:
             "mean": info.mean,
             "std": info.std,
             "crop_pct": info.crop_pct,
-            "crop_mode": "center",
+            "crop_mode": info.crop_mode,
             "interpolation": info.interpolation,
             **{name: config[name] for name in kept if config.get(name) is not None},
         },
@@ -375,6 +376,7 @@ def _described(name: str, pretrained_cfg: Mapping[str, Any], arguments: Mapping[
         mean=config["mean"],
         std=config["std"],
         crop_pct=config["crop_pct"],
+        crop_mode=config["crop_mode"],
         interpolation=config["interpolation"],
     )
 

@@ -106,7 +106,7 @@ class Story:
     Attributes:
         images: changes with the names and labels of the photos.
         lines: every decision with its reason.
-        backbone, img_size: the chosen ones.
+        backbone, img_size, squash: the chosen candidate.
         epochs: of fine-tuning; None until it is decided.
         result: what was kept, and its numbers; empty until the end.
     """
@@ -115,6 +115,7 @@ class Story:
     lines: list[str] = field(default_factory=list)
     backbone: str = ""
     img_size: int = 0
+    squash: bool = False
     epochs: int | None = None
     result: dict[str, Any] = field(default_factory=dict)
 
@@ -254,7 +255,8 @@ def _decide(
         f"First model: a linear head on {choice.backbone.name}, {_words(answers, photos.val is None)}, after "
         f"{time.monotonic() - started:.0f} s: {output / 'linear'}"
     )
-    story.backbone, story.img_size = choice.backbone.name, choice.backbone.info.img_size[0]
+    chosen = _candidate(choice.backbone)
+    story.backbone, story.img_size, story.squash = chosen.name, chosen.img_size, chosen.squash
     if auto.linear:
         story.say("No fine-tuning, as asked (--linear).")
         story.epochs = 0
@@ -276,7 +278,7 @@ def _choose(
     offered = candidates(weights, options.model.img_size)
     cache = output / "features"
     if previous is not None and (before := _read(previous)) is not None and before.backbone:
-        offered = [Candidate(before.backbone, before.img_size)]
+        offered = [Candidate(before.backbone, before.img_size, before.squash)]
         cache = _cache_of(previous)
         RunFolder(output).write("features.txt", str(cache.resolve()))
         story.say(f"Continuing {previous}: its backbone and its features. Only new photos are computed.")
@@ -298,10 +300,15 @@ def _choose(
         reason = "as before" if previous else "as asked"
     else:
         reason = f"all that is on this machine ({', '.join(available_weights())})"
-    story.say(f"Backbone: {choice.backbone.name} at {choice.backbone.info.img_size[0]} px, {reason}.")
+    story.say(f"Backbone: {_candidate(choice.backbone)}: {reason}.")
     if choice.skipped:
         story.say(f"Not tried, for lack of time: {', '.join(choice.skipped)}.")
     return choice, cache
+
+
+def _candidate(backbone: FrozenBackbone) -> Candidate:
+    info = backbone.info
+    return Candidate(backbone.name, info.img_size[0], info.crop_mode == "squash")
 
 
 def _usual_size(data: DataSet, most: int = 25) -> str:
@@ -540,8 +547,8 @@ def _tunable(
     choice: Choice, images: int, seconds: float, cache: Path, data: DataSet, options: TrainOptions, story: Story
 ) -> Choice | None:
     """The backbone to fine-tune: the best one for which there is time, if it can catch up with the best linear head."""
-    name, size = choice.backbone.name, choice.backbone.info.img_size[0]
-    best = next(t for t in choice.trials if t.candidate == Candidate(name, size))
+    name = choice.backbone.name
+    best = next(t for t in choice.trials if t.candidate == _candidate(choice.backbone))
     if len(choice.trials) == 1:
         return choice  # how long it takes is timed anyway
 
@@ -569,7 +576,9 @@ def _tunable(
     story.say(
         f"Fine-tuning {chosen.candidate}, since {name} would take {needed(best):.0f} s and {seconds:.0f} s remain."
     )
-    backbone = FrozenBackbone(chosen.candidate.name, chosen.candidate.img_size, choice.backbone.device)
+    backbone = FrozenBackbone(
+        chosen.candidate.name, chosen.candidate.img_size, choice.backbone.device, chosen.candidate.squash
+    )
     features = compute_features(data, backbone, cache, digests=choice.features.digests, workers=options.dataset.workers)
     return replace(choice, backbone=backbone, features=features)
 

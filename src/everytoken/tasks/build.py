@@ -134,6 +134,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
         crop_pct=eval_view.crop_pct,
+        crop_mode=config["crop_mode"],
         interpolation=eval_view.interpolation,
         token_vote=vote,
         multi_label=train_set.multi_label,
@@ -369,7 +370,7 @@ def build_views(options: TrainOptions, config: dict[str, Any]) -> tuple[TrainTra
     size, mean, std = options.model.img_size, tuple(config["mean"]), tuple(config["std"])
     crop_pct = options.augment.crop_pct or config["crop_pct"]
     interpolation = options.augment.interpolation or config["interpolation"]
-    evaluation = EvalTransform(size, crop_pct, interpolation=interpolation, mean=mean, std=std)
+    evaluation = EvalTransform(size, crop_pct, config["crop_mode"], interpolation, mean, std)
     return TrainTransform(size, options.augment, mean=mean, std=std), evaluation
 
 
