@@ -1,14 +1,14 @@
 """`everytoken train FOLDER` against what a practitioner would do without it, on the same photos and at equal CPU time.
 
     python benchmarks/study/against_timm.py prepare --work DIR --flowers F --caltech C --grocery G
-    python benchmarks/study/against_timm.py run --work DIR [--arms linear timm ours] [--datasets ...]     continues where it stopped
+    python benchmarks/study/against_timm.py run --work DIR [--arms linear timm ours]        continues where it stopped
     python benchmarks/study/against_timm.py table
 
 Flowers-102, Caltech-101 and Grocery Store, 8 and 20 photos per class, seeds that draw the photos, up to 1,000 test
 photos that no run sees. Arms, each in one process with one thread:
 
 linear  timm and scikit-learn: logistic regression on frozen features of the best of the three registry networks, photos
-        squashed to the network's size. Network and penalty are chosen by 5-fold cross-validation on the training photos.
+        squashed to the network's size. Network and penalty are chosen by 5-fold cross-validation on training photos.
 timm    fine-tuning of the smallest of them at 224 px with a new head, AdamW, a cosine schedule, label smoothing, frozen
         batch norms and averaged weights, for as much CPU time as `ours` is given. The rate was chosen on other photos.
 ours    the command with `--minutes 5` and nothing else.
