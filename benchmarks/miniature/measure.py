@@ -5,6 +5,7 @@ WORK/measures.jsonl, answers per image to WORK/measured/KEY.npz; what is there i
 at its random start.
 
     pointing    percent of the validation images whose strongest cell for the true class lies in its box
+    mean_cell_top1      top-1 of the mean over cells
     box_iou     mean IoU of the box from the cells with the true one; whole_iou: the whole image taken for the box
     corrupted   top-1 over the 15 corruptions of ImageNet-C at severity 3, COUNT images
     flowers, caltech    top-1 of a linear probe (ridge): 10 and 15 training images per class, the test images
@@ -81,18 +82,20 @@ def batches(opened: OpenModel, images: np.ndarray, size: int = 100) -> list[Tens
     return [normalise(part.permute(0, 3, 1, 2), opened.info.mean, opened.info.std) for part in parts]
 
 
-def located(opened: OpenModel, data: DataSet, boxes: dict[str, tuple[int, ...]]) -> Columns:
-    """Whether the strongest cell of the true class lies in the box, and IoUs, of the first 2 * COUNT images.
+def located(opened: OpenModel, data: DataSet, boxes: dict[str, tuple[int, ...]], classes: list[int]) -> Columns:
+    """Whether the strongest cell of the true class lies in the box, and IoUs, of 2 * COUNT images.
 
     Cells are the token head's, or the class head's at every token; a cell counts by its logit minus the mean over
     classes, scaled to 0..1, enlarged, and cut at 0.45, as in `everytoken predict --locate`, without its filter.
     """
     chosen = keyed.generator(0, "located").permutation(len(data))[: 2 * COUNT]
-    keys, out = list(data.keys()), {"pointing": [], "box_iou": [], "whole_iou": []}
-    for start, images in enumerate(batches(opened, pixels(opened, data, chosen, "located"))):
+    keys, out = list(data.keys()), {"pointing": [], "box_iou": [], "whole_iou": [], "mean_cell_top1": []}
+    name = f"located-{opened.info.img_size[0]}"
+    for start, images in enumerate(batches(opened, pixels(opened, data, chosen, name))):
         numbers = chosen[100 * start : 100 * start + len(images)]
-        cells = opened.model.class_and_cell_logits(images)[1]
+        cells = opened.model.class_and_cell_logits(images)[1][..., classes]
         labels = torch.from_numpy(data.labels[numbers])
+        out["mean_cell_top1"] += (cells.mean((1, 2)).argmax(1) == labels).tolist()
         heat = scaled(cells[torch.arange(len(cells)), :, :, labels] - cells.mean(-1))
         fine = scaled(F.interpolate(heat[:, None], (64, 64), mode="bilinear")[:, 0]).numpy()
         for i, coarse, values in zip(numbers, heat, fine, strict=True):
@@ -171,14 +174,29 @@ def transfer(opened: OpenModel, options: argparse.Namespace) -> Columns:
     return out | {f"pacs_{name.split('_')[0]}": right for name, right in zip(tests, answers, strict=True)}
 
 
+def boxes_of(options: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    """Left, top, right, bottom of each validation image, inclusive."""
+    lines = (line.split("\t") for line in (options.data / "val" / "val_annotations.txt").read_text().splitlines())
+    return {name: tuple(int(value) for value in box[-4:]) for name, *box in lines}
+
+
+@torch.inference_mode()
+def annotator(name: str, images: Path, options: argparse.Namespace) -> dict:
+    """What the annotator itself knows about the validation images."""
+    data, opened = open_dataset(images, "val"), open_model(f"registry:efficientnet_{name}", img_size=study.SIZE)
+    opened.model.eval()
+    classes = [opened.classes.find(wordnet) for wordnet in data.class_names]
+    columns = located(opened, data, boxes_of(options), classes)
+    return {name: round(100 * float(values.mean()), 2) for name, values in columns.items()}
+
+
 @torch.inference_mode()
 def measure(opened: OpenModel, images: Path, options: argparse.Namespace) -> tuple[dict, Columns]:
     """The row, and what it is the mean of."""
     data = open_dataset(images, "val")
     opened.model.eval()
-    lines = (line.split("\t") for line in (options.data / "val" / "val_annotations.txt").read_text().splitlines())
-    boxes = {name: tuple(int(value) for value in box[-4:]) for name, *box in lines}
-    columns = {**located(opened, data, boxes), **corrupted(opened, data), **transfer(opened, options)}
+    everywhere = located(opened, data, boxes_of(options), list(range(data.num_classes)))
+    columns = {**everywhere, **corrupted(opened, data), **transfer(opened, options)}
     row: dict = {name: round(100 * float(values.mean()), 2) for name, values in columns.items()}
     old, figures = load("study/measure.py"), load("papers/tl_align_figures.py")
     some, labels = old._images(opened, images)
@@ -210,6 +228,10 @@ def main() -> None:
     done, finished = read_rows(work / "measures.jsonl"), read_rows(work / "results.jsonl")
     (work / "measured").mkdir(exist_ok=True)
     keys = [run.key for run in study.plan() if run.key in finished and options.only in run.key]
+    for name in ("lite2", "lite0"):
+        if f"annotator {name}" not in done:
+            row = annotator(name, work / "images" / "study", options)
+            append(work / "measures.jsonl", {"key": f"annotator {name}", **row})
     for key in [*keys, *(["untrained"] if keys else [])]:
         if key in done:
             continue

@@ -51,7 +51,7 @@ def pairs(work: Path) -> list[dict]:
                 continue
             row = {"part": run.part, "name": run.name, "base": base, "count": run.count, "seed": run.seed}
             first, second = (columns(work, key) for key in (other, run.key))
-            for column in first.keys() & second.keys():
+            for column in sorted(first.keys() & second.keys()):
                 values = 100 * (second[column] - first[column])
                 row[column] = [round(float(values.mean()), 3), round(float(values.var() / len(values)), 5)]
             out.append(row)
