@@ -37,14 +37,14 @@ from everytoken.data.batch import normalise
 from everytoken.data.decode import Picture
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.run_folder import Run, run_of
-from everytoken.errors import EverytokenError, did_you_mean, need
+from everytoken.errors import EverytokenError, did_you_mean, need, no_telemetry
 from everytoken.evaluation import ExportOptions, InferenceOptions
 from everytoken.evaluation.calibrated import calibrated, validation_set
 from everytoken.evaluation.card import model_card
 from everytoken.evaluation.run import eval_view, open_with
 from everytoken.files import disk_errors, plain_json, write_atomically
 from everytoken.maps.summary import sample_positions
-from everytoken.models.inference import export_onnx
+from everytoken.models.inference import export_onnx, open_session
 from everytoken.models.open import Description, OpenModel, timm_config, token_head_file
 
 if TYPE_CHECKING:
@@ -238,7 +238,6 @@ def _first(output: Any) -> Tensor:
 def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
     """model.onnx with named inputs and outputs, any batch size, and the description in its metadata."""
     import onnx
-    import onnxruntime
 
     outputs = ["logits", "cells"] if cells else ["logits"]
     module = _Answers(opened, cells, opened.info.token_vote).eval()
@@ -263,7 +262,7 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
         },
     )
     content = program.SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = open_session(content)
 
     def answer(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(map(torch.from_numpy, session.run(outputs, {"images": x.numpy()})))
@@ -330,6 +329,7 @@ def _quiet() -> Iterator[None]:
 
 def _push(folder: Path, names: list[str], options: ExportOptions) -> str:
     """Upload the files that were written; the address of the page."""
+    no_telemetry()
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
