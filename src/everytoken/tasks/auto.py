@@ -136,13 +136,16 @@ class Photos:
     val: DataSet | None
 
 
-def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: AutoOptions | None = None) -> Run:
+def train_photos(
+    options: TrainOptions, asked: Set[str] = frozenset(), auto: AutoOptions | None = None, trust_code: bool = False
+) -> Run:
     """The best classifier that this machine can make of these photos in the given time.
 
     Args:
         options: those that were asked for; the rest is decided.
         asked: names of the options that were given.
         auto: the budget.
+        trust_code: whether a recipe.yaml that was edited may name objectives by import paths.
     """
     auto, started = auto or AutoOptions(), time.monotonic()
     photos = _open(options)
@@ -158,7 +161,7 @@ def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: Aut
             _decide(options, asked, auto, photos, output, previous, story, started)
             _write(output, story)
         if story.epochs:
-            train_with(_fine_tuning(output, options))
+            train_with(_fine_tuning(output, options, trust_code))
         story.result = _keep(output, options, story)
         _write(output, story)
         folder.log(story.result["text"])
@@ -730,10 +733,10 @@ def _write_recipe(
     RunFolder(output).write("recipe.yaml", text)
 
 
-def _fine_tuning(output: Path, options: TrainOptions) -> TrainOptions:
+def _fine_tuning(output: Path, options: TrainOptions, trust_code: bool = False) -> TrainOptions:
     """The recipe of the folder, on this machine."""
     path = output / "recipe.yaml"
-    decided = replace(apply(TrainOptions(), read_recipe(str(path)), str(path)), recipe=str(path))
+    decided = replace(apply(TrainOptions(), read_recipe(str(path), trust_code), str(path)), recipe=str(path))
     machine = {name: value for name, value in flat(options).items() if name in _MACHINE}
     return apply(decided, {**machine, "out": str(output / "fine-tuned")}, "machine")
 
@@ -750,7 +753,7 @@ def _keep(output: Path, options: TrainOptions, story: Story) -> dict[str, Any]:
     text = "Kept: the linear head"
     source, answers = output / "linear", first
     if story.epochs:
-        decided = _fine_tuning(output, options)
+        decided = _fine_tuning(output, options, trust_code=True)  # which is only evaluated here
         _, val, _ = open_splits(decided)
         last = evaluated(output / "fine-tuned", val, decided)
         rival = _answers(output / "linear" / "on-held-out.npz")

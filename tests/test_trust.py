@@ -1,0 +1,226 @@
+"""What docs/trust.md promises about the network, foreign code and planted links."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from everytoken.cli import main
+from everytoken.errors import EverytokenError
+from everytoken.tasks.classify import train
+
+SRC = Path(__file__).parent.parent / "src" / "everytoken"
+SWITCHES = ("ORT_", "HF_", "MLFLOW_", "WANDB_", "DO_NOT_TRACK", "DISABLE_TELEMETRY")
+
+# -- telemetry --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Runs code in a process whose proxy is a listener here and whose home is empty.
+
+    Returns what it printed, what reached the proxy, and the files in its home.
+    """
+    heard: list[bytes] = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def listen() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                heard.append(connection.recv(200))
+
+    def run(code: str, **more: str) -> tuple[str, list[bytes], list[str]]:
+        home, proxy = tmp_path / "home", f"http://127.0.0.1:{server.getsockname()[1]}"
+        home.mkdir()
+        keep = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")  # CI and PYTEST_... silence some packages
+        environment = {name: os.environ[name] for name in keep if name in os.environ} | {"HOME": str(home)} | more
+        environment |= {name: proxy for word in ("http", "https", "all") for name in (f"{word}_proxy",)}
+        environment |= {name.upper(): value for name, value in environment.items() if name.endswith("_proxy")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=home, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, heard, sorted(str(p.relative_to(home)) for p in home.rglob("*") if p.is_file())
+
+    threading.Thread(target=listen, daemon=True).start()
+    yield run
+    server.close()
+
+
+def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
+    """It connects after some ten seconds, and writes a device id and a database at once, which is looked for here."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    code = (
+        "import torch; from everytoken.models.inference import faster, _Session\n"
+        "module = torch.nn.Conv2d(3, 4, 3).eval()\n"
+        "print(type(faster(module, torch.randn(3, 3, 8, 8))) is _Session)"
+    )
+    assert watched(code) == ("True\n", [], [])
+
+
+def test_mlflow_reports_nothing_and_leaves_no_installation_id(watched, tmp_path):
+    pytest.importorskip("mlflow")
+    code = (
+        "from pathlib import Path; from everytoken.engine.track import MLflow\n"
+        "MLflow('birds', Path('.'), {}).close()"
+    )
+    store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    assert watched(code, **store) == ("", [], ["trackers.json"])
+
+
+def test_commands_turn_off_the_reports_of_the_hub_and_of_wandb(watched):
+    pytest.importorskip("wandb")
+    code = (
+        "from everytoken.cli import main; main(['recipes'])\n"
+        "import huggingface_hub.constants, wandb.env\n"
+        "print(huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY, wandb.env.error_reporting_enabled())"
+    )
+    out, heard, files = watched(code)
+    assert out.splitlines()[-1] == "True False"
+    assert not heard
+    assert not files
+
+
+def test_a_download_from_python_turns_off_the_reports_of_the_hub(monkeypatch):
+    from everytoken.models.open import _downloading
+
+    monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with _downloading("nothing"):
+        assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+
+
+def test_who_wants_telemetry_keeps_it(monkeypatch):
+    from everytoken.errors import no_telemetry
+
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
+    no_telemetry()
+    assert os.environ["WANDB_ERROR_REPORTING"] == "true"
+
+
+def test_packages_with_telemetry_are_imported_at_one_door():
+    """`errors.need`, which turns it off first."""
+    reporting = ("import onnxruntime", "import wandb", "import mlflow", "import datasets")
+    lines = [(path, line.strip()) for path in SRC.rglob("*.py") for line in path.read_text().splitlines()]
+    assert [(path.name, line) for path, line in lines if line.startswith(reporting)] == []
+
+
+# -- code -------------------------------------------------------------------------------------------------------------
+
+TINY = [
+    *("--model", "vit_nano_patch4_32", "--img-size", "32", "--epochs", "1", "--batch-size", "12", "--workers", "0"),
+    *("--threads", "1", "--device", "cpu", "--warmup-epochs", "0", "--aa", ""),
+]
+MODULE = """
+from pathlib import Path
+import torch
+Path({mark!r}).touch()
+class Zero(torch.nn.Module):
+    def forward(self, view, batch=None):
+        return {{"loss": 0 * view.logits.sum()}}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(photos, tmp_path_factory):
+    """A finished run, not to be changed."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["train", str(photos), *TINY, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def foreign(trained, tmp_path):
+    """Makes a copy of the run whose config.yaml says something else: foreign(data="s3://...")."""
+
+    def foreign(**changes):
+        copy = tmp_path / "foreign"
+        shutil.copytree(trained, copy)
+        config = yaml.safe_load((copy / "config.yaml").read_text())
+        (copy / "config.yaml").write_text(yaml.safe_dump(config | changes))
+        return copy
+
+    return foreign
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """(the import path of an objective, the file that its module makes when it is imported)"""
+    mark = tmp_path / "imported"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/planted_code.py").write_text(MODULE.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
+    return "planted_code:Zero", mark
+
+
+def test_weights_of_a_run_bring_no_code(photos, foreign, planted, tmp_path, capsys):
+    name, mark = planted
+    source = foreign(objectives={"hard": {}, name: {}})
+    words = ["train", str(photos), "--weights", str(source), *TINY[4:], "--out", str(tmp_path / "out")]
+    for more in ([], ["--dry-run"], ["--set", "objectives.hard.smoothing=0.2"]):
+        assert main([*words, *more]) == 2
+        said = capsys.readouterr().err
+        assert str(source / "config.yaml") in said
+        assert name in said
+        assert "--trust-code" in said
+        assert len(said.splitlines()) == 1
+    assert main([*words, "--set", "objectives={hard: {}}"]) == 0
+    assert not mark.exists()
+
+
+def test_trusted_code_trains_and_is_asked_for_again_when_the_run_goes_on(photos, foreign, planted, tmp_path, capsys):
+    name, mark = planted
+    out = tmp_path / "out"
+    words = ["train", str(photos), "--weights", str(foreign(objectives={name: {}})), *TINY[4:], "--out", str(out)]
+    assert main([*words, "--trust-code"]) == 0
+    assert mark.exists()
+    capsys.readouterr()
+    assert main([*words, "--epochs", "2"]) == 2
+    assert f"{out / 'config.yaml'} names the objective {name!r}" in capsys.readouterr().err
+    assert main([*words, "--epochs", "2", "--trust-code"]) == 0
+    assert "Zero" in (out / "log.txt").read_text()
+
+
+def test_a_recipe_file_brings_no_code_and_cannot_trust_itself(photos, planted, tmp_path, capsys):
+    name, mark = planted
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"objectives": {name: {}}, "trust_code": True}))
+    words = ["train", str(photos), *TINY, "--recipe", str(recipe), "--out", str(tmp_path / "out")]
+    for more in ([], ["--dry-run"]):
+        assert main([*words, *more]) == 2
+        assert f"{recipe} names the objective {name!r}" in capsys.readouterr().err
+    with pytest.raises(EverytokenError, match="trust_code=True"):
+        train(photos, recipe=str(recipe))
+    assert not mark.exists()
+    assert main([*words, "--trust-code", "--dry-run"]) == 0
+    assert mark.exists()
+
+
+def test_code_that_is_typed_needs_no_trust(photos, planted, tmp_path):
+    name, mark = planted
+    words = ["train", str(photos), *TINY, "--set", f"objectives.{name}={{}}", "--dry-run"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert mark.exists()
+
+
+def test_the_recipe_in_an_output_folder_brings_no_code(planted, tmp_path):
+    """Of training that decides itself, which reads it again."""
+    from everytoken.engine.options import TrainOptions
+    from everytoken.tasks.auto import _fine_tuning
+
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"objectives": {planted[0]: {}}}))
+    with pytest.raises(EverytokenError, match="--trust-code"):
+        _fine_tuning(tmp_path, TrainOptions())
+    assert _fine_tuning(tmp_path, TrainOptions(), trust_code=True).objectives == {planted[0]: {}}
