@@ -1,6 +1,8 @@
 """What docs/trust.md promises about the network, foreign code and planted links."""
 
+import ast
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -72,8 +74,7 @@ def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
 def test_mlflow_reports_nothing_and_leaves_no_installation_id(watched, tmp_path):
     pytest.importorskip("mlflow")
     code = (
-        "from pathlib import Path; from everytoken.engine.track import MLflow\n"
-        "MLflow('birds', Path('.'), {}).close()"
+        "from pathlib import Path; from everytoken.engine.track import MLflow\nMLflow('birds', Path('.'), {}).close()"
     )
     store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
     assert watched(code, **store) == ("", [], ["trackers.json"])
@@ -224,3 +225,121 @@ def test_the_recipe_in_an_output_folder_brings_no_code(planted, tmp_path):
     with pytest.raises(EverytokenError, match="--trust-code"):
         _fine_tuning(tmp_path, TrainOptions())
     assert _fine_tuning(tmp_path, TrainOptions(), trust_code=True).objectives == {planted[0]: {}}
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["report", "eval", "predict", "explain", "export", "robust", "sheet"])
+def test_output_files_replace_planted_links(command, trained, photos, photo_maps, tmp_path):
+    """Each file that the command writes is a link to something precious when it is run again."""
+    image, victim = str(photos / "val/class-0/photo.0.png"), tmp_path / "victim"
+    words = {
+        "report": ["report", str(trained), "--out", "OUT/report.html"],
+        "eval": ["eval", str(trained), str(photos), "--out", "OUT/numbers"],
+        "predict": [
+            "predict",
+            str(trained),
+            image,
+            *("--out", "OUT/a.csv", "--coco", "OUT/b.json", "--pictures", "OUT"),
+        ],
+        "explain": ["explain", str(trained), image, "--out", "OUT"],
+        "export": ["export", str(trained), "--to", "timm", "--out", "OUT"],
+        "robust": ["robust", str(trained), "--suite", f"val={photos}", "--workers", "0", "--out", "OUT"],
+        "sheet": ["maps", "sheet", str(photo_maps), "--count", "2", "--out", "OUT/sheet.png"],
+    }[command]
+    victim.write_text("precious")
+    clean, dirty = tmp_path / "clean", tmp_path / "dirty"
+    for folder in (clean, dirty):
+        folder.mkdir()
+    assert not main([word.replace("OUT", str(clean)) for word in words])
+    names = [path.relative_to(clean) for path in clean.rglob("*") if path.is_file()]
+    assert names
+    for name in names:
+        (dirty / name).parent.mkdir(parents=True, exist_ok=True)
+        (dirty / name).symlink_to(victim)
+    assert not main([word.replace("OUT", str(dirty)) for word in words])
+    assert victim.read_text() == "precious"
+    assert [name for name in names if (dirty / name).is_symlink()] == []
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "checkpoints", "tensorboard", "wandb"])
+def test_training_stops_at_a_planted_link_that_it_would_follow(name, photos, tmp_path, monkeypatch, capsys):
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    out.mkdir()
+    if "." in name:
+        elsewhere.write_text("precious")
+    else:
+        elsewhere.mkdir()
+    (out / name).symlink_to(elsewhere)
+    trackers = {"tensorboard": ["--tensorboard"], "wandb": ["--wandb", "birds"]}.get(name, [])
+    for package in trackers[:1]:
+        pytest.importorskip(package.removeprefix("--"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    code = main(["train", str(photos), *TINY, *trackers, "--out", str(out)])
+    if name == "metrics.jsonl":  # begins anew, by a rename
+        assert not (out / name).is_symlink()
+    else:
+        assert code == 2
+        assert f"{out / name} is a link" in capsys.readouterr().err
+    assert elsewhere.read_text() == "precious" if elsewhere.is_file() else not list(elsewhere.iterdir())
+
+
+def test_a_default_folder_inside_a_run_is_not_a_link(foreign, photos, tmp_path, capsys):
+    run, elsewhere = foreign(), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name, words in (("export", ["--to", "timm"]), ("robust", ["--suite", f"val={photos}"])):
+        (run / name).symlink_to(elsewhere)
+        assert main([name, str(run), *words]) == 2
+        assert f"{run / name} is a link" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_folder_in_an_output_folder_is_not_a_link(trained, photos, tmp_path, capsys):
+    elsewhere, out = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    out.mkdir()
+    (out / "class-0").symlink_to(elsewhere)
+    assert main(["predict", str(trained), str(photos / "val"), "--pictures", str(out)]) == 2
+    assert f"{out / 'class-0'} is a link" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
+def test_output_is_written_by_one_module():
+    """`everytoken.files`: no plain writing anywhere else, which would follow links and could be torn."""
+    home = {"files.py", "data/remote.py"}  # the latter: archives in the cache, in files that `open_new` made
+    found = []
+    for path in SRC.rglob("*.py"):
+        if path.relative_to(SRC).as_posix() not in home:
+            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+            found += [f"{path.relative_to(SRC)}:{call.lineno}" for call in calls if writes(call)]
+    assert found == []
+
+
+def writes(call):
+    """Whether a call writes to a path: write_text, open(..., "a"), shutil.copy, picture.save(path) and so on."""
+    method = isinstance(call.func, ast.Attribute)
+    name, owner = (call.func.attr, ast.unparse(call.func.value)) if method else (ast.unparse(call.func), "")
+    words = [word.value for word in (*call.args, *(k.value for k in call.keywords)) if isinstance(word, ast.Constant)]
+    if name == "open":
+        modes = [word for word in words if isinstance(word, str) and re.fullmatch("[rwaxbt+]{1,4}", word)]
+        return any(set(mode) & set("wax+") for mode in modes)
+    if owner == "np" and name.startswith("save"):
+        return ast.unparse(call.args[0]) != "file"
+    if name == "save":  # of Pillow: to a file that is open, with its format
+        ours = not owner or re.fullmatch(r"self|unseen|saved\[0\]|result\.predictions|dcp|torch.*", owner)
+        return bool(call.args) and not ours and not {"PNG", "JPEG"} & set(words)
+    plain = ("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "tofile", "memmap")
+    return name in plain or (owner == "shutil" and name.startswith("copy"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("path.write_text(x)", "Path(a).write_bytes(x)", "open(p, 'a')", "path.open(mode='r+b')", "open(p, 'wb')"),
+        *("picture.save(path)", "draw(x).save(a / 'b.png', quality=88)", "shutil.copyfile(a, b)", "mark.touch()"),
+        *("np.save(path, array)", "np.savez(folder / 'a.npz', x=x)"),
+    ],
+)
+def test_plain_writing_would_be_found(code):
+    assert writes(ast.parse(code, mode="eval").body)

@@ -14,7 +14,7 @@ from everytoken.cli._parse import parse, values_of
 from everytoken.engine.run_folder import run_of
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, evaluate
-from everytoken.files import plain_json
+from everytoken.files import plain_json, write_atomically
 from everytoken.progress import Progress
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def main(argv: list[str], prog: str) -> None:
     if command.out:
         stem = command.out.removesuffix(".json").removesuffix(".csv")
         result.to_csv(f"{stem}.csv")
-        Path(f"{stem}.json").write_text(plain_json({**result.numbers, "classes": result.per_class()}))
+        content = plain_json({**result.numbers, "classes": result.per_class()})
+        write_atomically(Path(f"{stem}.json"), content.encode())
     if command.json:
         print(plain_json(result.numbers))
     else:

@@ -42,7 +42,7 @@ from everytoken.evaluation import ExportOptions, InferenceOptions
 from everytoken.evaluation.calibrated import calibrated, validation_set
 from everytoken.evaluation.card import model_card
 from everytoken.evaluation.run import eval_view, open_with
-from everytoken.files import disk_errors, plain_json, write_atomically
+from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
 from everytoken.maps.summary import sample_positions
 from everytoken.models.inference import export_onnx, open_session
 from everytoken.models.open import Description, OpenModel, timm_config, token_head_file
@@ -104,6 +104,8 @@ def run_export(source: str | Path | OpenModel, out: Path | None, options: Export
         )
     run = run_of(opened.source) if Path(opened.source).is_file() else None
     folder = out or _default_folder(opened, run)
+    if out is None:
+        refuse_link(folder)
     _check_folder(folder, kinds)
     remark = ""
     if not options.img_size:  # at another size, probabilities mean something else

@@ -68,7 +68,7 @@ from everytoken.engine.recipe import apply, flat, read_recipe
 from everytoken.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, read_run
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.calibrated import keep_calibration
-from everytoken.files import plain_json, write_atomically
+from everytoken.files import plain_json, refuse_link, write_atomically
 from everytoken.machine import cores, free_disk, memory
 from everytoken.models.open import timm_config
 from everytoken.reports.predictions import CACHE, stamp
@@ -152,6 +152,8 @@ def train_photos(
     images = keys_hash(photos.train) + (keys_hash(photos.val) if photos.val is not None else "")
     output, previous = _folder(options, images)
     folder = RunFolder(output)
+    for name in ("features", "fine-tuned", "linear", "maps"):
+        refuse_link(output / name)
     with folder.open():
         story = _read(output) or Story(images)
         if story.result:

@@ -116,7 +116,7 @@ def _fine_tuning(options: TrainOptions, weights: Weights, source: str) -> dict[s
 
 
 def _recorded(options: TrainOptions, decisions: Iterable[str]) -> tuple[Path, dict[str, Any]]:
-    """The output folder, and what was decided when its run began, if there is one; the first version scaled linearly."""
+    """The output folder, and what was decided when its run began, if any; the first version scaled linearly."""
     folder = Path(options.run.out or default_output(options))
     config = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
     known = {"lr_scaling": "linear", **{k: config[k] for k in decisions if k in config}} if config else {}
