@@ -1,6 +1,7 @@
 """What docs/trust.md promises about the network, foreign code and planted links."""
 
 import ast
+import contextlib
 import os
 import re
 import shutil
@@ -8,12 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from everytoken.cli import main
+from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
 from everytoken.tasks.classify import train
 
@@ -24,11 +27,8 @@ SWITCHES = ("ORT_", "HF_", "MLFLOW_", "WANDB_", "DO_NOT_TRACK", "DISABLE_TELEMET
 
 
 @pytest.fixture
-def watched(tmp_path):
-    """Runs code in a process whose proxy is a listener here and whose home is empty.
-
-    Returns what it printed, what reached the proxy, and the files in its home.
-    """
+def listener():
+    """(host:port, what was sent to it so far, a bytes for each connection)"""
     heard: list[bytes] = []
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -39,10 +39,26 @@ def watched(tmp_path):
             except OSError:
                 return
             with connection:
-                heard.append(connection.recv(200))
+                connection.settimeout(1)
+                heard.append(b"")
+                with contextlib.suppress(OSError):
+                    heard[-1] = connection.recv(200)
+
+    threading.Thread(target=listen, daemon=True).start()
+    yield f"127.0.0.1:{server.getsockname()[1]}", heard
+    server.close()
+
+
+@pytest.fixture
+def watched(tmp_path, listener):
+    """Runs code in a process whose proxy is a listener here and whose home is empty.
+
+    Returns what it printed, what reached the proxy, and the files in its home.
+    """
+    address, heard = listener
 
     def run(code: str, **more: str) -> tuple[str, list[bytes], list[str]]:
-        home, proxy = tmp_path / "home", f"http://127.0.0.1:{server.getsockname()[1]}"
+        home, proxy = tmp_path / "home", f"http://{address}"
         home.mkdir()
         keep = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")  # CI and PYTEST_... silence some packages
         environment = {name: os.environ[name] for name in keep if name in os.environ} | {"HOME": str(home)} | more
@@ -54,9 +70,7 @@ def watched(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout, heard, sorted(str(p.relative_to(home)) for p in home.rglob("*") if p.is_file())
 
-    threading.Thread(target=listen, daemon=True).start()
-    yield run
-    server.close()
+    return run
 
 
 def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
@@ -343,3 +357,46 @@ def writes(call):
 )
 def test_plain_writing_would_be_found(code):
     assert writes(ast.parse(code, mode="eval").body)
+
+
+# -- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["ftp", "http"])
+def address(request, listener):
+    """(the address of an archive, the connections to its server)"""
+    if request.param == "http":
+        pytest.importorskip("aiohttp")
+    host, heard = listener
+    return f"{request.param}://{host}/photos.tar", heard
+
+
+def test_no_command_opens_an_address_because_a_run_names_it(address, foreign, photos, tmp_path, capsys):
+    data, heard = address
+    run, image = str(foreign(data=data)), str(photos / "val/class-0/photo.0.png")
+    Path(run, "calibration.json").unlink(missing_ok=True)
+    refusal = f"{run}/config.yaml says that its images are at {data}, and no address is opened"
+    assert main(["eval", run]) == 2
+    assert refusal in capsys.readouterr().err
+    told = {
+        "predict": ["predict", run, image],
+        "report": ["report", run, "--out", str(tmp_path / "report.html")],
+        "export": ["export", run, "--to", "timm", "--out", str(tmp_path / "export")],
+        "doctor": ["doctor", run],
+        "explain": ["explain", run, image, "--out", str(tmp_path / "pictures")],
+    }
+    for command, words in told.items():
+        assert main(words) in (0, None)
+        said = capsys.readouterr()
+        assert (refusal in said.out + said.err) == (command in ("predict", "report", "export"))
+    assert heard == []
+    assert main(["eval", run, data]) == 2  # typed: it is asked
+    assert heard
+
+
+def test_a_dataset_of_the_hub_is_not_opened_because_a_run_names_it(foreign, tmp_path):
+    run = read_run(foreign(data="hf:somebody/photos"))
+    with pytest.raises(EverytokenError, match="name it yourself"):
+        run.own_data()
+    (tmp_path / "saved").mkdir()
+    assert replace(run, config={"data": f"hf:{tmp_path}/saved"}).own_data() == f"hf:{tmp_path}/saved"

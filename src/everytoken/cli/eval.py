@@ -89,12 +89,11 @@ def _own_data(source: str) -> str:
             f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
             f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
         )
-    place = None if run is None else run.place() or run.config.get("data")
-    if not place:
+    if run is None:
         raise EverytokenError(
             f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
         )
-    return str(place)
+    return run.own_data()
 
 
 def _print(result: Evaluation, title: str, classes: int) -> None:

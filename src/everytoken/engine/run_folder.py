@@ -38,7 +38,7 @@ import yaml
 
 from everytoken import schema
 from everytoken._version import version
-from everytoken.data.datasets import DEFAULT_VAL_SPLIT, SUBSET
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT, SUBSET, network_address
 from everytoken.engine.recipe import current_names
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
@@ -226,6 +226,17 @@ class Run:
     def place(self, option: str = "data") -> Path | None:
         """The path of an option, where it is now; None if it is nowhere."""
         return next((path for path in self.places(option) if path.exists()), None)
+
+    def own_data(self) -> str:
+        """Its images, where they are now. Raises if they are at an address: no file opens a connection by its word."""
+        given = str(self.config.get("data") or "")
+        if network_address(given):
+            raise EverytokenError(
+                f"{self.path / 'config.yaml'} says that its images are at {given}, and no address is opened because a "
+                "file names it: if you trust it, name it yourself (everytoken eval RUN DATA, or everytoken report RUN "
+                "--data DATA, which also calibrates predict and export)"
+            )
+        return str(self.place() or given)
 
     def names(self, given: str, option: str = "data", part: Callable[[Path], Path] = Path) -> bool | None:
         """Whether an option of the run means what is `given` here; None if that cannot be known.

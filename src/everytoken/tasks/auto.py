@@ -57,7 +57,7 @@ from everytoken.annotators.job import run_job, summarise
 from everytoken.annotators.linear import FOLDS, LinearHead
 from everytoken.annotators.options import AnnotateOptions
 from everytoken.calibration import calibrate, calibrate_several
-from everytoken.data.datasets import DataSet, dataset_title
+from everytoken.data.datasets import DataSet, dataset_title, network_address
 from everytoken.data.duplicates import alike, read_facts
 from everytoken.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions, predictions_of
 from everytoken.engine.checkpoint import write_weights
@@ -168,7 +168,7 @@ def train_photos(
         _write(output, story)
         folder.log(story.result["text"])
         with folder.surviving("report.html"):
-            read_run(output).report(output / "report.html")
+            read_run(output).report(output / "report.html", data=network_address(options.data))
     return read_run(output)
 
 
