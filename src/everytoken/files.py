@@ -144,7 +144,7 @@ def write_picture(path: Path, picture: Any, **settings: Any) -> None:
 
     kind = Image.registered_extensions().get(path.suffix.lower())
     if kind is None:
-        raise FileError(f"{path} has no ending of a picture. Give a name that ends in .png or .jpg.")
+        raise FileError(f"cannot write {path}: the name of a picture ends in .png or .jpg.")
     with writing(path, sync=False) as file:
         picture.save(file, kind, **settings)
 

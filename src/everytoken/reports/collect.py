@@ -113,7 +113,7 @@ class ReportOptions:
     samples: int = 12
     """Validation images to show."""
     data: str = ""
-    """Where the images are now, if not where they were in training."""
+    """Where the images are now, if not where they were in training; also needed if they are at an address."""
     device: str = ""
     """cpu, cuda, mps; default: the best available."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
