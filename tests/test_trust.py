@@ -299,6 +299,17 @@ def test_training_stops_at_a_planted_link_that_it_would_follow(name, photos, tmp
     assert elsewhere.read_text() == "precious" if elsewhere.is_file() else not list(elsewhere.iterdir())
 
 
+@pytest.mark.parametrize("name", ["features", "fine-tuned", "linear", "maps"])
+def test_training_without_a_recipe_stops_at_a_linked_folder(name, photos, tmp_path, capsys):
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (out / name).symlink_to(elsewhere)
+    assert main(["train", str(photos), "--out", str(out)]) == 2
+    assert f"{out / name} is a link" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_default_folder_inside_a_run_is_not_a_link(foreign, photos, tmp_path, capsys):
     run, elsewhere = foreign(), tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -341,7 +352,7 @@ def writes(call):
     if owner == "np" and name.startswith("save"):
         return ast.unparse(call.args[0]) != "file"
     if name == "save":  # of Pillow: to a file that is open, with its format
-        ours = not owner or re.fullmatch(r"self|unseen|saved\[0\]|result\.predictions|dcp|torch.*", owner)
+        ours = not owner or re.fullmatch(r"self|answers|out_of_fold|saved\[0\]|result\.predictions|dcp|torch.*", owner)
         return bool(call.args) and not ours and not {"PNG", "JPEG"} & set(words)
     plain = ("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "tofile", "memmap")
     return name in plain or (owner == "shutil" and name.startswith("copy"))
