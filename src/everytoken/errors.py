@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -23,6 +24,22 @@ class MissingExtraError(EverytokenError, ImportError):
     """An optional dependency is not installed."""
 
 
+_NO_TELEMETRY = {
+    "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime; also keeps it from writing a device id
+    "ORT_TELEMETRY_DISABLED": "1",  # the same in other versions
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # huggingface_hub and hf_xet, which reports every transfer
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # datasets
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",  # to Sentry
+}
+
+
+def no_telemetry() -> None:
+    """Keep other packages from reporting to their makers. Call it before they are imported; what is set stays."""
+    for name, value in _NO_TELEMETRY.items():
+        os.environ.setdefault(name, value)
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A short ' Did you mean …?' clause, or an empty string when nothing is near."""
     near = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
@@ -30,13 +47,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def need(module: str, extra: str, why: str) -> ModuleType:
-    """Import an optional dependency, or say which extra brings it.
+    """Import an optional dependency, without its telemetry, or say which extra brings it.
 
     Args:
         module: import name, e.g. ``"matplotlib"``.
         extra: the extra of this package that installs it.
         why: what wants it, e.g. ``"labels show"``.
     """
+    no_telemetry()
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -3,6 +3,8 @@
 Everything is written under a temporary name, flushed to the disk and then renamed, so that a process that dies at any
 moment leaves no torn file under a final name. Temporary names cannot be guessed and are only ever created, so a link
 that somebody planted is not followed, and two writers of one file do not disturb each other: the last one wins.
+A link in place of a file is replaced. To append to a link, or to write into a folder inside an output folder that is
+one, is an error.
 
 Sealed JSON files carry a SHA-256 of their own content and have exactly one spelling: any changed bit is noticed.
 """
@@ -23,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from everytoken.errors import EverytokenError
@@ -134,6 +136,46 @@ def write_atomically(path: Path, data: bytes | memoryview, rank: int = 0, sync: 
     """Put `data` at `path`: afterwards the file is complete and on the disk, or unchanged."""
     with writing(path, rank, sync) as file:
         write_all(file.fileno(), data)
+
+
+def write_picture(path: Path, picture: Any, **settings: Any) -> None:
+    """Put a Pillow image at `path`, in the format that the name's ending stands for."""
+    from PIL import Image
+
+    kind = Image.registered_extensions().get(path.suffix.lower())
+    if kind is None:
+        raise FileError(f"cannot write {path}: the name of a picture ends in .png or .jpg.")
+    with writing(path, sync=False) as file:
+        picture.save(file, kind, **settings)
+
+
+def append(path: Path, data: bytes, sync: bool = False) -> None:
+    """Add `data` to the end of a file, which is made if it is not there."""
+    refuse_link(path)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NEVER_FOLLOW, 0o666)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_inside(root: Path, inner: str | PurePath) -> Path:
+    """Make the folder root/inner. `root`, which the user named, may be a link; what is below it may not."""
+    root.mkdir(parents=True, exist_ok=True)
+    for name in PurePath(inner).parts:
+        root = root / name
+        refuse_link(root)
+        root.mkdir(exist_ok=True)
+    return root
+
+
+def refuse_link(path: Path) -> None:
+    """Raise if a file or folder inside an output folder is a link: what is written might land anywhere."""
+    if path.is_symlink():
+        raise FileError(f"{path} is a link, and nothing is written through links in output folders. Remove it.")
 
 
 def remove_temporary(folder: Path, rank: int | None = None, world: int = 1) -> None:

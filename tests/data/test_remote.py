@@ -15,9 +15,11 @@ from PIL import Image
 
 from everytoken.data import remote
 from everytoken.data.datasets import DataError, open_dataset
+from everytoken.engine.loop import Loop
 from everytoken.files import Lock
 
 SHARDS = 4
+WRITE_REPORT = Loop._report  # which tests leave out otherwise
 
 
 def jpeg(value):
@@ -108,6 +110,28 @@ def test_training_reads_from_an_address_in_worker_processes(bucket, tmp_path, mo
     words += ["-b", "8", "-j", "1", "--device", "cpu", "--threads", "1", "--warmup-epochs", "0"]
     assert main([*words, "--output", str(tmp_path / "run")]) == 0
     assert read_run(tmp_path / "run").summary["updates"] == 2
+
+
+def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_run_names_it(
+    bucket, tmp_path, monkeypatch, capsys
+):
+    from everytoken.cli import main
+
+    monkeypatch.setattr(Loop, "_report", WRITE_REPORT)
+    words = ["train", "memory://bucket", "--model", "vit_nano_patch4_32", "--img-size", "32", "--epochs", "1"]
+    words += ["-b", "8", "-j", "0", "--device", "cpu", "--threads", "1", "--warmup-epochs", "0"]
+    run = tmp_path / "run"
+    assert main([*words, "--out", str(run)]) == 0
+    assert (run / "report-predictions.npz").is_file()
+    (run / "report-predictions.npz").unlink()
+    report = ["report", str(run), "--out", str(tmp_path / "report.html")]
+    before = len(bucket)
+    assert main(report) == 0
+    assert "no address is opened" in capsys.readouterr().out
+    assert len(bucket) == before
+    assert main([*report, "--data", "memory://bucket"]) == 0
+    assert "no address is opened" not in capsys.readouterr().out
+    assert (run / "report-predictions.npz").is_file()
     assert not (tmp_path / "run/skipped-images.jsonl").exists()
 
 

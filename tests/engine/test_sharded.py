@@ -91,7 +91,7 @@ def die_before_the_rename():
 
 
 def die_before_the_manifest():
-    ck._write = die
+    ck.write_atomically = die
 
 
 def die_before_the_shards():

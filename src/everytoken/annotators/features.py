@@ -36,7 +36,7 @@ from everytoken.annotators.reading import BatchReader, read_batches
 from everytoken.data.augment import EvalTransform
 from everytoken.data.datasets import DataSet
 from everytoken.errors import EverytokenError
-from everytoken.files import write_atomically
+from everytoken.files import make_inside, write_atomically
 from everytoken.keyed import uniform
 from everytoken.machine import default_workers
 from everytoken.models import TokenModel, family_of_name
@@ -241,7 +241,7 @@ class FeatureCache:
         self.rows |= dict(zip(digests, values, strict=True))
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_inside(self.folder.parents[1], Path(*self.folder.parts[-2:]))
         names = torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8)
         content = encode_weights({"digests": names, "features": torch.from_numpy(values)}, {})
         name = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]

@@ -43,7 +43,7 @@ from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, split_off
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
-from everytoken.files import write_atomically
+from everytoken.files import make_inside, refuse_link, write_atomically
 from everytoken.models.open import open_model
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 
@@ -104,6 +104,7 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
             "class into a folder of its own, or use an annotator that exists (timm:NAME)."
         )
     folder = out / FOLDER
+    refuse_link(folder)
     if _trains_network(options, folder):
         return train_annotator(data, out, options, world)
     if world.is_main and not (folder / "linear.json").is_file():
@@ -170,7 +171,7 @@ def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, o
         "bias": torch.stack([head.bias for head in heads]),
         "part": torch.from_numpy(part),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    make_inside(folder.parent, folder.name)
     write_atomically(folder / "linear.safetensors", encode_weights(content, {}))
     model, info = choice.backbone.with_head(choice.fit.head, data.class_names)
     write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError, did_you_mean, no_telemetry
 from everytoken.files import disk_error
 from everytoken.machine import keep_freed_memory
 
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     show_log()
+    no_telemetry()
     keep_freed_memory()
     try:
         with machine_errors():

@@ -14,7 +14,7 @@ import tyro
 
 from everytoken.cli._parse import parse, values_of
 from everytoken.cli.train import print_plan, resolve
-from everytoken.files import plain_json
+from everytoken.files import plain_json, write_atomically
 
 if TYPE_CHECKING:
     from everytoken.tasks.dense import Evaluation
@@ -107,7 +107,8 @@ def report(
     """
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(plain_json({**result.numbers, "classes": result.classes}))
+        content = plain_json({**result.numbers, "classes": result.classes})
+        write_atomically(Path(options.out), content.encode())
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
     if options.json:

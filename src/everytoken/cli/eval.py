@@ -14,7 +14,7 @@ from everytoken.cli._parse import parse, values_of
 from everytoken.engine.run_folder import run_of
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, evaluate
-from everytoken.files import plain_json
+from everytoken.files import plain_json, write_atomically
 from everytoken.progress import Progress
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def main(argv: list[str], prog: str) -> None:
     if command.out:
         stem = command.out.removesuffix(".json").removesuffix(".csv")
         result.to_csv(f"{stem}.csv")
-        Path(f"{stem}.json").write_text(plain_json({**result.numbers, "classes": result.per_class()}))
+        content = plain_json({**result.numbers, "classes": result.per_class()})
+        write_atomically(Path(f"{stem}.json"), content.encode())
     if command.json:
         print(plain_json(result.numbers))
     else:
@@ -88,12 +89,11 @@ def _own_data(source: str) -> str:
             f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
             f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
         )
-    place = None if run is None else run.place() or run.config.get("data")
-    if not place:
+    if run is None:
         raise EverytokenError(
             f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
         )
-    return str(place)
+    return run.own_data()
 
 
 def _print(result: Evaluation, title: str, classes: int) -> None:

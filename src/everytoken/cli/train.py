@@ -71,6 +71,8 @@ class Train(TrainOptions):
         default_factory=tuple
     )
     """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1. May be repeated."""
+    trust_code: bool = False
+    """Import and run objectives that a recipe file or the run of --weights names by import paths."""
     dry_run: bool = False
     """Print the plan (model, batches, schedule, memory, time from a few timed steps) and stop."""
 
@@ -97,9 +99,9 @@ def train(config: type[Train], argv: list[str], prog: str) -> int:
             "the photos: leave --dry-run out, the decisions come first and are written to recipe.yaml"
         )
     if options.dry_run:
-        print_plan(classify.dry_run(complete(plain, asked, options.set)))
+        print_plan(classify.dry_run(complete(plain, asked, options.set, trusts_code(argv))))
     else:
-        classify.start(plain, asked, options.auto, options.set)
+        classify.start(plain, asked, options.auto, options.set, trusts_code(argv))
     return 0
 
 
@@ -121,11 +123,16 @@ def resolve(config: type[T], argv: list[str], prog: str) -> T:
     base: Any = config()
     recipe = recipe_of(argv)
     if recipe:
-        base = dataclasses.replace(apply(base, read_recipe(recipe), recipe), recipe=recipe)
+        base = dataclasses.replace(apply(base, read_recipe(recipe, trusts_code(argv)), recipe), recipe=recipe)
     options = parse(config, prog, argv, default=base)
     if options.set:
         options = apply(options, overrides(options.set, flat(options)), "--set")
     return options
+
+
+def trusts_code(argv: list[str]) -> bool:
+    """Whether --trust-code was typed; a recipe cannot say so."""
+    return "--trust-code" in argv
 
 
 def recipe_of(argv: list[str]) -> str:

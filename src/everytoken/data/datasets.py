@@ -587,6 +587,13 @@ def dataset_path(spec: str) -> str | None:
     return None if spec.startswith(NAMED) or is_remote(path) else path
 
 
+def network_address(spec: str) -> str:
+    """The same if opening it would use the network, else ""."""
+    if spec.startswith("hf:"):
+        return "" if Path(spec.removeprefix("hf:")).expanduser().is_dir() else spec
+    return spec if is_remote(spec) else ""
+
+
 def dataset_title(spec: str) -> str:
     """What to call a dataset in names of folders: "photos" for /data/photos and for photos/labels.csv."""
     path = Path(spec.split(":")[-1])

@@ -46,6 +46,7 @@ from everytoken.data.batch import Batch, tensors_in
 from everytoken.data.datasets import DataError, DataSet
 from everytoken.data.decode import ImageError, Picture
 from everytoken.errors import EverytokenError
+from everytoken.files import append
 from everytoken.functional import MapBatch, collate_maps
 from everytoken.machine import open_files, shared_memory
 
@@ -124,8 +125,7 @@ class BadImages:
         self.seen.update(new)
         if new and self.log is not None:
             lines = "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in new.items())
-            with open(self.log, "a", encoding="utf-8") as file:
-                file.write(lines)
+            append(self.log, lines.encode())
         if len(self.seen) > max(1, self.quota * total, min(_FEW, total / 10)):
             reasons = "\n  ".join(list(self.seen.values())[:5])
             raise DataError(

@@ -27,6 +27,7 @@ import numpy as np
 from PIL import Image
 
 from everytoken.errors import EverytokenError, need
+from everytoken.files import make_inside, write_picture, writing
 from everytoken.keyed import generator
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -78,10 +79,9 @@ def write_tree(images: Images, folder: Path, train: int, val: int, seed: int = 0
         for number, name in enumerate(images.class_names):
             own = np.flatnonzero(labels == number)
             chosen = np.sort(generator(seed, split, name).permutation(own)[:per_class])
-            place = folder / split / name
-            place.mkdir(parents=True, exist_ok=True)
+            place = make_inside(folder, f"{split}/{name}")
             for i in chosen:
-                Image.fromarray(pixels[i]).save(place / f"{i:05d}.png")
+                write_picture(place / f"{i:05d}.png", Image.fromarray(pixels[i]))
 
 
 def _cifar(arrays: dict[str, np.ndarray], origin: str) -> Images:
@@ -100,9 +100,8 @@ def _to_cache(cache: Path, arrays: dict[str, np.ndarray]) -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         for name, array in arrays.items():
-            work = cache / f".{name}.{os.getpid()}.npy"
-            np.save(work, array)
-            work.replace(cache / f"{name}.npy")
+            with writing(cache / f"{name}.npy", sync=False) as file:
+                np.save(file, array)
     except OSError:
         return  # a cache that cannot be written is only slower
 

@@ -29,6 +29,7 @@ from everytoken import draw, stats
 from everytoken.annotators.features import available_weights
 from everytoken.demo.images import find_images, write_tree
 from everytoken.errors import EverytokenError
+from everytoken.files import refuse_link, write_atomically, write_picture
 
 if TYPE_CHECKING:
     from everytoken.data.datasets import DataSet
@@ -81,6 +82,8 @@ def demo(out: Path, run: Run, scale: str, data: str = "", seeds: int = 0) -> int
         data: the user's own folder of class folders, instead of the demo's images.
         seeds: runs of each model; 0: the scale's.
     """
+    for name in ("images", "maps", "model", "run", "runs"):
+        refuse_link(out / name)
     chosen = SCALES[scale]
     started = time.monotonic()
     if scale == "minutes" and not seeds and available_weights():
@@ -133,7 +136,7 @@ def _from_pretrained(out: Path, run: Run, data: str, started: float) -> int:
     print(f"\n5. A file to deploy -> {model}")
     _do(run, ["export", str(place), "--to", "timm", "onnx", "--out", str(model)])
     result["seconds"] = round(time.monotonic() - started, 1)
-    (out / "result.json").write_text(json.dumps(result, indent=1))
+    write_atomically(out / "result.json", json.dumps(result, indent=1).encode())
     print(f"\n{result['text']}")
     print(f"This took {result['seconds'] / 60:.1f} minutes. The same on your photos: everytoken train PHOTOS")
     print(f"Open {page.resolve()} to see classes and predictions.")
@@ -176,7 +179,7 @@ def _prepare(out: Path, scale: Scale) -> Path:
     count = (min(scale.train, len(images.train[1])), min(scale.val, len(images.val[1])))
     print(f"{images.origin}; writing {count[0]:,} + {count[1]:,} of them")
     write_tree(images, folder, *count)
-    done.write_text(images.origin.split(" from the cache")[0])
+    write_atomically(done, images.origin.split(" from the cache")[0].encode())
     return folder
 
 
@@ -195,7 +198,7 @@ def _show(out: Path, images: str) -> int:
     train = open_dataset(images, "train")
     if not file.exists():
         rows = [(name, _examples(train, label)) for label, name in enumerate(train.class_names[:20])]
-        draw.contact_sheet(rows).save(file)
+        write_picture(file, draw.contact_sheet(rows))
     print(f"{len(train):,} images of {train.num_classes} classes; some of each: {file}")
     return len(train)
 
@@ -229,7 +232,7 @@ def _tell(out: Path, page: Path, scores: dict[str, list[float]], seconds: float)
     plain, every = scores["plain"], scores["every-token"]
     gains = [b - a for a, b in zip(plain, every, strict=True)]
     result = {"top1": scores, "gain": gains, "seconds": round(seconds, 1)}
-    (out / "result.json").write_text(json.dumps(result, indent=1))
+    write_atomically(out / "result.json", json.dumps(result, indent=1).encode())
     print("\nValidation accuracy after the last epoch (top-1, %)\n")
     print(f"  {'seed':<12}" + "".join(f"{i + 1:>9}" for i in range(len(plain))) + f"{'mean':>9}")
     for kind, values in (*scores.items(), ("gain", gains)):

@@ -34,7 +34,16 @@ from typing_extensions import TypedDict
 from everytoken import schema
 from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
-from everytoken.files import FileError, disk_errors, remove_temporary, sha256_of, sync_folder, write_atomically
+from everytoken.files import (
+    FileError,
+    disk_errors,
+    make_inside,
+    open_new,
+    remove_temporary,
+    sha256_of,
+    sync_folder,
+    write_atomically,
+)
 from everytoken.models.weights import encode_weights
 
 STATE = "state.pt"
@@ -93,7 +102,7 @@ def save_checkpoint(
         work = _begin(root, step)
         try:
             for stem, tensors in weights.items():
-                _write(work / f"{stem}.safetensors", encode_weights(tensors, metadata))
+                write_atomically(work / f"{stem}.safetensors", encode_weights(tensors, metadata))
             return _commit(work, step, state, _facts(work), keep)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
@@ -141,7 +150,7 @@ def save_sharded_checkpoint(
 
 def _begin(root: Path, step: int) -> Path:
     """A new folder to write a checkpoint into; those of killed writers are removed."""
-    root.mkdir(parents=True, exist_ok=True)
+    make_inside(root.parent, root.name)
     for left in root.glob(".writing-*"):
         shutil.rmtree(left, ignore_errors=True)
     work = root / f".writing-{step:08d}-{os.getpid()}"
@@ -161,7 +170,7 @@ def _commit(work: Path, step: int, state: Mapping[str, Any], files: Mapping[str,
     final = root / f"step-{step:08d}"
     _save_state(work / STATE, state)
     content = {**files, **_facts(work, [work / STATE])}
-    _write(work / MANIFEST, json.dumps({"step": step, "files": content}, indent=1).encode())
+    write_atomically(work / MANIFEST, json.dumps({"step": step, "files": content}, indent=1).encode())
     sync_folder(work)
     if final.exists():
         shutil.rmtree(final)
@@ -224,18 +233,11 @@ class _StateFile(io.FileIO):
 
 
 def _save_state(path: Path, state: Mapping[str, Any]) -> None:
-    with _StateFile(path, "wb") as file:
+    with _StateFile(open_new(path), "wb") as file:
         try:
             torch.save(dict(state), file)
         except RuntimeError as error:
             raise file.error or error from error
-        os.fsync(file.fileno())
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
         os.fsync(file.fileno())
 
 

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from everytoken.errors import EverytokenError
-from everytoken.files import disk_errors, temporary_name
+from everytoken.files import disk_errors, open_new, temporary_name
 
 DEVICES = ("cpu", "cuda", "mps")
 
@@ -117,7 +117,7 @@ def ranks_at(folder: Path, world: World, patience: float = 5.0) -> tuple[int, ..
     mark = temporary_name(folder / "here", world.rank)
     with world.agree(), disk_errors(folder, "looking who shares it"):
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        os.close(open_new(mark))
     try:
         marks = world.gather(mark.name)
         until = time.monotonic() + patience

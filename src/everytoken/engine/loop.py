@@ -27,6 +27,7 @@ import torch
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
+from everytoken.data.datasets import network_address
 from everytoken.engine.backends import kernel_settings
 from everytoken.engine.checkpoint import (
     SHARDS,
@@ -427,7 +428,11 @@ class Loop:
         path, quick = self.folder.path / "report.html", self.world.size == 1 and self.validating < _QUICK
         with self.folder.surviving("report.html"):
             self.folder.read().report(
-                path, predictions=quick, device=self.world.device.type, workers=self.options.dataset.workers
+                path,
+                predictions=quick,
+                data=network_address(getattr(self.options, "data", "")),
+                device=self.world.device.type,
+                workers=self.options.dataset.workers,
             )
             more = "" if quick else "; without predictions, which `everytoken report` adds"
             self.folder.log(f"report: {path}{more}")

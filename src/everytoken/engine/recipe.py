@@ -50,9 +50,16 @@ def recipe_names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
-def read_recipe(name: str) -> dict[str, Any]:
-    """The content of a shipped recipe, or of a YAML file of your own (a path that ends in .yaml)."""
-    return parse_recipe(recipe_text(name), name)
+def read_recipe(name: str, trust_code: bool = False) -> dict[str, Any]:
+    """The content of a shipped recipe, or of a YAML file of your own (a path that ends in .yaml).
+
+    Args:
+        trust_code: whether it may name objectives by import paths, which are imported then.
+    """
+    values = parse_recipe(recipe_text(name), name)
+    if not trust_code:
+        registry.refuse_code(values, name)
+    return values
 
 
 def recipe_text(name: str) -> str:

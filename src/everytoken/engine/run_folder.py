@@ -38,10 +38,10 @@ import yaml
 
 from everytoken import schema
 from everytoken._version import version
-from everytoken.data.datasets import DEFAULT_VAL_SPLIT, SUBSET
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT, SUBSET, network_address
 from everytoken.engine.recipe import current_names
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.files import BusyError, Lock, plain_json, remove_temporary, write_atomically
+from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
 
 if TYPE_CHECKING:
     from everytoken.engine.track import Tracker
@@ -227,6 +227,17 @@ class Run:
         """The path of an option, where it is now; None if it is nowhere."""
         return next((path for path in self.places(option) if path.exists()), None)
 
+    def own_data(self) -> str:
+        """Its images, where they are now. Raises if they are at an address: no file opens a connection by its word."""
+        given = str(self.config.get("data") or "")
+        if network_address(given):
+            raise EverytokenError(
+                f"{self.path / 'config.yaml'} says that its images are at {given}, and no address is opened because a "
+                "file names it: if you trust it, name it yourself (everytoken eval RUN DATA, or everytoken report RUN "
+                "--data DATA, which also calibrates predict and export)"
+            )
+        return str(self.place() or given)
+
     def names(self, given: str, option: str = "data", part: Callable[[Path], Path] = Path) -> bool | None:
         """Whether an option of the run means what is `given` here; None if that cannot be known.
 
@@ -319,7 +330,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise EverytokenError(f"the output {self.path} is a file; a run is a folder")
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            make_inside(self.path, self.checkpoints.name)
             lock = Lock(self.path, "run")
             remove_temporary(self.path)  # of a writer that was killed
             self._opened = True
@@ -358,8 +369,7 @@ class RunFolder:
             return
         logger.info(text)
         if self._opened:
-            with (self.path / "log.txt").open("a") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
     @contextmanager
     def surviving(self, what: str) -> Iterator[None]:
@@ -374,8 +384,7 @@ class RunFolder:
         """A line at the end of a file of JSON lines."""
         if self.writable:
             self.path.mkdir(parents=True, exist_ok=True)
-            with (self.path / name).open("a") as file:
-                file.write(plain_json(dict(row), None) + "\n")
+            append(self.path / name, f"{plain_json(dict(row), None)}\n".encode())
 
     def record(self, row: dict[str, Any]) -> None:
         """A line in metrics.jsonl; rows of kind "epoch" also renew metrics.csv."""

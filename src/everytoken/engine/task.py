@@ -13,7 +13,6 @@ classify, segment, detect and the annotator's `fit` are subclasses; `loop.run` t
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,7 +28,7 @@ from everytoken.data.loader import BadImages, BatchReader, Loader
 from everytoken.engine.distributed import World
 from everytoken.engine.options import LoopOptions
 from everytoken.engine.run_folder import RunFolder
-from everytoken.files import write_atomically
+from everytoken.files import write_picture
 
 
 class Task(TrainingTask):
@@ -119,9 +118,7 @@ class Task(TrainingTask):
         with self.folder.surviving("batch.jpg"), torch.random.fork_rng(devices), torch.no_grad():
             picture = self.picture(batch)
             if picture is not None:
-                file = io.BytesIO()
-                picture.save(file, "JPEG", quality=88)
-                write_atomically(self.folder.path / "batch.jpg", file.getvalue())
+                write_picture(self.folder.path / "batch.jpg", picture, quality=88)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision as the options have it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from everytoken.engine.options import LoopOptions
 from everytoken.errors import EverytokenError, MissingExtraError, need
-from everytoken.files import plain_json, write_atomically
+from everytoken.files import make_inside, plain_json, write_atomically
 
 
 class TensorBoard:
@@ -27,7 +27,7 @@ class TensorBoard:
         need("tensorboard", "track", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer = SummaryWriter(str(make_inside(folder, "tensorboard")))
 
     def record(self, row: Mapping[str, Any]) -> None:
         """One row."""
@@ -45,6 +45,7 @@ class WandB:
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         wandb = need("wandb", "track", "wandb")
         number = _ids(folder)["id"]
+        make_inside(folder, "wandb")
         self.run = wandb.init(
             project=project,
             name=f"{folder.resolve().name}-{number}",

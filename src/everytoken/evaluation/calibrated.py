@@ -44,14 +44,12 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
     from everytoken.engine.recipe import apply
     from everytoken.tasks.build import open_splits, open_undivided
 
-    place = None if data else run.place()  # from whatever folder the run was started in
-    data = data or (str(place) if place is not None else "")
-    settings = {name: value for name, value in run.config.items() if name in ("data", "val_split")}
+    settings = {name: value for name, value in run.config.items() if name == "val_split"}
+    settings["data"] = data or run.own_data()
     for name in ("corrections", *(("exclude",) if run.cross_validated else ())):
         if (file := run.place(name)) is not None:
             settings[name] = str(file)
     options = apply(TrainOptions(), settings, f"{run.path}/config.yaml")
-    options = replace(options, data=data) if data else options
     if run.cross_validated:
         whole = open_undivided(options)
         return whole, whole

@@ -37,14 +37,14 @@ from everytoken.data.batch import normalise
 from everytoken.data.decode import Picture
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.run_folder import Run, run_of
-from everytoken.errors import EverytokenError, did_you_mean, need
+from everytoken.errors import EverytokenError, did_you_mean, need, no_telemetry
 from everytoken.evaluation import ExportOptions, InferenceOptions
 from everytoken.evaluation.calibrated import calibrated, validation_set
 from everytoken.evaluation.card import model_card
 from everytoken.evaluation.run import eval_view, open_with
-from everytoken.files import disk_errors, plain_json, write_atomically
+from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
 from everytoken.maps.summary import sample_positions
-from everytoken.models.inference import export_onnx
+from everytoken.models.inference import export_onnx, open_session
 from everytoken.models.open import Description, OpenModel, timm_config, token_head_file
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def run_export(source: str | Path | OpenModel, out: Path | None, options: Export
         )
     run = run_of(opened.source) if Path(opened.source).is_file() else None
     folder = out or _default_folder(opened, run)
+    if out is None:
+        refuse_link(folder)
     _check_folder(folder, kinds)
     remark = ""
     if not options.img_size:  # at another size, probabilities mean something else
@@ -248,7 +250,6 @@ def resizing(info: Description) -> dict[str, Any]:
 def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
     """model.onnx with named inputs and outputs, any batch size, and the description in its metadata."""
     import onnx
-    import onnxruntime
 
     outputs = ["logits", "cells"] if cells else ["logits"]
     module = _Answers(opened, cells, opened.info.token_vote).eval()
@@ -272,7 +273,7 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
         },
     )
     content = program.SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = open_session(content)
 
     def answer(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(map(torch.from_numpy, session.run(outputs, {"images": x.numpy()})))
@@ -339,6 +340,7 @@ def _quiet() -> Iterator[None]:
 
 def _push(folder: Path, names: list[str], options: ExportOptions) -> str:
     """Upload the files that were written; the address of the page."""
+    no_telemetry()
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -22,7 +22,7 @@ from everytoken.evaluation.calibrated import calibrated
 from everytoken.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken.evaluation.locate import ALIKE, Location, Locator
 from everytoken.evaluation.run import Inference, Voter, eval_view, open_with, write_csv
-from everytoken.files import plain_json, write_atomically
+from everytoken.files import make_inside, plain_json, write_atomically, write_picture
 from everytoken.models.open import OpenModel
 
 UNSURE = "unsure"
@@ -139,8 +139,8 @@ class ImagePredictions(Sequence[ImagePrediction]):
             caption = f"{shown_name(image.answer)} {image.probabilities[0]:.0%}"
             box, mask = np.array([location.pixels]), location.mask()
             file = stems[name].with_name(stems[name].name + ".jpg")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            object_overlay(pixels, box, [caption], [mask], side).save(file, quality=88)
+            make_inside(Path(folder), file.parent.relative_to(folder))
+            write_picture(file, object_overlay(pixels, box, [caption], [mask], side), quality=88)
             files.append(file)
         return files
 

@@ -20,6 +20,7 @@ import tyro
 from everytoken import draw, schema
 from everytoken._version import version
 from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically, write_picture
 
 if TYPE_CHECKING:
     import torch
@@ -158,10 +159,10 @@ def _write(result: Explanation, folder: Path, files: Sequence[str], settings: Ex
         methods = " · ".join(dict.fromkeys(METHODS[model["method"]] for model in result.facts["models"]))
         pictures["overview.png"] = draw.stack(title, f"relevance: {methods}", result.cards)
     for name, picture in pictures.items():
-        picture.save(folder / name, optimize=True)
+        write_picture(folder / name, picture, optimize=True)
         result.files.append(folder / name)
     result.files.append(folder / "explain.json")
-    result.files[-1].write_text(json.dumps(result.facts, indent=1), encoding="utf-8")
+    write_atomically(result.files[-1], json.dumps(result.facts, indent=1).encode())
 
 
 def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], settings: ExplainOptions) -> Explanation:

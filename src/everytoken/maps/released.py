@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 import numpy as np
@@ -268,7 +268,7 @@ def export_released(options: ExportOptions, progress: Progress | None = None) ->
         score_map, path = maps[key], options.out / name
         planes = np.stack([score_map.scores, score_map.classes.astype(np.float16)]).transpose(0, 3, 1, 2)
         with files.disk_errors(options.out, "exporting maps"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_inside(options.out, PurePosixPath(name).parent)
             buffer = BytesIO()
             torch.save(torch.from_numpy(np.ascontiguousarray(planes)), buffer)
             files.write_atomically(path, buffer.getbuffer(), sync=False)

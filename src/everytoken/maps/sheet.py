@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from everytoken import draw
 from everytoken.data.decode import ImageError, naming_errors, open_image
 from everytoken.errors import EverytokenError
+from everytoken.files import write_picture
 from everytoken.maps.score_map import ScoreMap
 from everytoken.maps.store import Maps
 from everytoken.maps.summary import MapSummary, folder_label, pick, summarize
@@ -54,9 +55,9 @@ def make_sheet(options: SheetOptions) -> Path:
     picture = sheet_picture(Maps(options.maps, partial=True), options)
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(options.out)
-    except (OSError, ValueError) as error:
-        raise EverytokenError(f"cannot write {options.out}: {error}. Give a name that ends in .png or .jpg.") from error
+        write_picture(options.out, picture)
+    except OSError as error:
+        raise EverytokenError(f"cannot write {options.out}: {error}.") from error
     log.info(f"wrote {options.out}")
     return options.out
 

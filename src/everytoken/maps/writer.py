@@ -278,8 +278,8 @@ class MapWriter:
         note = {"time": now, "event": event, "host": socket.gethostname(), "pid": os.getpid()}
         note |= {"rank": self.rank, "world": self.world, **details}
         # A diary line is not worth a failed run; one small append is atomic between processes.
-        with suppress(OSError), (self.path / RUNS).open("ab", buffering=0) as file:
-            file.write(json.dumps(note).encode() + b"\n")
+        with suppress(OSError, files.FileError):
+            files.append(self.path / RUNS, json.dumps(note).encode() + b"\n")
 
 
 class _ShardFile:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everytoken.errors import need, no_telemetry
+
 log = logging.getLogger(__name__)
 _TOLERANCE = 1e-3  # of the largest logit
 
@@ -50,8 +52,7 @@ def faster(module: nn.Module, example: Tensor) -> Callable[[Tensor], Tensor]:
 
 def open_session(model: bytes | str) -> Any:
     """An ONNX Runtime session on the CPU with as many threads as torch, of a file or its content."""
-    import onnxruntime
-
+    onnxruntime: Any = need("onnxruntime", "export", "an ONNX file")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
@@ -74,6 +75,7 @@ def export_onnx(module: nn.Module, example: Tensor, outputs: Sequence[str] = ("l
 
     Torch's older exporter, where it still exists, takes a second for a network for which the new one takes ten.
     """
+    no_telemetry()  # torch's exporter imports onnxruntime
     content: Any = io.BytesIO()  # torch says it takes a path, and takes this too
     modes = {part: part.training for part in module.modules()}
     module.eval()  # otherwise torch would leave all parts in the mode of the outermost module

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from everytoken import schema
 from everytoken.calibration import Calibration
 from everytoken.classes import ClassList, imagenet_classes
-from everytoken.errors import EverytokenError, did_you_mean, need
+from everytoken.errors import EverytokenError, did_you_mean, need, no_telemetry
 from everytoken.models.families import UnsupportedModelError, family_of_name
 from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
@@ -479,6 +479,7 @@ def _downloading(name: str) -> Iterator[None]:
     """
     import huggingface_hub.constants as hub
 
+    no_telemetry()
     offline = hub.HF_HUB_OFFLINE
     there = offline or bool(getproxies()) or _has_address(hub.ENDPOINT)
     hub.HF_HUB_OFFLINE = offline or not there

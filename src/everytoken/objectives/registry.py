@@ -101,6 +101,17 @@ def _older_drloc(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("norm", "sides")}
 
 
+def refuse_code(values: Mapping[str, Any], where: str) -> None:
+    """Raise if options that a file holds name an objective by an import path: a file does not say what code is run."""
+    settings = values.get("objectives")
+    for name in map(str, settings) if isinstance(settings, Mapping) else ():
+        if ":" in name:
+            raise EverytokenError(
+                f"{where} names the objective {name!r}, whose code would be imported and run: add --trust-code "
+                "(trust_code=True in Python) if you trust that file and that code, or take it out of the file."
+            )
+
+
 def find_objective(name: str) -> type[nn.Module]:
     """The class of an objective by its name, old name or import path."""
     path = OBJECTIVES.get(ALIASES.get(name, name), name)

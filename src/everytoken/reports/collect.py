@@ -16,6 +16,7 @@ from everytoken.calibration import Calibration
 from everytoken.classes import shown_name
 from everytoken.engine.run_folder import Run, find_runs
 from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically
 from everytoken.reports.groups import Difference, Group, config_differences, difference, group_runs
 from everytoken.stats import Estimate
 
@@ -112,7 +113,7 @@ class ReportOptions:
     samples: int = 12
     """Validation images to show."""
     data: str = ""
-    """Where the images are now, if not where they were in training."""
+    """Where the images are now, if not where they were in training; also needed if they are at an address."""
     device: str = ""
     """cpu, cuda, mps; default: the best available."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
@@ -153,7 +154,7 @@ def report(
 
         render = render_markdown if target.suffix == ".md" else render_html
         try:
-            target.write_text(render(result, settings.title), encoding="utf-8")
+            write_atomically(target, render(result, settings.title).encode())
         except OSError as error:
             raise EverytokenError(f"the report cannot be written to {target}: {error}") from error
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -32,6 +31,7 @@ from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import InferenceOptions
 from everytoken.evaluation.run import Inference, Voter, eval_view, open_with
+from everytoken.files import append, make_inside, refuse_link, write_atomically
 from everytoken.models.open import OpenModel
 from everytoken.robust import Progress, RobustOptions, autoattack
 from everytoken.robust.corruptions import corrupt, stored
@@ -186,6 +186,7 @@ class SuiteRunner:
         sources: Sequence[str] = (),
         progress: Progress = lambda *_: None,
     ) -> None:
+        refuse_link(folder)
         self.tested, self.options, self.folder = tested, options, folder
         self.sources, self.progress = sources, progress
 
@@ -221,6 +222,7 @@ class SuiteRunner:
         saved = Predictions.saved(path, note)
         if saved is None:
             saved = self._predict(data, suite, match, view)
+            make_inside(self.folder, path.parent.name)
             saved[0].save(path, note, saved[1])
         predictions, skipped = saved
         if skipped:
@@ -414,9 +416,9 @@ class AttackLog:
         self.path = path
         self.batches: list[list[Record]] = []
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was torn
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_inside(path.parent.parent, path.parent.name)
         if not lines:
-            self._append(json.dumps(settings, sort_keys=True).encode() + b"\n", "wb")
+            write_atomically(path, json.dumps(settings, sort_keys=True).encode() + b"\n")
             return
         self._check(_record(lines[0]) or {}, json.loads(json.dumps(settings)))
         records = [_record(line) for line in lines[1:]]
@@ -427,10 +429,9 @@ class AttackLog:
                 break
             self.batches.append(batch)
             start += size
-        whole = sum(len(line) + 1 for line in lines[: 1 + start])
-        if whole < path.stat().st_size:
-            with path.open("r+b") as file:
-                file.truncate(whole)
+        whole = b"".join(line + b"\n" for line in lines[: 1 + start])
+        if len(whole) < path.stat().st_size:
+            write_atomically(path, whole)
 
     def _check(self, header: Record, settings: Record) -> None:
         if header != settings:
@@ -442,14 +443,8 @@ class AttackLog:
 
     def add(self, records: Sequence[Record]) -> None:
         """Append the records of the next batch."""
-        self._append("".join(json.dumps(record) + "\n" for record in records).encode(), "ab")
+        append(self.path, "".join(json.dumps(record) + "\n" for record in records).encode(), sync=True)
         self.batches.append(list(records))
-
-    def _append(self, data: bytes, mode: str) -> None:
-        with self.path.open(mode) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _record(line: bytes) -> Record | None:
@@ -519,4 +514,6 @@ def run_robustness(source: str, out: str, options: RobustOptions, progress: Prog
 
 def default_folder(source: str, name: str) -> Path:
     """RUN/name for a run folder, else name/SOURCE."""
-    return Path(source) / name if Path(source).is_dir() else Path(name) / slug(source)
+    path = Path(source) / name if Path(source).is_dir() else Path(name) / slug(source)
+    refuse_link(path)
+    return path

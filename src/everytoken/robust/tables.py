@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from everytoken.errors import EverytokenError
-from everytoken.files import plain_json
+from everytoken.files import plain_json, write_atomically
 from everytoken.robust.corruptions import EXTRA, SEVERITIES
 from everytoken.robust.suites import Suite
 from everytoken.stats import Estimate, bootstrap, paired_difference, percentage
@@ -95,8 +95,8 @@ class Table:
     def write(self, folder: Path) -> None:
         """table.txt and table.json."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "table.txt").write_text(f"{self}\n", encoding="utf-8")
-        (folder / "table.json").write_text(f"{self.json()}\n", encoding="utf-8")
+        write_atomically(folder / "table.txt", f"{self}\n".encode())
+        write_atomically(folder / "table.json", f"{self.json()}\n".encode())
 
 
 def _shown(cell: Cell) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from everytoken.engine.checkpoint import checkpoints_in
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.files import make_inside
 from everytoken.models.open import find_weights
 from everytoken.robust import RobustOptions
 from everytoken.robust.run import SuiteRunner, open_tested, slug
@@ -70,10 +71,10 @@ def transfer(
     """
     results: list[list[Result]] = []
     for letter, source in zip("AB", sources, strict=False):
-        base = folder / f"{letter}-{slug(Path(source).name)}" if len(sources) > 1 else folder
+        base = f"{letter}-{slug(Path(source).name)}" if len(sources) > 1 else "."
         results.append([])
         for target in targets:
-            run = base / slug(target.name)
+            run = make_inside(folder, Path(base, slug(target.name)))
             finetune(source, target, run)
             steps = checkpoints_in(run / "checkpoints")
             tested = open_tested(str(find_weights(steps[-1] if steps else run)), options)

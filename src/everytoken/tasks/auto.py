@@ -57,7 +57,7 @@ from everytoken.annotators.job import run_job, summarise
 from everytoken.annotators.linear import FOLDS, LinearHead
 from everytoken.annotators.options import AnnotateOptions
 from everytoken.calibration import calibrate, calibrate_several
-from everytoken.data.datasets import DataSet, dataset_title
+from everytoken.data.datasets import DataSet, dataset_title, network_address
 from everytoken.data.duplicates import alike, read_facts
 from everytoken.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions, predictions_of
 from everytoken.engine.checkpoint import write_weights
@@ -68,7 +68,7 @@ from everytoken.engine.recipe import apply, flat, read_recipe
 from everytoken.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, read_run
 from everytoken.errors import EverytokenError
 from everytoken.evaluation.calibrated import keep_calibration
-from everytoken.files import plain_json, write_atomically
+from everytoken.files import plain_json, refuse_link, write_atomically
 from everytoken.machine import cores, free_disk, memory
 from everytoken.models.open import timm_config
 from everytoken.reports.predictions import CACHE, stamp
@@ -137,19 +137,24 @@ class Photos:
     val: DataSet | None
 
 
-def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: AutoOptions | None = None) -> Run:
+def train_photos(
+    options: TrainOptions, asked: Set[str] = frozenset(), auto: AutoOptions | None = None, trust_code: bool = False
+) -> Run:
     """The best classifier that this machine can make of these photos in the given time.
 
     Args:
         options: those that were asked for; the rest is decided.
         asked: names of the options that were given.
         auto: the budget.
+        trust_code: whether a recipe.yaml that was edited may name objectives by import paths.
     """
     auto, started = auto or AutoOptions(), time.monotonic()
     photos = _open(options)
     images = keys_hash(photos.train) + (keys_hash(photos.val) if photos.val is not None else "")
     output, previous = _folder(options, images)
     folder = RunFolder(output)
+    for name in ("features", "fine-tuned", "linear", "maps"):
+        refuse_link(output / name)
     with folder.open():
         story = _read(output) or Story(images)
         if story.result:
@@ -159,12 +164,12 @@ def train_photos(options: TrainOptions, asked: Set[str] = frozenset(), auto: Aut
             _decide(options, asked, auto, photos, output, previous, story, started)
             _write(output, story)
         if story.epochs:
-            train_with(_fine_tuning(output, options))
+            train_with(_fine_tuning(output, options, trust_code))
         story.result = _keep(output, options, story)
         _write(output, story)
         folder.log(story.result["text"])
         with folder.surviving("report.html"):
-            read_run(output).report(output / "report.html")
+            read_run(output).report(output / "report.html", data=network_address(options.data))
     return read_run(output)
 
 
@@ -739,10 +744,10 @@ def _write_recipe(
     RunFolder(output).write("recipe.yaml", text)
 
 
-def _fine_tuning(output: Path, options: TrainOptions) -> TrainOptions:
+def _fine_tuning(output: Path, options: TrainOptions, trust_code: bool = False) -> TrainOptions:
     """The recipe of the folder, on this machine."""
     path = output / "recipe.yaml"
-    decided = replace(apply(TrainOptions(), read_recipe(str(path)), str(path)), recipe=str(path))
+    decided = replace(apply(TrainOptions(), read_recipe(str(path), trust_code), str(path)), recipe=str(path))
     machine = {name: value for name, value in flat(options).items() if name in _MACHINE}
     return apply(decided, {**machine, "out": str(output / "fine-tuned")}, "machine")
 
@@ -759,7 +764,7 @@ def _keep(output: Path, options: TrainOptions, story: Story) -> dict[str, Any]:
     text = "Kept: the linear head"
     source, answers = output / "linear", first
     if story.epochs:
-        decided = _fine_tuning(output, options)
+        decided = _fine_tuning(output, options, trust_code=True)  # which is only evaluated here
         _, val, _ = open_splits(decided)
         last = evaluated(output / "fine-tuned", val, decided)
         rival = _answers(output / "linear" / "on-held-out.npz")

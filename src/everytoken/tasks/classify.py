@@ -201,6 +201,7 @@ def train(
     recipe: str = "",
     objectives: Mapping[str, Mapping[str, Any]] | None = None,
     mixing: Mapping[str, Mapping[str, Any]] | None = None,
+    trust_code: bool = False,
     **options: Any,
 ) -> Run:
     """Train a classifier on every token; the same as `everytoken train`, with the same defaults.
@@ -218,12 +219,13 @@ def train(
         recipe: name of a shipped recipe, or a YAML file.
         objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
         mixing: likewise.
+        trust_code: import objectives that a recipe file or the run of `weights` names by import paths.
         options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, out, device;
             without recipe and model also minutes (a budget) and linear (only fit a linear head on frozen features).
     """
     settings = TrainOptions()
     if recipe:
-        settings = dataclasses.replace(apply(settings, read_recipe(recipe), recipe), recipe=recipe)
+        settings = dataclasses.replace(apply(settings, read_recipe(recipe, trust_code), recipe), recipe=recipe)
     store = maps.path if isinstance(maps, Maps) else maps
     given = {"data": str(data), **({"maps": str(store)} if store else {}), **options}
     for name, changes in (("objectives", objectives), ("mixing", mixing)):
@@ -233,7 +235,7 @@ def train(
             given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
     automatic = AutoOptions(given.pop("minutes", 0.0), given.pop("linear", False))
     settings = apply(settings, given, "train()")
-    return start(settings, set(given), automatic)
+    return start(settings, set(given), automatic, trust_code=trust_code)
 
 
 def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
@@ -251,7 +253,13 @@ def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
     return open_choice and (wanted or not (options.model.weights or options.maps))
 
 
-def start(options: TrainOptions, asked: Set[str], auto: AutoOptions, assignments: Sequence[str] = ()) -> Run:
+def start(
+    options: TrainOptions,
+    asked: Set[str],
+    auto: AutoOptions,
+    assignments: Sequence[str] = (),
+    trust_code: bool = False,
+) -> Run:
     """Train what was asked for; if that is left open, decide it first.
 
     Args:
@@ -259,12 +267,13 @@ def start(options: TrainOptions, asked: Set[str], auto: AutoOptions, assignments
         asked: names of the options that the user gave.
         auto: for training that decides itself.
         assignments: of the kind `objectives.drloc.weight=0.1`.
+        trust_code: whether files may name objectives by import paths.
     """
     if not assignments and decides_itself(options, auto):
         from everytoken.tasks.auto import train_photos  # which trains by this module
 
-        return train_photos(options, asked, auto)
-    return train_with(complete(options, asked, assignments))
+        return train_photos(options, asked, auto, trust_code)
+    return train_with(complete(options, asked, assignments, trust_code))
 
 
 def dry_run(options: TrainOptions) -> dict[str, Any]:

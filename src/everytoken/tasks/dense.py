@@ -46,7 +46,7 @@ from everytoken.engine.progress import watched
 from everytoken.engine.run_folder import Run, RunFolder, read_run
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
-from everytoken.files import plain_json
+from everytoken.files import make_inside, plain_json, write_picture
 from everytoken.models.open import Description, find_weights, parse_metadata, read_metadata
 from everytoken.models.weights import load_weights
 from everytoken.tasks.backbone import Features, name_weights, rebuild_features
@@ -250,7 +250,7 @@ class Score(Generic[A]):
         """The pictures, as a JPEG."""
         if self.cards:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            draw_sheet("Truth and answer", subtitle, self.cards).save(path, quality=88)
+            write_picture(Path(path), draw_sheet("Truth and answer", subtitle, self.cards), quality=88)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[Fil
     Path(options.out).mkdir(parents=True, exist_ok=True)
 
     def place(key: str, ending: str) -> Path:
-        stems[key].parent.mkdir(parents=True, exist_ok=True)
+        make_inside(Path(options.out), stems[key].parent.relative_to(options.out))
         return stems[key].with_name(stems[key].name + ending)
 
     return FileSet(root, names, []), place

@@ -21,7 +21,7 @@ from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
 from everytoken.models.open import Weights, open_weights, source_of
-from everytoken.objectives.registry import resolved
+from everytoken.objectives.registry import refuse_code, resolved
 
 DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
 FINETUNE = {"finetune": "other classes", "finetune_resolution": "the same classes"}
@@ -30,13 +30,16 @@ _INHERITED = ("objectives", "mixing", "drop_path", "clip_grad", "token_vote", *(
 _NOT_KEPT = ("num_classes", "img_size", "token_classes", "token_vote")  # arguments of the weights' model
 
 
-def complete(options: TrainOptions, asked: Set[str] | None = None, assignments: Sequence[str] = ()) -> TrainOptions:
+def complete(
+    options: TrainOptions, asked: Set[str] | None = None, assignments: Sequence[str] = (), trust_code: bool = False
+) -> TrainOptions:
     """The options with everything decided that was left open; complete options stay as they are.
 
     Args:
         options: with the values of a recipe, if one is named.
         asked: names of the options that the user gave, which are not changed. Default: those that are not the default.
         assignments: of the kind `objectives.drloc.weight=0.1`, which come last.
+        trust_code: whether objectives that a run folder names by import paths may be taken over.
     """
     if asked is not None and "lr_base" in asked and options.optim.lr:
         if "lr" in asked:
@@ -66,7 +69,10 @@ def complete(options: TrainOptions, asked: Set[str] | None = None, assignments: 
             decisions["lr_scaling"] = default_scaling(options.optim)
         if "lr_base" in asked:
             decisions.pop("lr", None)
-        decisions |= _recorded(options, decisions)
+        folder, recorded = _recorded(options, decisions)
+        decisions |= recorded
+        if "objectives" not in asked and not trust_code:
+            refuse_code(decisions, str((folder if "objectives" in recorded else Path(source)) / "config.yaml"))
         options = apply(options, {k: v for k, v in decisions.items() if k not in asked}, "fine-tuning")
     else:
         options = apply(options, {"lr_scaling": default_scaling(options.optim, options.recipe)}, options.recipe)
@@ -109,11 +115,12 @@ def _fine_tuning(options: TrainOptions, weights: Weights, source: str) -> dict[s
     return values
 
 
-def _recorded(options: TrainOptions, decisions: Iterable[str]) -> dict[str, Any]:
-    """What was decided when the run in the output folder began, if there is one; the first version scaled linearly."""
+def _recorded(options: TrainOptions, decisions: Iterable[str]) -> tuple[Path, dict[str, Any]]:
+    """The output folder, and what was decided when its run began, if any; the first version scaled linearly."""
     folder = Path(options.run.out or default_output(options))
     config = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
-    return {"lr_scaling": "linear", **{k: config[k] for k in decisions if k in config}} if config else {}
+    known = {"lr_scaling": "linear", **{k: config[k] for k in decisions if k in config}} if config else {}
+    return folder, known
 
 
 def default_output(options: TrainOptions) -> str:

@@ -25,6 +25,7 @@ from everytoken.draw import Card, Panel, Row, object_overlay
 from everytoken.engine.distributed import World, pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically, write_picture
 from everytoken.tasks.dense import (
     Evaluation,
     Score,
@@ -240,7 +241,8 @@ def evaluate(options: DetectEval) -> Evaluation:
             row for i, found in sorted(score.detections.items()) for row in found.rows(int(whole.image_ids[i]), ids)
         ]
         Path(options.results).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.results).write_text(json.dumps([row for row in rows if row["category_id"] is not None]))
+        known = [row for row in rows if row["category_id"] is not None]
+        write_atomically(Path(options.results), json.dumps(known).encode())
     return evaluation
 
 
@@ -262,8 +264,8 @@ def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
         assert batch.indices is not None
         key, shown = batch.keys[0], answer.better_than(options.sure)
         picture = draw_objects(np.asarray(images.picture(int(batch.indices[0])).upright()), shown, names)
-        picture.save(place(key, ".objects.jpg"), quality=90)
+        write_picture(place(key, ".objects.jpg"), picture, quality=90)
         objects += answer.rows(key, names)
         rows.append({"image": key, **dict(Counter(names[label] for label in shown.labels.tolist()).most_common())})
-    (Path(options.out) / "predictions.json").write_text(json.dumps(objects))
+    write_atomically(Path(options.out) / "predictions.json", json.dumps(objects).encode())
     return rows, []

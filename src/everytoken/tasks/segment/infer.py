@@ -27,6 +27,7 @@ from everytoken.draw import mask_overlay, palette_image
 from everytoken.engine.distributed import pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically, write_picture
 from everytoken.models.open import find_weights
 from everytoken.tasks.dense import (
     Evaluation,
@@ -256,11 +257,12 @@ def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
     rows: list[dict[str, Any]] = []
     for batch, answer in answer_images(inference.on(device), WholeViews(images, masks=False), options):
         mask, key = answer.numpy(), batch.keys[0]
-        palette_image(mask, len(class_names)).save(place(key, ".png"))
+        write_picture(place(key, ".png"), palette_image(mask, len(class_names)))
         picture = mask_overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(class_names))
-        picture.save(place(key, ".overlay.jpg"), quality=90)
+        write_picture(place(key, ".overlay.jpg"), picture, quality=90)
         shares = np.bincount(mask.reshape(-1), minlength=len(class_names)) / mask.size
         order = [i for i in np.argsort(-shares, kind="stable").tolist() if shares[i] > 0]
         rows.append({"image": key, **{class_names[i]: round(100 * float(shares[i]), 2) for i in order}})
-    (Path(options.out) / "classes.json").write_text(json.dumps(dict(enumerate(class_names)), indent=1))
+    names = json.dumps(dict(enumerate(class_names)), indent=1)
+    write_atomically(Path(options.out) / "classes.json", names.encode())
     return rows, notes

@@ -1,0 +1,413 @@
+"""What docs/trust.md promises about the network, foreign code and planted links."""
+
+import ast
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from everytoken.cli import main
+from everytoken.engine.run_folder import read_run
+from everytoken.errors import EverytokenError
+from everytoken.tasks.classify import train
+
+SRC = Path(__file__).parent.parent / "src" / "everytoken"
+SWITCHES = ("ORT_", "HF_", "MLFLOW_", "WANDB_", "DO_NOT_TRACK", "DISABLE_TELEMETRY")
+
+# -- telemetry --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener():
+    """(host:port, what was sent to it so far, a bytes for each connection)"""
+    heard: list[bytes] = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def listen() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(1)
+                heard.append(b"")
+                with contextlib.suppress(OSError):
+                    heard[-1] = connection.recv(200)
+
+    threading.Thread(target=listen, daemon=True).start()
+    yield f"127.0.0.1:{server.getsockname()[1]}", heard
+    server.close()
+
+
+@pytest.fixture
+def watched(tmp_path, listener):
+    """Runs code in a process whose proxy is a listener here and whose home is empty.
+
+    Returns what it printed, what reached the proxy, and the files in its home.
+    """
+    address, heard = listener
+
+    def run(code: str, **more: str) -> tuple[str, list[bytes], list[str]]:
+        home, proxy = tmp_path / "home", f"http://{address}"
+        home.mkdir()
+        keep = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")  # CI and PYTEST_... silence some packages
+        environment = {name: os.environ[name] for name in keep if name in os.environ} | {"HOME": str(home)} | more
+        environment |= {name: proxy for word in ("http", "https", "all") for name in (f"{word}_proxy",)}
+        environment |= {name.upper(): value for name, value in environment.items() if name.endswith("_proxy")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=home, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, heard, sorted(str(p.relative_to(home)) for p in home.rglob("*") if p.is_file())
+
+    return run
+
+
+def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
+    """It connects after some ten seconds, and writes a device id and a database at once, which is looked for here."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    code = (
+        "import torch; from everytoken.models.inference import faster, _Session\n"
+        "module = torch.nn.Conv2d(3, 4, 3).eval()\n"
+        "print(type(faster(module, torch.randn(3, 3, 8, 8))) is _Session)"
+    )
+    assert watched(code) == ("True\n", [], [])
+
+
+def test_mlflow_reports_nothing_and_leaves_no_installation_id(watched, tmp_path):
+    pytest.importorskip("mlflow")
+    code = (
+        "from pathlib import Path; from everytoken.engine.track import MLflow\nMLflow('birds', Path('.'), {}).close()"
+    )
+    store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    assert watched(code, **store) == ("", [], ["trackers.json"])
+
+
+def test_commands_turn_off_the_reports_of_the_hub_and_of_wandb(watched):
+    pytest.importorskip("wandb")
+    code = (
+        "from everytoken.cli import main; main(['recipes'])\n"
+        "import huggingface_hub.constants, wandb.env\n"
+        "print(huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY, wandb.env.error_reporting_enabled())"
+    )
+    out, heard, files = watched(code)
+    assert out.splitlines()[-1] == "True False"
+    assert not heard
+    assert not files
+
+
+def test_a_download_from_python_turns_off_the_reports_of_the_hub(monkeypatch):
+    from everytoken.models.open import _downloading
+
+    monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with _downloading("nothing"):
+        assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+
+
+def test_who_wants_telemetry_keeps_it(monkeypatch):
+    from everytoken.errors import no_telemetry
+
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
+    no_telemetry()
+    assert os.environ["WANDB_ERROR_REPORTING"] == "true"
+
+
+def test_packages_with_telemetry_are_imported_at_one_door():
+    """`errors.need`, which turns it off first."""
+    reporting = ("import onnxruntime", "import wandb", "import mlflow", "import datasets")
+    lines = [(path, line.strip()) for path in SRC.rglob("*.py") for line in path.read_text().splitlines()]
+    assert [(path.name, line) for path, line in lines if line.startswith(reporting)] == []
+
+
+# -- code -------------------------------------------------------------------------------------------------------------
+
+TINY = [
+    *("--model", "vit_nano_patch4_32", "--img-size", "32", "--epochs", "1", "--batch-size", "12", "--workers", "0"),
+    *("--threads", "1", "--device", "cpu", "--warmup-epochs", "0", "--aa", ""),
+]
+MODULE = """
+from pathlib import Path
+import torch
+Path({mark!r}).touch()
+class Zero(torch.nn.Module):
+    def forward(self, view, batch=None):
+        return {{"loss": 0 * view.logits.sum()}}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(photos, tmp_path_factory):
+    """A finished run, not to be changed."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["train", str(photos), *TINY, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def foreign(trained, tmp_path):
+    """Makes a copy of the run whose config.yaml says something else: foreign(data="s3://...")."""
+
+    def foreign(**changes):
+        copy = tmp_path / "foreign"
+        shutil.copytree(trained, copy)
+        config = yaml.safe_load((copy / "config.yaml").read_text())
+        (copy / "config.yaml").write_text(yaml.safe_dump(config | changes))
+        return copy
+
+    return foreign
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """(the import path of an objective, the file that its module makes when it is imported)"""
+    mark = tmp_path / "imported"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/planted_code.py").write_text(MODULE.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
+    return "planted_code:Zero", mark
+
+
+def test_weights_of_a_run_bring_no_code(photos, foreign, planted, tmp_path, capsys):
+    name, mark = planted
+    source = foreign(objectives={"hard": {}, name: {}})
+    words = ["train", str(photos), "--weights", str(source), *TINY[4:], "--out", str(tmp_path / "out")]
+    for more in ([], ["--dry-run"], ["--set", "objectives.hard.smoothing=0.2"]):
+        assert main([*words, *more]) == 2
+        said = capsys.readouterr().err
+        assert str(source / "config.yaml") in said
+        assert name in said
+        assert "--trust-code" in said
+        assert len(said.splitlines()) == 1
+    assert main([*words, "--set", "objectives={hard: {}}"]) == 0
+    assert not mark.exists()
+
+
+def test_trusted_code_trains_and_is_asked_for_again_when_the_run_goes_on(photos, foreign, planted, tmp_path, capsys):
+    name, mark = planted
+    out = tmp_path / "out"
+    words = ["train", str(photos), "--weights", str(foreign(objectives={name: {}})), *TINY[4:], "--out", str(out)]
+    assert main([*words, "--trust-code"]) == 0
+    assert mark.exists()
+    capsys.readouterr()
+    assert main([*words, "--epochs", "2"]) == 2
+    assert f"{out / 'config.yaml'} names the objective {name!r}" in capsys.readouterr().err
+    assert main([*words, "--epochs", "2", "--trust-code"]) == 0
+    assert "Zero" in (out / "log.txt").read_text()
+
+
+def test_a_recipe_file_brings_no_code_and_cannot_trust_itself(photos, planted, tmp_path, capsys):
+    name, mark = planted
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"objectives": {name: {}}, "trust_code": True}))
+    words = ["train", str(photos), *TINY, "--recipe", str(recipe), "--out", str(tmp_path / "out")]
+    for more in ([], ["--dry-run"]):
+        assert main([*words, *more]) == 2
+        assert f"{recipe} names the objective {name!r}" in capsys.readouterr().err
+    with pytest.raises(EverytokenError, match="trust_code=True"):
+        train(photos, recipe=str(recipe))
+    assert not mark.exists()
+    assert main([*words, "--trust-code", "--dry-run"]) == 0
+    assert mark.exists()
+
+
+def test_code_that_is_typed_needs_no_trust(photos, planted, tmp_path):
+    name, mark = planted
+    words = ["train", str(photos), *TINY, "--set", f"objectives.{name}={{}}", "--dry-run"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert mark.exists()
+
+
+def test_the_recipe_in_an_output_folder_brings_no_code(planted, tmp_path):
+    """Of training that decides itself, which reads it again."""
+    from everytoken.engine.options import TrainOptions
+    from everytoken.tasks.auto import _fine_tuning
+
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"objectives": {planted[0]: {}}}))
+    with pytest.raises(EverytokenError, match="--trust-code"):
+        _fine_tuning(tmp_path, TrainOptions())
+    assert _fine_tuning(tmp_path, TrainOptions(), trust_code=True).objectives == {planted[0]: {}}
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["report", "eval", "predict", "explain", "export", "robust", "sheet"])
+def test_output_files_replace_planted_links(command, trained, photos, photo_maps, tmp_path):
+    """Each file that the command writes is a link to something precious when it is run again."""
+    image, victim = str(photos / "val/class-0/photo.0.png"), tmp_path / "victim"
+    words = {
+        "report": ["report", str(trained), "--out", "OUT/report.html"],
+        "eval": ["eval", str(trained), str(photos), "--out", "OUT/numbers"],
+        "predict": [
+            "predict",
+            str(trained),
+            image,
+            *("--out", "OUT/a.csv", "--coco", "OUT/b.json", "--pictures", "OUT"),
+        ],
+        "explain": ["explain", str(trained), image, "--out", "OUT"],
+        "export": ["export", str(trained), "--to", "timm", "--out", "OUT"],
+        "robust": ["robust", str(trained), "--suite", f"val={photos}", "--workers", "0", "--out", "OUT"],
+        "sheet": ["maps", "sheet", str(photo_maps), "--count", "2", "--out", "OUT/sheet.png"],
+    }[command]
+    victim.write_text("precious")
+    clean, dirty = tmp_path / "clean", tmp_path / "dirty"
+    for folder in (clean, dirty):
+        folder.mkdir()
+    assert not main([word.replace("OUT", str(clean)) for word in words])
+    names = [path.relative_to(clean) for path in clean.rglob("*") if path.is_file()]
+    assert names
+    for name in names:
+        (dirty / name).parent.mkdir(parents=True, exist_ok=True)
+        (dirty / name).symlink_to(victim)
+    assert not main([word.replace("OUT", str(dirty)) for word in words])
+    assert victim.read_text() == "precious"
+    assert [name for name in names if (dirty / name).is_symlink()] == []
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "checkpoints", "tensorboard", "wandb"])
+def test_training_stops_at_a_planted_link_that_it_would_follow(name, photos, tmp_path, monkeypatch, capsys):
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    out.mkdir()
+    if "." in name:
+        elsewhere.write_text("precious")
+    else:
+        elsewhere.mkdir()
+    (out / name).symlink_to(elsewhere)
+    trackers = {"tensorboard": ["--tensorboard"], "wandb": ["--wandb", "birds"]}.get(name, [])
+    for package in trackers[:1]:
+        pytest.importorskip(package.removeprefix("--"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    code = main(["train", str(photos), *TINY, *trackers, "--out", str(out)])
+    if name == "metrics.jsonl":  # begins anew, by a rename
+        assert not (out / name).is_symlink()
+    else:
+        assert code == 2
+        assert f"{out / name} is a link" in capsys.readouterr().err
+    assert elsewhere.read_text() == "precious" if elsewhere.is_file() else not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("name", ["features", "fine-tuned", "linear", "maps"])
+def test_training_without_a_recipe_stops_at_a_linked_folder(name, photos, tmp_path, capsys):
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (out / name).symlink_to(elsewhere)
+    assert main(["train", str(photos), "--out", str(out)]) == 2
+    assert f"{out / name} is a link" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_default_folder_inside_a_run_is_not_a_link(foreign, photos, tmp_path, capsys):
+    run, elsewhere = foreign(), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name, words in (("export", ["--to", "timm"]), ("robust", ["--suite", f"val={photos}"])):
+        (run / name).symlink_to(elsewhere)
+        assert main([name, str(run), *words]) == 2
+        assert f"{run / name} is a link" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_folder_in_an_output_folder_is_not_a_link(trained, photos, tmp_path, capsys):
+    elsewhere, out = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    out.mkdir()
+    (out / "class-0").symlink_to(elsewhere)
+    assert main(["predict", str(trained), str(photos / "val"), "--pictures", str(out)]) == 2
+    assert f"{out / 'class-0'} is a link" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
+def test_output_is_written_by_one_module():
+    """`everytoken.files`: no plain writing anywhere else, which would follow links and could be torn."""
+    home = {"files.py", "data/remote.py"}  # the latter: archives in the cache, in files that `open_new` made
+    found = []
+    for path in SRC.rglob("*.py"):
+        if path.relative_to(SRC).as_posix() not in home:
+            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+            found += [f"{path.relative_to(SRC)}:{call.lineno}" for call in calls if writes(call)]
+    assert found == []
+
+
+def writes(call):
+    """Whether a call writes to a path: write_text, open(..., "a"), shutil.copy, picture.save(path) and so on."""
+    method = isinstance(call.func, ast.Attribute)
+    name, owner = (call.func.attr, ast.unparse(call.func.value)) if method else (ast.unparse(call.func), "")
+    words = [word.value for word in (*call.args, *(k.value for k in call.keywords)) if isinstance(word, ast.Constant)]
+    if name == "open":
+        modes = [word for word in words if isinstance(word, str) and re.fullmatch("[rwaxbt+]{1,4}", word)]
+        return any(set(mode) & set("wax+") for mode in modes)
+    if owner == "np" and name.startswith("save"):
+        return ast.unparse(call.args[0]) != "file"
+    if name == "save":  # of Pillow: to a file that is open, with its format
+        ours = not owner or re.fullmatch(r"self|answers|out_of_fold|saved\[0\]|result\.predictions|dcp|torch.*", owner)
+        return bool(call.args) and not ours and not {"PNG", "JPEG"} & set(words)
+    plain = ("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "tofile", "memmap")
+    return name in plain or (owner == "shutil" and name.startswith("copy"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("path.write_text(x)", "Path(a).write_bytes(x)", "open(p, 'a')", "path.open(mode='r+b')", "open(p, 'wb')"),
+        *("picture.save(path)", "draw(x).save(a / 'b.png', quality=88)", "shutil.copyfile(a, b)", "mark.touch()"),
+        *("np.save(path, array)", "np.savez(folder / 'a.npz', x=x)"),
+    ],
+)
+def test_plain_writing_would_be_found(code):
+    assert writes(ast.parse(code, mode="eval").body)
+
+
+# -- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["ftp", "http"])
+def address(request, listener):
+    """(the address of an archive, the connections to its server)"""
+    if request.param == "http":
+        pytest.importorskip("aiohttp")
+    host, heard = listener
+    return f"{request.param}://{host}/photos.tar", heard
+
+
+def test_no_command_opens_an_address_because_a_run_names_it(address, foreign, photos, tmp_path, capsys):
+    data, heard = address
+    run, image = str(foreign(data=data)), str(photos / "val/class-0/photo.0.png")
+    Path(run, "calibration.json").unlink(missing_ok=True)
+    refusal = f"{run}/config.yaml says that its images are at {data}, and no address is opened"
+    assert main(["eval", run]) == 2
+    assert refusal in capsys.readouterr().err
+    told = {
+        "predict": ["predict", run, image],
+        "report": ["report", run, "--out", str(tmp_path / "report.html")],
+        "export": ["export", run, "--to", "timm", "--out", str(tmp_path / "export")],
+        "doctor": ["doctor", run],
+        "explain": ["explain", run, image, "--out", str(tmp_path / "pictures")],
+    }
+    for command, words in told.items():
+        assert main(words) in (0, None)
+        said = capsys.readouterr()
+        assert (refusal in said.out + said.err) == (command in ("predict", "report", "export"))
+    assert heard == []
+    assert main(["eval", run, data]) == 2  # typed: it is asked
+    assert heard
+
+
+def test_a_dataset_of_the_hub_is_not_opened_because_a_run_names_it(foreign, tmp_path):
+    run = read_run(foreign(data="hf:somebody/photos"))
+    with pytest.raises(EverytokenError, match="name it yourself"):
+        run.own_data()
+    (tmp_path / "saved").mkdir()
+    assert replace(run, config={"data": f"hf:{tmp_path}/saved"}).own_data() == f"hf:{tmp_path}/saved"
