@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from everytoken.functional import collate_maps
 NAMES = {
     *("Maps", "ScoreMap", "MapWriter", "with_maps", "collate", "Batch", "TokenModel", "TokenView"),
     *("HardLabels", "TokenLabeling", "ReLabel", "OnlineTokenLabeling", "Distillation", "Drloc", "TLAlign", "TransMix"),
-    *("CutMix", "MixUp", "MixToken", "Mix", "aligned", "TokenTask"),
+    *("CutMix", "MixUp", "MixToken", "Mix", "aligned", "TokenStep", "TokenTask"),
     *("annotate", "train", "evaluate", "predict", "explain", "export", "report", "load"),
     *("EverytokenError", "__version__"),
 }
@@ -55,17 +56,19 @@ def images():
 LABELS = torch.tensor([1, 2, 3, 9])
 
 
-def test_drloc_in_a_loop_of_ones_own(model, images):
-    drloc = et.Drloc(model)
-    optimizer = torch.optim.AdamW([*model.parameters(), *drloc.parameters()], lr=1e-3)
-    before = [p.detach().clone() for p in drloc.parameters()]
-    for _ in range(2):
-        view = model(images)
-        loss = F.cross_entropy(view.logits, LABELS) + drloc(view)["loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert not any(torch.equal(a, b) for a, b in zip(before, drloc.parameters(), strict=True))
+def test_the_loop_of_the_page_about_drloc_trains_its_network_too(images):
+    page = (Path(__file__).parents[1] / "docs" / "drloc.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    names = {"loader": [(images, LABELS)] * 2}
+    exec(code.replace("optimizer =", "before = [p.detach().clone() for p in step.parameters()]\noptimizer ="), names)
+    step, model = names["step"], names["model"]
+    assert not any(torch.equal(a, b) for a, b in zip(names["before"], step.parameters(), strict=True))
+    objectives = {"hard": et.HardLabels(smoothing=0.0), "drloc": step.objectives["drloc"]}
+    torch.manual_seed(0)
+    loss = et.TokenStep(model, objectives)(et.Batch(images, LABELS))["loss"]
+    torch.manual_seed(0)
+    view = model(images)
+    torch.testing.assert_close(loss, F.cross_entropy(view.logits, LABELS) + objectives["drloc"](view)["loss"])
 
 
 def test_tl_align_on_any_timm_model(images):

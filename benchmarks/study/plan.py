@@ -253,7 +253,7 @@ def plan() -> list[Run]:
     annotators = some(ARMS_B, "fitted CNN", "linear head at 128 px", "linear head at 384 px")
     winners = some(light, "plain", "CutMix", "CutMix + token labels")
     lvvit = some(light, "CutMix", "CutMix + token labels") | {"MixToken + token labels": ARMS_B["with MixToken"]}
-    family: Settings = {**HARD, "drloc": {}}  # λ of the paper for this family, 0.5
+    family: Settings = {**HARD, "drloc": {"weight": 0.5}}  # the paper's λ for this family
     swin = some(a, "plain") | {"drloc": Arm(family, {})}
     runs = tuning()[:-1]
     for first in (SEEDS[:2], SEEDS[2:]):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from everytoken.reports import report
     from everytoken.tasks.classify import train
+    from everytoken.tasks.step import TokenStep
     from everytoken.tasks.timm_task import TokenTask
 
 register_with_timm()
@@ -65,6 +66,7 @@ __getattr__, __dir__ = lazy(
         ],
         "everytoken.reports": ["report"],
         "everytoken.tasks.classify": ["train"],
+        "everytoken.tasks.step": ["TokenStep"],
         "everytoken.tasks.timm_task": ["TokenTask"],
     },
 )
@@ -86,6 +88,7 @@ __all__ = [
     "TLAlign",
     "TokenLabeling",
     "TokenModel",
+    "TokenStep",
     "TokenTask",
     "TokenView",
     "TransMix",

@@ -145,6 +145,22 @@ def test_a_truncated_download_is_never_taken_as_whole(bucket, tmp_path, monkeypa
     assert len(open_dataset("memory://bucket/train-0000.tar")) == 4
 
 
+def test_an_archive_that_changes_during_its_download_is_not_kept(bucket, tmp_path, monkeypatch):
+    """The new one has the same size, so that the number of bytes does not tell."""
+    opened, path = MemoryFileSystem.open, "/bucket/train-0000.tar"
+    assert len(shard(0)) == len(shard(7))
+
+    def change(fs, *args, **kwargs):
+        monkeypatch.setattr(MemoryFileSystem, "open", opened)
+        fs.pipe_file(path, shard(7))
+        return opened(fs, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "open", change)
+    with pytest.raises(DataError, match=r"train-0000\.tar was changed"):
+        open_dataset("memory://bucket/train-0000.tar")
+    assert not cached(tmp_path)
+
+
 def test_what_a_killed_download_leaves_is_removed_and_a_changed_archive_is_downloaded_anew(bucket, tmp_path):
     spec = "memory://bucket/train-0000.tar"
     (file,) = remote.find_remote(spec, [spec])

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from everytoken.cli import main
+from everytoken.engine.distributed import World
 from everytoken.files import Lock
+from tests.engine.test_loop import make
 
 pytestmark = pytest.mark.timeout(900)  # every test starts the whole program several times
 TINY = [
@@ -88,3 +90,28 @@ def test_a_folder_that_is_in_use_stops_every_process_alike(photos, tmp_path, sta
         for program in programs:
             program.wait(120)
     assert all(f"another process is training in {tmp_path}" in program.err for program in programs)
+
+
+def _validated(rank, folder, answers):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/join", rank=rank, world_size=2)
+    loop = make(folder / str(rank), world=World(rank, 2, torch.device("cpu")))
+    loop.task.module.net[1].running_mean.fill_(rank)  # as after batches of its own
+    answers.put((rank, loop._validate(loop.task.module)["score"]))
+    torch.distributed.destroy_process_group()
+
+
+def test_all_processes_validate_with_the_batch_norm_statistics_that_the_checkpoint_has(tmp_path):
+    context = torch.multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=_validated, args=(rank, tmp_path, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = dict(answers.get() for _ in ranks)
+    for process in ranks:
+        process.join()
+    assert found[0] == found[1]
+    alone = make(tmp_path / "alone")
+    assert found[0] == pytest.approx(alone._validate(alone.task.module)["score"], abs=1e-6)
+    alone.task.module.net[1].running_mean.fill_(1)
+    assert abs(found[0] - alone._validate(alone.task.module)["score"]) > 0.01

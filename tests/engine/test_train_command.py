@@ -50,6 +50,13 @@ def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(phot
     assert loaded.info.img_size == (32, 32)
 
 
+@pytest.mark.parametrize(("given", "weight"), [("{}", 0.1), ("{weight: paper}", 0.01)])
+def test_the_log_states_lambda_of_drloc(photos, tmp_path, capsys, given, weight):
+    words = ["train", str(photos), *TINY, "--epochs", "1", "--set", f"objectives.drloc={given}"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    assert f"drloc: weight={weight}, variant='l1', distances divided by the grid's size" in capsys.readouterr().out
+
+
 @pytest.mark.timeout(900)  # six starts of the whole program
 def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path, start):
     whole, cut = tmp_path / "whole", tmp_path / "cut"

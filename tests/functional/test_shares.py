@@ -128,6 +128,8 @@ def test_the_aligned_loss_is_the_cross_entropy_with_the_aligned_target(smoothing
     forms = [
         (own, partner, smoothing),
         (soft[0], soft[1], 0.0),
+        (F.one_hot(own, K).float(), F.one_hot(partner, K).float(), smoothing),
+        (from_labels(own, K), from_labels(partner, K), smoothing),
         (from_labels(own, K, smoothing), from_labels(partner, K, smoothing), 0.0),
     ]
     for a, b, s in forms:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,17 @@ def test_skipped_images_are_tried_again_on_request(filling, content, tmp_path):
         writer.write({key: filling.make_map(key) for key in writer.pending_keys()})
         writer.finalize()
     assert content(tmp_path / "s") == content(tmp_path / "t")
+
+
+def test_shards_that_were_copied_from_the_store_of_another_annotator_are_made_again(filling, tmp_path):
+    filling.fill(tmp_path / "s", finish=False)
+    other = replace(filling.META, annotator={"name": "another"})
+    with MapWriter(tmp_path / "other", filling.keys(40), other, 8) as writer:
+        for path in (sidecar(tmp_path / "s", 1), tmp_path / "s" / shard_name(1)):
+            shutil.copy(path, tmp_path / "other")
+        assert writer.pending_shards() == [0, 1, 2, 3, 4]
+    with MapWriter(tmp_path / "s", filling.keys(40), filling.META) as writer:
+        assert writer.pending_shards() == []
 
 
 def test_a_damaged_note_or_plan_is_not_trusted(filling, content, reference, tmp_path):

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -11,7 +12,7 @@ import torch
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing import MIXERS, CutMix, build_mixer
+from everytoken.mixing import MIXERS, Compose, CutMix, MixToken, MixUp, OneOf, build_mixer
 from everytoken.mixing.guided import guide_for, importance, importance_by_gradient
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives
@@ -120,3 +121,19 @@ def test_a_mixer_repeats_with_its_key_and_leaves_images_alone_that_it_does_not_m
     seeded = CutMix()(images)[0]
     torch.manual_seed(0)
     assert torch.equal(CutMix()(images)[0], seeded)
+
+
+def test_mixers_that_draw_on_the_token_grid_ask_for_it_and_others_do_not():
+    """A guess would be boxes of 2x2 tokens on a grid of 8x8."""
+    images = torch.rand(4, 3, 32, 32)
+    guide = guide_for(vit(), images, torch.arange(4))
+    asking = {"mixtoken", "random", "block", "maskmix", "tokenmix", "smmix"}
+    mixers = [(kind(), name in asking) for name, kind in MIXERS.items()]
+    mixers += [(CutMix(patches=True), True), (OneOf([CutMix(), MixToken()]), True), (OneOf([CutMix(), MixUp()]), False)]
+    for mixer, asks in [*mixers, (Compose(MixUp(), MixToken()), True)]:
+        mixer(images, grid=(4, 4), guide=guide)
+        if asks:
+            with pytest.raises(EverytokenError, match="token grid"):
+                mixer(images, guide=guide)
+        else:
+            assert mixer.draw(4, (32, 32), None, np.random.default_rng(0), guide=guide) is not None

@@ -11,6 +11,7 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken.mixing import Mix
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError, family_of_name, grid_shape, probe
+from everytoken.models.token_model import _MixedEmbedding
 
 SWIN = {"img_size": 128, "window_size": 4, "depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 2, 4, 8)}
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3}
@@ -266,7 +267,7 @@ MIXABLE = [
 
 
 @pytest.mark.parametrize("name", MIXABLE)
-def test_tokens_are_mixed_after_patch_embedding_and_put_back_at_the_end(name):
+def test_tokens_are_mixed_after_patch_embedding_and_put_back_at_the_end(name, monkeypatch):
     model = cached(name)
     size = size_of(name)
     grid = probe(model, (size, size))
@@ -275,9 +276,12 @@ def test_tokens_are_mixed_after_patch_embedding_and_put_back_at_the_end(name):
     mix = Mix(torch.tensor([1, 0]), mask, torch.tensor([0.5, 0.5]), "tokens")
     images = torch.randn(2, 3, size, size)
     seen = []
-    hook = model.backbone.get_submodule(model.family.embed).register_forward_hook(lambda m, a, out: seen.append(out))
+    embedded = _MixedEmbedding.__call__
+    monkeypatch.setattr(_MixedEmbedding, "__call__", lambda *args: seen.append(embedded(*args)) or seen[-1])
     with torch.no_grad():
         mixed = model(images, mix)
+        embed = model.backbone.get_submodule(model.family.embed)
+        hook = embed.register_forward_hook(lambda m, a, out: seen.append(out))
         # what the blocks see is what pixel swapping gives, because patches do not overlap (but for the stems' borders)
         swapped = images.clone()
         swapped[:, :, size // 2 :] = images.flip(0)[:, :, size // 2 :]
@@ -331,3 +335,19 @@ def test_mixing_compiles_as_one_graph():
     with torch.no_grad():
         assert torch.allclose(compiled(images, mix).token_logits, model(images, mix).token_logits, atol=1e-5)
         assert torch.allclose(compiled(images).token_logits, model(images).token_logits, atol=1e-5)
+
+
+def test_a_backbone_is_the_plain_timm_model_again_after_every_pass():
+    model = cached("vit_tiny_patch16_224")
+    backbone, embed = model.backbone, model.backbone.patch_embed
+    before = [len(m._forward_hooks) for m in backbone.modules()]
+    images = torch.randn(2, 3, 64, 64)
+    mix = Mix(torch.tensor([1, 0]), torch.zeros(1, 4, 4), torch.zeros(2), "tokens")
+    with torch.no_grad():
+        model(images, mix)
+        with pytest.raises(EverytokenError, match="mix"):
+            model(images[:1], mix)  # too few images
+        assert backbone.patch_embed is embed
+        assert [len(m._forward_hooks) for m in backbone.modules()] == before == [0] * len(before)
+        scripted = torch.jit.script(backbone)
+        assert torch.allclose(scripted(images), backbone(images), atol=1e-5)

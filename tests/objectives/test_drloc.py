@@ -21,7 +21,7 @@ from everytoken.keyed import StepKey
 from everytoken.mixing import CutMix, MixToken
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError
 from everytoken.models.token_model import LayerTaps
-from everytoken.objectives.drloc import LAMBDA, Drloc, DrlocHead
+from everytoken.objectives.drloc import PAPER_LAMBDA, Drloc, DrlocHead
 
 B, DIM = 3, 12
 RELEASED = {"released": True, "levels": "last", "pool": 7}  # a ViT: read as if it were none of the released models
@@ -173,16 +173,20 @@ def test_the_multi_scale_mlps_have_the_parameters_of_the_released_ones():
         ("resnet50", 0.1, "last", (7, 7)),
     ],
 )
-def test_lambda_is_that_of_the_family_and_the_released_switch_reads_the_grid_that_the_released_model_reads(
+def test_the_papers_lambda_is_that_of_the_family_and_released_reads_the_grid_that_the_released_model_reads(
     name, weight, levels, pool
 ):
-    assert set(LAMBDA) <= {family.title for family in FAMILIES.values()}
+    assert set(PAPER_LAMBDA) <= {family.title for family in FAMILIES.values()}
     with torch.device("meta"):
         model = TokenModel(timm.create_model(name))
-        paper, released = Drloc(model), Drloc(model, released=True)
+        paper, released = Drloc(model, weight="paper"), Drloc(model, released=True)
         assert (paper.weight, paper.levels, paper.pool) == (weight, "last", (7, 7))
         assert (released.weight, released.levels, released.pool) == (weight, levels, pool)
         assert Drloc(model, weight=0.3).weight == 0.3
+        assert "weight=0.1, variant='l1', distances divided by the grid's size" in repr(Drloc(model))
+        assert f"weight={weight}, variant='l1', distances as counted" in repr(released)
+    with pytest.raises(EverytokenError, match="'paper'"):
+        make(weight="mine")
 
 
 def test_released_mlps_start_as_torch_does_but_for_swin_and_t2t():
@@ -390,6 +394,8 @@ def test_pairs_that_cross_two_images_can_be_left_out():
     assert 0 < float(inside.float().mean()) < 1
     assert losses[1] == pytest.approx(float(error[inside].mean().detach()), rel=1e-5)
     assert float(left_out(seen, batch())["l1"]) == pytest.approx(losses[0])  # nothing is mixed
+    seen.mix = mix
+    assert float(left_out(seen)["l1"]) == pytest.approx(losses[1])  # the view knows it, too
 
 
 def test_pooled_grids_pool_the_mask_as_well():

@@ -269,8 +269,9 @@ def test_aligned_takes_soft_labels_and_the_settings_of_the_objective(model):
     for settings in ({}, {"layers": [-1], "patches_only": True}, {"normalise": False}):
         with aligned(model, mix, **settings) as shares:
             view = model(batch.images)
-        hard, soft = shares.cross_entropy(view, batch.labels), shares.cross_entropy(view.logits, one_hot)
-        torch.testing.assert_close(hard, soft)
+        for smoothing in (0.1, 0.0):
+            hard = shares.cross_entropy(view, batch.labels, smoothing)
+            torch.testing.assert_close(hard, shares.cross_entropy(view.logits, one_hot, smoothing))
         torch.testing.assert_close(
             hard, TLAlign(model, smoothing=0.0, **settings)(model(batch.images, mix), batch)["loss"]
         )
@@ -297,3 +298,19 @@ def test_images_that_are_not_mixed_align_to_themselves(model):
     with aligned(model, mix) as shares:
         view = model(images)
     torch.testing.assert_close(shares.cross_entropy(view, labels), F.cross_entropy(view.logits, labels))
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_nano_patch4_32", "swin_nano_patch2_window4_32", "lvvit_micro_patch4_32", "test_resnet"]
+)
+@pytest.mark.parametrize("mixer", [CutMix(), MixToken()])
+def test_a_second_pass_in_one_block_is_an_error_and_in_two_blocks_is_not(name, mixer):
+    model = timm.create_model(name, num_classes=K)
+    images, mix = mixer(torch.randn(B, 3, 32, 32), grid=(4, 4))
+    for _ in range(2):
+        with aligned(model, mix):
+            model(images)
+    with aligned(model, mix):
+        model(images)
+        with pytest.raises(EverytokenError, match="ran twice in one `with` block"):
+            model(images)

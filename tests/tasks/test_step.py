@@ -1,6 +1,7 @@
 """The training step: objectives and mixing by name, teachers, and the timm task."""
 
 import copy
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from everytoken.functional import CompactTarget, from_labels
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import build_objectives, canonical
+from everytoken.objectives import Drloc, HardLabels, build_objectives, canonical
 from everytoken.tasks.build import build_backbone
 from everytoken.tasks.step import FrozenTeacher, TokenStep
 from everytoken.tasks.timm_task import TokenTask
@@ -323,3 +324,45 @@ def test_a_teacher_that_no_objective_wants_is_not_asked():
         step = TokenStep(model(), build_objectives(settings, model()), build_mixer({"attentivecutmix": {}}), teacher)
         step.train()(batch())
         assert teacher.asked == wants
+
+
+def _rank(rank, folder, wrapped, answers):
+    """Two passes of one of two processes: gradients of the backbone and of drloc's MLP, and warnings."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/join", rank=rank, world_size=2)
+    m = model()
+    drloc = Drloc(m)
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(rank))
+    labels = torch.tensor([0, 1, 2, 3])
+    parallel = torch.nn.parallel.DistributedDataParallel
+    step = parallel(TokenStep(m, {"hard": HardLabels(), "drloc": drloc}) if wrapped else m).train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for number in range(2):
+            if wrapped:
+                loss = step(Batch(images, labels, key=StepKey(0, number, rank)))["loss"]
+            else:
+                view = step(images)
+                loss = torch.nn.functional.cross_entropy(view.logits, labels) + drloc(view)["loss"]
+            loss.backward()
+    gradients = [[p.grad.tolist() for p in part.parameters()] for part in (m, drloc)]
+    answers.put((rank, *gradients, [str(warning.message) for warning in caught]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_two_processes_train_one_drloc_network_if_it_is_wrapped_with_the_model_and_warn_if_not(tmp_path, wrapped):
+    context = torch.multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=_rank, args=(rank, tmp_path, wrapped, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    (_, *first), (_, *second) = sorted((answers.get() for _ in ranks), key=lambda answer: answer[0])
+    for process in ranks:
+        process.join()
+    assert first[0] == second[0]
+    assert (first[1] == second[1]) is wrapped
+    for *_, warned in (first, second):
+        assert [text.partition(" so ")[0] for text in warned if "Drloc" in text] == (
+            [] if wrapped else ["Drloc has parameters and runs outside of DistributedDataParallel and FSDP,"]
+        )

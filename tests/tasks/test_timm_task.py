@@ -215,3 +215,18 @@ def test_distributed_training_of_a_model_with_a_head_that_nobody_uses(tmp_path, 
     finally:
         torch.distributed.destroy_process_group()
     assert losses[0] == losses[2] != losses[1], "each process draws its own pairs"
+
+
+def test_the_state_of_another_task_is_refused_unless_it_need_not_fit():
+    name = "vit_nano_patch4_32"
+    state = task({"drloc": {}}, name, token_classes=4).get_task_state()
+    for other in (task({"drloc": {"variant": "ce"}}, name, token_classes=4), task({"hard": {}}, name)):
+        before = copy.deepcopy(other.get_task_state())
+        with pytest.raises(EverytokenError, match=r"other objectives or another token head: '(objectives|model)\..*"):
+            other.load_task_state(state)
+        assert all(torch.equal(value, before[name]) for name, value in other.get_task_state().items() if name != "step")
+        other.load_task_state(state, strict=False)
+    same = task({"drloc": {}}, name, token_classes=4)
+    torch.nn.init.zeros_(same.get_trainable_module().model.token_head.weight)
+    same.load_task_state(state)
+    assert torch.equal(same.get_task_state()["model.token_head.weight"], state["model.token_head.weight"])

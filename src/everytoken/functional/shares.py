@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
 from everytoken.functional.losses import compact_cross_entropy
-from everytoken.functional.targets import CompactTarget, blend, from_labels
+from everytoken.functional.targets import CompactTarget, blend, from_labels, smoothing_factors
 
 
 def patch_shares(mask: Tensor, grid: tuple[int, int], cell: tuple[float, float] | None = None) -> Tensor:
@@ -159,13 +159,16 @@ def aligned_cross_entropy(
         own, partner: labels of each image and of the one mixed into it: classes [B] int64, distributions [B, K], or
             compact targets of shape [B].
         shares: [B], r of what the head reads; gets no gradient.
-        smoothing: label smoothing of classes [B]; others are taken as they are.
+        smoothing: label smoothing, of distributions too, as in `torch.nn.functional.cross_entropy`.
     """
     if isinstance(own, Tensor) and isinstance(partner, Tensor):
         if own.is_floating_point():
-            mixed = torch.lerp(partner.float(), own.float(), shares.detach()[:, None])
+            on, off = smoothing_factors(smoothing, logits.shape[-1])
+            mixed = torch.lerp(partner.float(), own.float(), shares.detach()[:, None]) * on + off
             return -(logits.float().log_softmax(-1) * mixed).sum(-1).mean()
         own, partner = (from_labels(labels, logits.shape[-1], smoothing) for labels in (own, partner))
+    elif isinstance(own, CompactTarget) and isinstance(partner, CompactTarget) and smoothing:
+        own, partner = own.smooth(smoothing), partner.smooth(smoothing)
     if isinstance(own, CompactTarget) and isinstance(partner, CompactTarget):
         return compact_cross_entropy(logits, aligned_target(own, partner, shares))
     raise EverytokenError(f"both labels must be of one kind, got {type(own).__name__} and {type(partner).__name__}.")

@@ -181,6 +181,7 @@ class SaliencyMix(GuidedMixer):
     """A box around the most salient pixel of the partner."""
 
     guide: ClassVar[GuideKind] = "saliency"
+    needs_grid = False
 
     def __call__(
         self, images: Tensor, key: StepKey | None = None, grid: Size | None = None, guide: Guide | None = None
@@ -214,6 +215,8 @@ class AttentiveCutMix(GuidedMixer):
 
     cells: int = 6
     side: int = 7
+
+    needs_grid = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -345,6 +348,7 @@ class PuzzleMix(GuidedMixer):
 
     guide: ClassVar[GuideKind] = "gradient"
     soft: ClassVar[bool] = True
+    needs_grid = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

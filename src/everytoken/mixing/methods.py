@@ -63,6 +63,10 @@ class CutMix(MaskMixer):
 
     patches: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.needs_grid = self.patches
+
     def masks(
         self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
     ) -> Tensor:
@@ -80,6 +84,7 @@ class MixUp(MaskMixer):
     """
 
     soft: ClassVar[bool] = True
+    needs_grid = False
 
     def masks(
         self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
@@ -239,6 +244,7 @@ class OneOf(Mixer):
     def __post_init__(self) -> None:
         if not self.mixers or (self.odds is not None and len(self.odds) != len(self.mixers)):
             raise EverytokenError(f"OneOf needs mixers and as many odds, got {len(self.mixers)} and {self.odds}.")
+        self.needs_grid = any(mixer.needs_grid for mixer in self.mixers)
 
     def draw(
         self,

@@ -32,7 +32,6 @@ GuideKind = Literal["saliency", "attention", "gradient"]
 Guide = Callable[[GuideKind], Tensor]
 """A kind -> importance [B, h, w], not negative, on any grid, of the images before they are mixed."""
 Mode = Literal["batch", "pair", "elem"]
-_PATCH = 16  # pixels; the token grid where nobody says it
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,13 @@ class Mix:
 
 
 class Mixer:
-    """What mixes a batch: `images, mix = mixer(images)`. Subclasses provide `draw`."""
+    """What mixes a batch: `images, mix = mixer(images)`. Subclasses provide `draw`.
+
+    Attributes:
+        needs_grid: it draws on the network's token grid.
+    """
+
+    needs_grid: bool = True
 
     def __call__(
         self,
@@ -130,13 +135,16 @@ class Mixer:
         Args:
             images: [B, C, H, W].
             key: what repeats the draw; None: torch's generator is asked for a seed.
-            grid: (h, w) of the network's tokens; None: patches of 16 pixels.
+            grid: (h, w) of the network's tokens, `view.grid.shape[1:3]`; only mixers that draw on it need it
+                (`needs_grid`).
             guide: what the images show where, for mixers that look at them: `guide_for(model, images, labels)`.
         """
         size = (images.shape[-2], images.shape[-1])
         rng = np.random.default_rng(int(torch.randint(2**62, ()))) if key is None else key.generator("mix")
-        grid = grid or (max(1, size[0] // _PATCH), max(1, size[1] // _PATCH))
-        mix = self.draw(len(images), size, grid, rng, images.device, guide)
+        if grid is None and self.needs_grid:
+            name = type(self).__name__
+            raise EverytokenError(f"{name} needs the network's token grid: mixer(images, grid=view.grid.shape[1:3]).")
+        mix = self.draw(len(images), size, grid or size, rng, images.device, guide)
         if mix is None:
             return images, unmixed(len(images), images.device)
         return (apply_to_pixels(images, mix) if mix.level == "pixels" else images), mix

@@ -81,10 +81,6 @@ class TokenModel(nn.Module):
         if token_classes:
             self.add_token_head(token_classes)
         self.aligner: Aligner | None = None
-        self._slot = _MixSlot()
-        if self.family.embed is not None:
-            embed = backbone.get_submodule(self.family.embed)
-            embed.register_forward_hook(_MixHook(self._slot, self.family.embed_layout))
 
     def add_token_head(self, classes: int) -> None:
         """Give every token a classifier with `classes` outputs, the backbone's own if it fits."""
@@ -151,16 +147,22 @@ class TokenModel(nn.Module):
                 f"MixToken needs the patch embedding of {type(self.backbone).__name__}, which cannot be reached or "
                 "overlaps its neighbours; use CutMix instead, which mixes pixels and works on every backbone"
             )
-        self._slot.mix = token_mix
         shares = None
         forward: Any = self.backbone.forward_features
+        # for this pass only, so that the backbone stays as it is; compilers can trace this, but not registering a hook
+        parent, _, name = (self.family.embed or "").rpartition(".")
+        modules: dict[str, Any] = self.backbone.get_submodule(parent)._modules
+        embed = modules.get(name)
+        if token_mix is not None:
+            modules[name] = _MixedEmbedding(embed, token_mix, self.family.embed_layout)
         try:
             if self.aligner is None or mix is None:
                 features = forward(images)
             else:
                 features, shares = self.aligner.run(forward, images, mix)
         finally:  # after an error that the caller survives, the next batch must not be mixed
-            self._slot.mix = None
+            if token_mix is not None:
+                modules[name] = embed
         grid, prefix = self.split(features, (images.shape[-2], images.shape[-1]))
         logits, distill = self._class_logits(features)
         if token_mix is not None:
@@ -231,29 +233,21 @@ class TokenModel(nn.Module):
         return out if isinstance(out, tuple) else (out, None)
 
 
-class _MixSlot:
-    """Holds the mix of the forward pass that is under way."""
+class _MixedEmbedding:
+    """Stands in for a patch embedding and mixes the tokens that it returns."""
 
-    def __init__(self) -> None:
-        self.mix: Mix | None = None
+    def __init__(self, embed: Any, mix: Mix, layout: Layout) -> None:
+        self.embed, self.mix, self.layout = embed, mix, layout
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.embed, name)
 
-class _MixHook:
-    """Mixes what a patch embedding returns. Copies of the backbone alone copy an empty slot, so they mix nothing."""
-
-    def __init__(self, slot: _MixSlot, layout: Layout) -> None:
-        self.slot = slot
-        self.layout = layout
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if self.slot.mix is None:
-            return None
-        size = (args[0].shape[-2], args[0].shape[-1])
+    def __call__(self, images: Tensor) -> Tensor:
+        output: Tensor = self.embed(images)
         if output.ndim == 3:  # [B, N, D]
-            h, w = grid_shape(output.shape[1], size)
-            mixed = apply_to_tokens(output.reshape(output.shape[0], h, w, -1), self.slot.mix)
-            return mixed.reshape(output.shape)
-        return apply_to_tokens(output, self.slot.mix, "NCHW" if self.layout == "nchw" else "NHWC")
+            h, w = grid_shape(output.shape[1], (images.shape[-2], images.shape[-1]))
+            return apply_to_tokens(output.reshape(output.shape[0], h, w, -1), self.mix).reshape(output.shape)
+        return apply_to_tokens(output, self.mix, "NCHW" if self.layout == "nchw" else "NHWC")
 
 
 def grid_shape(count: int, size: tuple[int, int]) -> tuple[int, int]:

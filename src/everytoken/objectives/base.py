@@ -6,11 +6,13 @@ error. The loss is `weight` times the sum of its terms; terms are there for the 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from everytoken.data.batch import Batch, TeacherView
 from everytoken.errors import EverytokenError
@@ -51,6 +53,8 @@ class Objective(nn.Module):
             batch: labels, maps and so on, whatever this objective requires. If the model was given a mix, the targets
                 are mixed by it; `batch` itself stays as it was loaded.
         """
+        if self.training and not torch.compiler.is_compiling():
+            _warn_if_not_reduced(self)
         if batch is not None and not self.multi_label and isinstance(batch.labels, Tensor) and batch.labels.dim() == 2:
             raise EverytokenError(f"{type(self).__name__} learns one label per image, and this batch has several.")
         terms = self.terms(view, with_mix(view, batch, type(self).__name__))
@@ -59,9 +63,29 @@ class Objective(nn.Module):
             loss = term * self.weight if i == 0 else loss + term * self.weight
         return {"loss": loss, **terms}
 
+    def extra_repr(self) -> str:
+        """What `print` shows of it."""
+        return f"weight={self.weight:g}"
+
     def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """Terms by name, scalars, before weighting."""
         raise NotImplementedError(f"{type(self).__name__} has no terms")
+
+
+def _warn_if_not_reduced(objective: Objective) -> None:
+    """Warn if processes train together, but not the objective's own parameters (drloc's MLP)."""
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    wrapped = DistributedDataParallel._get_active_ddp_module() is not None
+    wrapped = wrapped or getattr(objective, "_is_fsdp_managed_module", False)
+    if not wrapped and any(p.requires_grad for p in objective.parameters()):
+        name = type(objective).__name__
+        warnings.warn(
+            f"{name} has parameters and runs outside of DistributedDataParallel and FSDP, so every process trains its "
+            f"own copy of them. Wrap model and objectives together: DistributedDataParallel(TokenStep(model, "
+            f"{{'{objective.name}': objective}})).",
+            stacklevel=3,
+        )
 
 
 def with_mix(view: TokenView, batch: Batch | None, who: str) -> Batch | None:

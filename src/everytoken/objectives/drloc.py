@@ -2,7 +2,8 @@
 
 Paper: "Efficient Training of Visual Transformers with Small Datasets" (NeurIPS 2021) and its supplement; the equations
 are in `everytoken.functional.drloc`. It needs no labels and no annotator, and helps most where data is scarce.
-Loss: λ · mean over m = 64 pairs per image of |distance - MLP(token a, token b)|, distances as parts of the grid.
+Loss: λ · mean over m = 64 pairs per image of |distance - MLP(token a, token b)|, distances as fractions of the grid.
+λ is 0.1, ours; the paper's are weaker or stronger by model and were used with distances that are not divided.
 
 Variants: `l1` (the method), `signed` (equation 3), `ce` (5), `reg` (6), `all` (7: every block, with an MLP each). The
 paper finds `l1` best and `all` worse than nothing. Grids larger than 7x7 are averaged to 7x7, as the paper does.
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
 Levels = Literal["last", "final", "blocks", "stages", "merged"]
 
-# λ by the title of the family. Swin, T2T-ViT, CvT and ViT-B are the paper's; the paper and its code do not tell that of
-# ResNet-50, so it and all others get 0.1, that of the paper's other models with convolutions. LV-ViT, too: 0.01 did
-# nothing there (benchmarks/study/short-trainings.jsonl).
-LAMBDA: dict[str, float] = {
+# Ours, for distances divided by the grid's size; docs/drloc.md says how it was chosen.
+LAMBDA = 0.1
+# The paper's, by the title of the family. The released code has the same numbers for distances that are not divided.
+PAPER_LAMBDA: dict[str, float] = {
     "Swin": 0.5,
     "Swin V2": 0.5,
     "T2T-ViT": 0.1,
@@ -57,7 +58,6 @@ LAMBDA: dict[str, float] = {
     "BEiT": 0.01,
     "EVA": 0.01,
 }
-LAMBDA_OTHERS = 0.1
 SWIN = ("Swin", "Swin V2")
 VIT = ("ViT, DeiT, DINOv2, SigLIP", "DeiT, DeiT-III")
 
@@ -112,8 +112,9 @@ class Drloc(Objective):
     """Dense relative localization on the token grid [B, h, w, D].
 
     Args:
-        model: the TokenModel that is trained: its token width, the λ of its family, and layers to read.
-        weight: λ; None: that of the family (LAMBDA).
+        model: the TokenModel that is trained: its token width, its family, and layers to read.
+        weight: λ. None: 0.1, or with `released` the paper's. "paper": the paper's for this family (PAPER_LAMBDA), and
+            0.1 for families that are not in the paper.
         variant: "l1", "signed", "ce", "reg" or "all".
         pairs: m per image, or "all" for every ordered pair.
         pool: average larger grids to this size, (rows, columns) or one number; None: never; "auto": 7, but not for
@@ -129,10 +130,10 @@ class Drloc(Objective):
         warmup: with `released`, the part of the training in which λ grows; 20 of 300 epochs.
 
     Example:
-        drloc = Drloc(model)                                     # model = TokenModel(timm.create_model(...))
-        optimizer = torch.optim.AdamW([*model.parameters(), *drloc.parameters()])
-        view = model(images)
-        loss = F.cross_entropy(view.logits, labels) + drloc(view)["loss"]
+        model = TokenModel(timm.create_model("vit_base_patch16_224"))
+        step = TokenStep(model, {"hard": HardLabels(), "drloc": Drloc(model)})
+        optimizer = torch.optim.AdamW(step.parameters())        # with the MLP; so does DistributedDataParallel(step)
+        step(Batch(images, labels))["loss"].backward()
     """
 
     name = "drloc"
@@ -141,7 +142,7 @@ class Drloc(Objective):
     def __init__(
         self,
         model: TokenModel,
-        weight: float | None = None,
+        weight: float | Literal["paper"] | None = None,
         variant: Variant = "l1",
         pairs: int | Literal["all"] = 64,
         pool: int | tuple[int, int] | Literal["auto"] | None = "auto",
@@ -154,7 +155,12 @@ class Drloc(Objective):
         warmup: float = 20 / 300,
     ) -> None:
         family = need_token_model(model, "Drloc").family.title
-        super().__init__(LAMBDA.get(family, LAMBDA_OTHERS) if weight is None else weight)
+        if weight is None:
+            weight = "paper" if released else LAMBDA
+        if isinstance(weight, str):
+            check_choice(self.name, "weight", weight, ("paper",))
+            weight = PAPER_LAMBDA.get(family, LAMBDA)
+        super().__init__(weight)
         self.family = family
         check_choice(self.name, "variant", variant, get_args(Variant))
         if not isinstance(released, bool):
@@ -182,6 +188,12 @@ class Drloc(Objective):
         dims = [model.num_features] if self.taps is None else self.taps.dims
         self.heads = nn.ModuleList(self._head(dim).to(device) for dim in dims)
 
+    def extra_repr(self) -> str:
+        """λ, and what it weighs."""
+        distances = "as counted" if self.released else "divided by the grid's size"
+        classes = self.variant in ("ce", "reg")
+        return f"weight={self.weight:g}, variant={self.variant!r}" + ("" if classes else f", distances {distances}")
+
     def _head(self, dim: int) -> DrlocHead:
         classes = None
         if self.variant in ("ce", "reg"):
@@ -208,7 +220,7 @@ class Drloc(Objective):
         pooled = {i: self._pooled(grids[i]) for i in levels}
         pairs = self._draw(batch, pooled)
         losses = [self._loss(pooled[i], pairs[i], masks[i], i) for i in levels]
-        # its MLP takes part with nothing, as distributed training waits for every parameter
+        # adds 0 * parameters so that DDP sees every gradient
         losses += [p.sum() * 0 for i, head in enumerate(self.heads) if i not in levels for p in head.parameters()]
         total = torch.stack(losses).sum()
         if self.released:
@@ -222,7 +234,8 @@ class Drloc(Objective):
 
     def _grids(self, view: TokenView, batch: Batch | None) -> tuple[list[Tensor], list[Tensor | None]]:
         """Grids, and for each the mask of own tokens (None: pairs cannot cross, or may)."""
-        mix = batch.mix if self.skip_crossing and batch is not None else None
+        given = getattr(view, "mix", None) if batch is None else batch.mix
+        mix = given if self.skip_crossing else None
         if self.taps is None:
             grids = [view.grid]
             mix = None if mix is None else mix.shown  # the view has put tokens back to their images

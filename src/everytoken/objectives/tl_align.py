@@ -151,7 +151,7 @@ class AlignedShares:
         Args:
             logits: [B, K], or the view that a TokenModel returned.
             labels: of the images before they were mixed: classes [B], or distributions [B, K].
-            smoothing: label smoothing of classes.
+            smoothing: label smoothing, of distributions too.
         """
         logits = logits if isinstance(logits, Tensor) else logits.logits
         if labels.shape not in ((len(logits),), logits.shape):
@@ -173,7 +173,7 @@ def aligned(
     normalise: bool = True,
     patches_only: bool = False,
 ) -> Iterator[AlignedShares]:
-    """Follow the labels of mixed images through one pass of any timm model (TL-Align).
+    """Follow the labels of mixed images through one pass of any timm model (TL-Align); one block per pass.
 
     Args:
         model: a timm model, a TokenModel, or a DistributedDataParallel around one. It is watched inside of the block

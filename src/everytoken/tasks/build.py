@@ -40,7 +40,7 @@ from everytoken.models.open import (
     with_own_head,
 )
 from everytoken.models.weights import load_weights
-from everytoken.objectives import build_objectives, canonical, required_by
+from everytoken.objectives import Drloc, build_objectives, canonical, required_by
 from everytoken.tasks.step import FrozenTeacher, TokenStep
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         model.add_token_head(len(token_names))
     notes += [] if weights is None else _start_heads(model, weights, class_names, token_names)
     notes += check_objectives(options, objectives)
+    notes += [f"drloc: {objective.extra_repr()}" for objective in objectives.values() if isinstance(objective, Drloc)]
     if store is not None:
         _check_released(store, objectives)
     train_view, eval_view = build_views(options, config)

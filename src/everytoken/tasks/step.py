@@ -1,7 +1,7 @@
 """One training step as a module: mix the batch, run the model, add up the objectives.
 
 It is a module so that DistributedDataParallel, optimizers and weight averaging see everything that is trained: the
-backbone, the token head, and what objectives have of their own.
+backbone, the token head, and the parameters of objectives (drloc's MLP).
 """
 
 from __future__ import annotations
@@ -66,11 +66,16 @@ class FrozenTeacher:
 
 
 class TokenStep(nn.Module):
-    """Batch -> loss terms.
+    """Batch -> loss terms. One module for model and objectives: what to hand to DistributedDataParallel.
+
+        step = TokenStep(model, {"hard": HardLabels(), "drloc": Drloc(model)})
+        optimizer = torch.optim.AdamW(step.parameters())
+        step = DistributedDataParallel(step)                    # with several processes
+        step(Batch(images, labels))["loss"].backward()
 
     Args:
         model: the student.
-        objectives: what it learns, by name; see `everytoken.objectives.build_objectives`.
+        objectives: what it learns, by name.
         mixer: draws how each batch is mixed.
         teacher: for objectives and mixers that need one.
         compile: compile the model, in place: state dict and copies stay plain. Mixing, teacher and objectives stay

@@ -122,11 +122,19 @@ class TokenTask(TrainingTask):
     def load_task_state(
         self, state: dict[str, Any] | None, strict: bool = True, module: nn.Module | None = None, ema: bool = False
     ) -> None:
-        """The reverse of `get_task_state`."""
-        if state:
-            state = present_names(state)
-            self.step = int(state.pop("step", 0))
-            self._step(module or self.get_trainable_module(ema=ema)).load_state_dict(state, strict=False)
+        """The reverse of `get_task_state`; with `strict`, an error unless the state has exactly this task's names."""
+        if not state:
+            return
+        state = present_names(state)
+        differing = (state.keys() ^ self.get_task_state(module, ema).keys()) - {"step"}
+        if strict and differing:
+            raise EverytokenError(
+                f"the task state of the checkpoint is of other objectives or another token head: {min(differing)!r} "
+                f"and {len(differing) - 1} other names are on one side only. Build the same task, or load with "
+                "strict=False."
+            )
+        self.step = int(state.pop("step", 0))
+        self._step(module or self.get_trainable_module(ema=ema)).load_state_dict(state, strict=False)
 
     def forward(self, input: Tensor | Batch, target: Tensor | Batch | None = None) -> dict[str, Tensor]:
         """{"loss", "output" (class logits [B, K]), terms}.

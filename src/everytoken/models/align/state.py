@@ -36,6 +36,7 @@ class ShareState:
         window: (window, shift) of the window block that is running.
         residuals: inputs of the residual blocks that are running, the innermost last.
         history: shares after every mixing layer, if they are kept.
+        first: the hook that was called first; when it is called again, another pass has begun.
     """
 
     def __init__(self, residual: bool = True, keep_history: bool = False, patches_only: bool = False) -> None:
@@ -59,6 +60,7 @@ class ShareState:
         self.window: tuple[Pair, Pair] | None = None
         self.residuals: list[Tensor] = []
         self.history: list[Tensor] = []
+        self.first: ShareHook | None = None
 
     def start(self, images: Tensor, grid: Pair, cell: tuple[float, float] | None = None) -> Tensor:
         """Set the shares [B, h, w] on a grid over the images: the mean of the mask over each cell (equation 5).
@@ -106,7 +108,13 @@ class ShareHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         state = self.state
-        if state.mask is None or (state.shares is None and not state.on_pixels):
+        if state.mask is None:
+            return
+        if state.first is None:
+            state.first = self
+        elif state.first is self:
+            raise EverytokenError("the model ran twice in one `with` block, which follows one pass; use two blocks.")
+        if state.shares is None and not state.on_pixels:
             return
         with torch.no_grad(), torch.autocast(state.mask.device.type, enabled=False):
             shares = state.shares
