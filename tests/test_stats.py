@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from everytoken.stats import bootstrap, bootstrap_means, mean, paired_difference, percentage, sign_flip
+from everytoken.stats import (
+    Estimate,
+    bootstrap,
+    bootstrap_means,
+    compared,
+    mean,
+    paired_difference,
+    percentage,
+    sign_flip,
+)
 
 
 def test_a_proportion_has_wilsons_interval():
@@ -20,7 +29,7 @@ def test_a_mean_over_seeds_has_students_interval():
     assert (mean([1.0]).low, mean([1.0]).clear) == (None, False)
 
 
-def test_the_bootstrap_finds_the_textbook_interval_and_pairs_images():
+def test_a_paired_difference_has_the_textbook_interval():
     rng = np.random.default_rng(0)
     first = rng.random(2000) < 0.7
     second = first.copy()
@@ -33,11 +42,29 @@ def test_the_bootstrap_finds_the_textbook_interval_and_pairs_images():
     assert (got.low, got.high) == (pytest.approx(got.value - half, abs=0.15), pytest.approx(got.value + half, abs=0.15))
     # unpaired, the interval would be many times wider
     assert got.high - got.low < 0.4 * 2 * 1.96 * 100 * np.sqrt(2 * 0.21 / 2000)
+
+
+def test_few_images_that_agree_do_not_decide():
+    first, second = np.zeros(12, bool), np.arange(12) < 4
+    assert not paired_difference(first, second).clear  # 4 won, none lost: as likely as four heads in a row
+    assert paired_difference(first, np.arange(12) < 6).clear
     same = paired_difference(first, first)
-    assert same.value == 0
-    assert same.high == -same.low == pytest.approx(100 * 1.96 / 2002, rel=0.01)  # not 0: an image more could differ
-    few = paired_difference(np.zeros(20, bool), np.arange(20) < 4)
-    assert (few.value, few.clear) == (20.0, False)  # four of four: the sign test has p = 0.125
+    assert same.low < same.value == 0 < same.high
+    assert bootstrap(first[:, None], lambda means: means[..., 0]).low is None
+    assert mean([5.0, 5.0]).low is None
+
+
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        (Estimate(1.25, 0.5, 2), "a is 1.25 points better than b (95 % interval +0.50 to +2.00)"),
+        (Estimate(-5.3, -9, -2.6), "a is 5.30 points worse than b (95 % interval -9.00 to -2.60)"),
+        (Estimate(-5.3, -13.2, 2.6), "a and b show no clear difference: -5.30 points (95 % interval -13.20 to +2.60)"),
+        (Estimate(10.58, values=(10.58,)), "a against b: +10.58 points (1 seed, no interval)"),
+    ],
+)
+def test_better_and_worse_are_said_only_where_the_interval_leaves_zero_out(difference, words):
+    assert compared(difference, "a", "b") == words
 
 
 def test_draws_are_the_same_for_every_column_and_every_time():

@@ -3,8 +3,12 @@
 - A proportion (accuracy on n images): Wilson's interval.
 - A mean over n seeds: Student's, mean ± t · s / √n; with few seeds it is wide. Differences between two groups of runs
   are taken seed by seed first, so that what a seed does to both (the order of images, the first weights) cancels.
-- Means over corruptions, corruption errors, differences between two models on the same images: the bootstrap. Images
-  are drawn again and again, the same ones for both models.
+- Differences between two models on the same images: Bonett and Price's interval, one image won and one lost added.
+- Means over corruptions, corruption errors: the bootstrap. Images are drawn again and again.
+
+Where all values or draws are equal there is no interval, rather than one of width zero.
+
+`compared` words a difference; every sentence of the package that compares two models is made by it.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _T = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value; low and high are its 95 % interval, None where there is none (a single value).
+    """A value; low and high are its 95 % interval, None where there is none (a single value, or all equal).
 
     Attributes:
         values: that it is the mean of, if it is one.
@@ -47,6 +51,18 @@ class Estimate:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
+def compared(difference: Estimate, other: str, base: str, digits: int = 2) -> str:
+    """What `other` has more than `base`, in points: better or worse only where the interval leaves zero out."""
+    e, points = difference, f"{difference.value:+.{digits}f} points"
+    if e.low is None or e.high is None:
+        seeds = f"{len(e.values)} seed{'s' if len(e.values) > 1 else ''}, " if e.values else ""
+        return f"{other} against {base}: {points} ({seeds}no interval)"
+    interval = f"(95 % interval {e.low:+.{digits}f} to {e.high:+.{digits}f})"
+    if not e.clear:
+        return f"{other} and {base} show no clear difference: {points} {interval}"
+    return f"{other} is {abs(e.value):.{digits}f} points {'better' if e.value > 0 else 'worse'} than {base} {interval}"
+
+
 def t_quantile(degrees: int) -> float:
     """97.5 % quantile of Student's t."""
     if degrees < 1:
@@ -57,7 +73,7 @@ def t_quantile(degrees: int) -> float:
 def mean(values: Sequence[float]) -> Estimate:
     """The mean of one value per seed, with Student's interval."""
     centre = statistics.mean(values)
-    if len(values) < 2:
+    if len(set(values)) < 2:
         return Estimate(centre, values=tuple(values))
     half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(centre, centre - half, centre + half, tuple(values))
@@ -93,23 +109,31 @@ def bootstrap(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
     """
     value = float(statistic(np.asarray(columns, np.float64).mean(0)))
     low, high = np.percentile(statistic(bootstrap_means(columns, draws)), [2.5, 97.5])
-    return Estimate(value, float(low), float(high))
+    return Estimate(value, float(low), float(high)) if low < high else Estimate(value)
 
 
 def paired_difference(first: np.ndarray, second: np.ndarray) -> Estimate:
-    """Mean of second - first in percentage points; both are right or wrong [images], the same images in one order.
-
-    The interval is that of Agresti and Min (2005): half an image is added to each of the four outcomes, so that a few
-    images, or none, that only one of them gets right do not make it too narrow.
-    """
-    first, second = np.asarray(first, bool), np.asarray(second, bool)
-    count = len(first)
-    if not count:
+    """Mean of second - first in percentage points; both are right or wrong [images], the same images in one order."""
+    if not len(first):
         raise ValueError("there are no images to compare")
-    won, lost = int((second & ~first).sum()) + 0.5, int((first & ~second).sum()) + 0.5
-    middle = (won - lost) / (count + 2)
-    half = Z * math.sqrt(max(0.0, (won + lost) / (count + 2) - middle**2) / (count + 2))
-    return Estimate(100 * (won - lost) / count, 100 * max(-1.0, middle - half), 100 * min(1.0, middle + half))
+    change = np.asarray(second, np.float64) - np.asarray(first, np.float64)
+    return with_added_images(float(change.mean()), float(change.var()), len(change), (-1, 1))
+
+
+def with_added_images(mean: float, variance: float, count: float, added: Sequence[float]) -> Estimate:
+    """A mean over images in percent, with the normal interval after a few made-up images are added to the real ones.
+
+    With (0, 0, 1, 1) that is the interval of Agresti and Coull for a proportion, with (-1, 1) that of Bonett and Price
+    for a paired difference. Few images that all agree get a wide interval, where the bootstrap's has a width of zero.
+
+    Args:
+        mean, variance: of what one image contributes. count: of images.
+    """
+    total = count + len(added)
+    centre = (count * mean + sum(added)) / total
+    spread = (count * (variance + mean**2) + sum(x * x for x in added)) / total - centre**2
+    half = Z * math.sqrt(spread / total)
+    return Estimate(100 * mean, 100 * max(centre - half, min(added)), 100 * min(centre + half, max(added)))
 
 
 def bootstrap_means(columns: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:

@@ -8,7 +8,8 @@ import pytest
 
 from everytoken.engine.run_folder import RunFolder, find_runs, read_run
 from everytoken.errors import EverytokenError
-from everytoken.reports.groups import config_differences, difference, group_runs
+from everytoken.reports import report
+from everytoken.reports.groups import config_differences, difference, differences, group_runs
 from everytoken.stats import mean, t_quantile
 
 
@@ -49,6 +50,61 @@ def test_a_difference_pairs_equal_seeds_only(tmp_path):
     assert found.seeds == (2,)
     assert found.estimate.values == (3.0,)
     assert found.estimate.low is None
+
+
+@pytest.mark.parametrize("other", [{"data": "elsewhere"}, {"classes": ("ants", "bees", "wasps")}, {"metric": "mIoU"}])
+def test_runs_of_other_data_classes_or_scores_are_never_compared(tmp_path, other):
+    metric, classes = other.pop("metric", "top1"), other.pop("classes", ("ants", "bees"))
+    places = [write_run(tmp_path / "a", 80.0, 42), write_run(tmp_path / "b", 90.58, 42, lr=2.0, **other)]
+    for place, names, score in zip(places, (("ants", "bees"), classes), ("top1", metric), strict=True):
+        RunFolder(place).write("classes.json", json.dumps([{"class": name, "images": 9} for name in names]))
+        RunFolder(place).record(
+            {"kind": "epoch", "step": 2, "epoch": 2, "score": read_run(place).score, f"val_{score}": 1}
+        )
+    found = report(places, tmp_path / "r.html", predictions=False)
+    assert found.differences == []
+    assert "points" not in found.headline
+    assert "80.00 %" in found.headline
+    assert "90.58 %" in found.headline
+    assert "b and a have other validation images or classes: not compared." in (tmp_path / "r.html").read_text()
+
+
+def test_every_dataset_has_its_own_baseline(tmp_path):
+    for data, scores in (("ants", (80.0, 81.0)), ("dogs", (50.0, 57.0))):
+        for kind, score in zip(("plain", "token"), scores, strict=True):
+            write_run(tmp_path / f"{data}-{kind}", score, 1, data=data, objectives={kind: {}})
+    found = differences(group_runs(find_runs([tmp_path])))
+    assert [(d.base.name, d.other.name, d.estimate.value) for d in found] == [
+        ("ants-plain", "ants-token", 1.0), ("dogs-plain", "dogs-token", 7.0),
+    ]  # fmt: skip
+
+
+def test_the_same_name_started_in_two_folders_is_not_the_same_data(tmp_path):
+    for place in ("x", "y"):
+        (tmp_path / place / "photos").mkdir(parents=True)
+        write_run(tmp_path / place / "runs/one", 50.0, 1)
+        (tmp_path / place / "runs/one/environment.json").unlink()
+    assert len(group_runs(find_runs([tmp_path / "x/runs", tmp_path / "y/runs"]))) == 2
+
+
+def test_a_seed_counts_once_however_often_it_was_run(tmp_path):
+    for name, seed, score in (("one", 42, 81.0), ("again", 42, 82.0), ("two", 43, 80.5)):
+        write_run(tmp_path / name, score, seed)
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert sorted(group.accuracy.values) == [80.5, 81.5]
+    (group,) = group_runs(find_runs([tmp_path / "one", tmp_path / "again"]))
+    assert group.accuracy.values == (81.5,)
+    assert group.accuracy.low is None
+    headline = report([tmp_path / "one", tmp_path / "again"], predictions=False).headline
+    assert headline == "one and 1 more: score 81.50 % on the validation images (1 seed, no interval)"
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "wanted"),
+    [("photos8", 8, "photos8"), ("a-seed8", 8, "a"), ("a_s8", 8, "a"), ("galaxy-s8", 42, "galaxy-s8"), ("s8", 8, "s8")],
+)
+def test_only_the_seed_is_left_out_of_a_name(tmp_path, name, seed, wanted):
+    assert group_runs(find_runs([write_run(tmp_path / name, 1.0, seed)]))[0].name == wanted
 
 
 def test_the_t_interval_covers_the_mean_95_times_of_100():

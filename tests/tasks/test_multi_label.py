@@ -157,7 +157,23 @@ def test_average_precision_is_the_mean_precision_at_each_positive():
     answers = MultiLabelPredictions(np.arange(40), label, (rng.normal(size=label.shape) + 2 * label).astype(np.float32))
     estimate = answers.accuracy
     assert estimate.low < estimate.value < estimate.high
-    assert answers.difference(answers).low == answers.difference(answers).high == 0
+    assert answers.difference(answers).value == 0
+    assert not answers.difference(answers).clear
+
+
+def test_few_photos_without_an_error_have_a_wide_interval():
+    label = np.eye(3, dtype=bool)[np.arange(12) % 3]
+    perfect = MultiLabelPredictions(np.arange(12), label, np.where(label, 1, -1).astype(np.float32))
+    estimate = perfect.accuracy
+    assert (estimate.value, estimate.high) == (100, 100)
+    assert 60 < estimate.low < 80  # of 12 images without an error, Wilson's is 76 to 100
+    few = label.copy()
+    few[3:, 1:] = False  # one photo of each of two classes says less
+    assert (
+        MultiLabelPredictions(perfect.index, few, np.where(few, 1, -1).astype(np.float32)).accuracy.low < estimate.low
+    )
+    none = np.zeros_like(label)
+    assert (MultiLabelPredictions(perfect.index, none, perfect.logits).accuracy.low) == 0
 
 
 def test_the_calibration_of_several_labels_finds_the_temperature_and_thresholds_by_precision():

@@ -243,18 +243,7 @@ def _tell(out: Path, page: Path, scores: dict[str, list[float]], seconds: float)
 
 
 def verdict(gains: Sequence[float]) -> str:
-    """One honest sentence: the mean, the spread, and what more seeds would be needed for."""
+    """One honest sentence, and what more seeds would be needed for."""
     e = stats.mean(gains)
-    if e.low is None or e.high is None:
-        return f"Every token: {e.value:+.2f} points with one seed, which proves nothing yet; try --seeds 3."
-    spread = (
-        f"{min(gains):+.2f} to {max(gains):+.2f} over {len(gains)} seeds, 95 % interval {e.low:+.2f} to {e.high:+.2f}"
-    )
-    if e.clear:
-        done = f"gained {e.value:.2f}" if e.value > 0 else f"lost {-e.value:.2f}"
-        return f"Training on every token {done} points ({spread})."
-    if min(gains) > 0 or max(gains) < 0:
-        way = "ahead" if e.value > 0 else "behind"
-        few = "So few seeds leave room for chance; try --seeds 5."
-        return f"Training on every token was {way} with every seed, by {abs(e.value):.2f} points ({spread}). {few}"
-    return f"No clear difference here: {e.value:+.2f} points ({spread})."
+    more = "" if e.clear else f" Try --seeds {3 if len(gains) < 2 else 5}."
+    return f"Result: {stats.compared(e, 'training on every token', 'plain training')}.{more}"

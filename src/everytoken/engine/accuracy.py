@@ -29,7 +29,7 @@ from everytoken import schema
 from everytoken.calibration import calibration_error, sigmoid
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
-from everytoken.stats import Estimate, Z, bootstrap_weights, percentage
+from everytoken.stats import Estimate, bootstrap_weights, percentage, with_added_images
 
 
 @dataclass(frozen=True)
@@ -192,28 +192,37 @@ class MultiLabelPredictions:
 
     @property
     def accuracy(self) -> Estimate:
-        """mAP in percent with its 95 % interval by the bootstrap over images."""
-        half = (
-            100 * Z * float(self._bootstrap().std())
-        )  # around the value: drawing an image twice raises its class's AP
-        return Estimate(self.mean_ap, max(0.0, self.mean_ap - half), min(100.0, self.mean_ap + half))
+        """mAP in percent with its 95 % interval: by the bootstrap's variance, and four images added."""
+        return self._estimate(self.mean_ap, self._bootstrap(), (0, 0, 1, 1))
 
     def difference(self, other: MultiLabelPredictions) -> Estimate:
         """mAP of this minus that of another model on the same images, in points, paired by the bootstrap."""
-        value, half = self.mean_ap - other.mean_ap, 100 * Z * float((self._bootstrap() - other._bootstrap()).std())
-        return Estimate(value, value - half, value + half)
+        return self._estimate(self.mean_ap - other.mean_ap, self._bootstrap() - other._bootstrap(), (-1, 1))
+
+    def _estimate(self, value: float, draws: np.ndarray, added: Sequence[float]) -> Estimate:
+        """With an interval that counts as many images as there are, or fewer if small classes weigh more than others.
+
+        A positive of one of k classes, with m of them, has the weight 1 / (k m) in mAP.
+        """
+        positives = self.label.sum(0)[self._with_images()]
+        if not len(positives):
+            return Estimate(value, 100 * min(added), 100 * max(added))
+        count = min(int(self.label.any(1).sum()), len(positives) ** 2 / float((1 / positives).sum()))
+        return with_added_images(value / 100, count * float(np.nanvar(draws)), count, added)
 
     def _with_images(self) -> list[int]:
         found: list[int] = np.flatnonzero(self.label.any(0)).tolist()
         return found
 
     def _bootstrap(self) -> np.ndarray:
-        """mAP (0..1) over images that are drawn again and again; a class that is not drawn does not count."""
+        """mAP (0..1) over images drawn again and again; a class that is not drawn does not count, nan without any."""
         draws = int(np.clip(5e7 / max(1, self.logits.size), 100, 1000))
         values = []
         for _, weights in bootstrap_weights(len(self), draws):
             each = [average_precisions(self.logits[:, k], self.label[:, k], weights) for k in self._with_images()]
-            values.append(np.nanmean(each, 0) if each else np.zeros(len(weights)))
+            table = np.reshape(each, (-1, len(weights)))
+            with np.errstate(invalid="ignore"):
+                values.append(np.nansum(table, 0) / np.isfinite(table).sum(0))
         return np.concatenate(values)
 
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def _headline_charts(report: Report) -> list[Chart | None]:
         return []
     return [
         interval_chart(f"Validation {report.metric}", " %", accuracies),
-        interval_chart(f"Difference to {report.groups[0].name}, seed by seed", " points", differences, zero=True),
+        interval_chart(f"Difference to {text.baseline(report)}, seed by seed", " points", differences, zero=True),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from everytoken.engine.run_folder import Run
 from everytoken.progress import clock
 from everytoken.reports.collect import Report
-from everytoken.reports.text import interval_words, option_words, progress, term_words
+from everytoken.reports.text import baseline, interval_words, option_words, progress, term_words
 
 if TYPE_CHECKING:
     from everytoken.reports.samples import Agreement
@@ -57,7 +57,7 @@ def group_table(report: Report) -> Table:
                 time_taken(sum(seconds) / len(seconds) if seconds else None),
             ]
         )
-    against = f"gain over {report.groups[0].name}, paired"
+    against = f"gain over {baseline(report)}, paired"
     return Table(
         "Groups of runs with the same settings; in brackets the 95 % interval over seeds.",
         ["group", "runs finished", f"{report.metric} %", against, "time per run"],

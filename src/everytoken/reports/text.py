@@ -12,7 +12,7 @@ from everytoken.objectives.registry import ALIASES
 from everytoken.reports.charts import describe
 from everytoken.reports.collect import Classes, Report
 from everytoken.reports.groups import Difference, Group
-from everytoken.stats import Estimate, percentage
+from everytoken.stats import Estimate, compared, percentage
 
 if TYPE_CHECKING:
     from everytoken.reports.samples import Agreement
@@ -81,19 +81,23 @@ def headline(report: Report) -> str:
     """The result in one line."""
     if report.differences:
         best = max(report.differences, key=lambda d: d.estimate.value)
-        return difference_words(best)
+        return compared(best.estimate, best.other.name, best.base.name)
     ranked = [(g, e) for g in report.groups if (e := g.accuracy) is not None]
     if not ranked:
         return "No run is finished yet."
-    group, estimate = max(ranked, key=lambda pair: pair[1].value)
-    return f"{group.name}: {report.metric} {estimate.value:.2f} %{_interval(group, estimate, report)}"
+    if all(group.comparable(ranked[0][0]) for group, _ in ranked):
+        ranked = [max(ranked, key=lambda pair: pair[1].value)]
+    return "; ".join(
+        f"{group.name}: {report.metric} {estimate.value:.2f} %{_interval(group, estimate, report)}"
+        for group, estimate in ranked
+    )
 
 
 def _interval(group: Group, estimate: Estimate, report: Report) -> str:
-    """The interval that stands with a group's number: over its seeds; of one run, over the validation images."""
+    """The interval that stands with a group's number: over its seeds; of one seed, over the validation images."""
     if estimate.low is not None and estimate.high is not None:
         return f" ({estimate.low:.2f} to {estimate.high:.2f} over {len(estimate.values)} seeds)"
-    classes = next((c for c in report.classes if c.group is group and c.runs == 1), None)
+    classes = next((c for c in report.classes if c.group is group), None) if len(estimate.values) == 1 else None
     if classes is not None and report.metric == "top-1":
         right = round(estimate.value / 100 * classes.images)
         of_images = percentage(np.arange(classes.images) < right)
@@ -101,7 +105,8 @@ def _interval(group: Group, estimate: Estimate, report: Report) -> str:
     if classes is not None and abs(classes.score.value - estimate.value) < 0.01:  # the best weights are the last
         low, high = classes.score.low, classes.score.high
         return f" on {classes.images:,} validation images (95 % interval {low:.1f} to {high:.1f})"
-    return " on the validation images (one run, no interval)"
+    seeds = len(estimate.values)
+    return f" on the validation images ({seeds} seed{'s' if seeds > 1 else ''}, no interval)"
 
 
 def best_differs(report: Report) -> bool:
@@ -110,30 +115,33 @@ def best_differs(report: Report) -> bool:
     return run.score is None or run.best is None or run.best > run.score
 
 
-def difference_words(difference: Difference) -> str:
-    """What a group gained over the first, honestly."""
-    e, other, base = difference.estimate, difference.other.name, difference.base.name
-    if len(e.values) < 2:
-        return f"{other} against {base}: {e.value:+.2f} points with one seed, which proves nothing yet"
-    if e.clear:
-        way = "better" if e.value > 0 else "worse"
-        return f"{other} is {abs(e.value):.2f} points {way} than {base} ({e.low:+.2f} to {e.high:+.2f})"
-    if min(e.values) > 0 or max(e.values) < 0:
-        way = "ahead of" if e.value > 0 else "behind"
-        words = f"{other} is {way} {base} with every seed, by {abs(e.value):.2f} points, but the interval includes zero"
-    else:
-        words = f"No clear difference between {other} and {base}: {e.value:+.2f} points"
-    return f"{words} ({e.low:+.2f} to {e.high:+.2f})"
+def not_compared(report: Report) -> list[str]:
+    """Why groups that stand beside each other have no difference."""
+    first, *others = report.groups
+    compared = {group.name for d in report.differences for group in (d.base, d.other)}
+    reasons = []
+    for group in others:
+        if not group.comparable(first):
+            reasons.append(f"{group.name} and {first.name} have other validation images or classes: not compared.")
+        elif group.name not in compared:
+            reasons.append(f"{group.name} and {first.name} have no finished runs with the same seed: not compared.")
+    return reasons
+
+
+def baseline(report: Report) -> str:
+    """What the differences of a report are differences to."""
+    names = {d.base.name for d in report.differences} or {report.groups[0].name}
+    return names.pop() if len(names) == 1 else "the first group on the same data"
 
 
 def how_sure(difference: Difference) -> str:
-    """The spread behind `difference_words`."""
+    """The spread behind the headline."""
     e = difference.estimate
     each = ", ".join(f"{v:+.2f}" for v in e.values)
     seeds = ", ".join(map(str, difference.seeds))
     text = f"{difference.other.name} minus {difference.base.name}, seed by seed ({seeds}): {each} points"
     if e.low is None or e.high is None:
-        return f"{text}. One pair of runs says nothing about chance; train more seeds of each."
+        return f"{text}. No interval: {'one seed' if len(e.values) < 2 else 'equal values'}; train more seeds of each."
     text += f"; mean {e.value:+.2f}, 95 % interval {e.low:+.2f} to {e.high:+.2f}."
     if not e.clear:
         text += " The interval includes zero" + (

@@ -147,7 +147,7 @@ class Line:
         return percentage(self.columns[:, 0]) if self.is_share else bootstrap(self.columns, self.statistic)
 
     def difference(self, other: Line) -> Estimate:
-        """What `other` has more, by a paired bootstrap."""
+        """What `other` has more on the same images."""
         if self.is_share:
             return paired_difference(self.columns[:, 0], other.columns[:, 0])
         width = self.columns.shape[1]
@@ -219,7 +219,7 @@ def _corruption_lines(results: list[Result], clean: Result | None, each_severity
 def make_table(
     names: Sequence[str], results: Sequence[Sequence[Result]], facts: Sequence[str], each_severity: bool = False
 ) -> Table:
-    """Of one model; or of two and the second minus the first, by a paired bootstrap over the images that both saw."""
+    """Of one model; or of two and the second minus the first, paired over the images that both saw."""
     lines, *others = ([*_lines(of_model, each_severity)] for of_model in results)
     if not others:
         table = Table(f"{names[0]}: {facts[0]}", ["test set", "images", "top-1", "low", "high", "top-5", "ECE"])
@@ -239,7 +239,7 @@ def make_table(
         d = a.difference(b)
         table.rows.append([a.name, len(a.columns), value_a, value_b, d.value, d.low, d.high, a.ece, b.ece])
     table.notes = [*_notes(results[0], "A, "), *_notes(results[1], "B, ")]
-    table.notes.append("B - A with 95 % intervals of a bootstrap over images, the same draws for both models.")
+    table.notes.append("B - A with paired 95 % intervals over images; none where all images agree.")
     return table
 
 
