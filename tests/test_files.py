@@ -161,14 +161,23 @@ def test_what_killed_writers_left_is_removed_by_the_owner_of_the_folder(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_the_rate_is_that_of_the_job_without_the_time_before_it(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("everytoken.progress.time.monotonic", lambda: now[0])
+    with Progress("job", "images") as progress:
+        for now[0], done in ((100.0, 10), (102.0, 20), (110.0, 40)):
+            progress(done, 70)
+    assert capsys.readouterr().err.splitlines()[1:] == ["job: 40 of 70 images, 3 images/s, 0:10 left"]
+
+
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):
     with Progress("job", "maps", every=0) as progress:
         progress(0, 200)
         progress(100, 200)
     first, second = capsys.readouterr().err.splitlines()
-    assert "100 maps of 200 maps" in second
+    assert "100 of 200 maps" in second
     assert "left" in second
-    assert "left" not in first  # nothing is known about the rate yet
+    assert first == "job: 0 of 200 maps"  # nothing is known about the rate yet
     monkeypatch.setenv("FORCE_COLOR", "1")
     with Progress("job", "B") as progress:
         progress(5 * 10**6, 2 * 10**9, "[/red] now")

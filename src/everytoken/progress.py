@@ -19,6 +19,8 @@ def clock(seconds: float) -> str:
 class Progress:
     """Shows the progress of a command on stderr: call it with (done, total). A context manager.
 
+    The rate is measured from the first call on, with which a job begins: opening data and models is not part of it.
+
         with Progress("verify", "B") as progress:
             verify("maps", progress)
 
@@ -32,8 +34,8 @@ class Progress:
     def __init__(self, job: str, unit: str, every: float = 10.0, keep: bool = True) -> None:
         self.job, self.unit, self.every = job, unit, every
         self._bar: rich.progress.Progress | None = None
-        self._started = self._last = time.monotonic()
-        self._first: int | None = None
+        self._last = time.monotonic()
+        self._first: tuple[float, int] | None = None  # when, and what was done then
         console = Console(stderr=True)
         if console.is_terminal:
             columns = (
@@ -48,9 +50,10 @@ class Progress:
     def __call__(self, done: int, total: int, doing: str = "") -> None:
         """Show how far it is; `doing` is shown behind the name of the job."""
         now = time.monotonic()
-        self._first = done if self._first is None else self._first
-        rate = (done - self._first) / max(now - self._started, 1e-9)
-        amount = f"{self._amount(done)} of {self._amount(total)}, {self._rate(rate)}/s"
+        self._first = self._first or (now, done)
+        rate = (done - self._first[1]) / max(now - self._first[0], 1e-9)
+        amount = f"{self._amount(done).removesuffix(f' {self.unit}')} of {self._amount(total)}"
+        amount += f", {self._rate(rate)}/s" if rate > 0 else ""
         title = f"{self.job} {doing}".rstrip()
         if self._bar is not None:
             self._bar.update(self._task, description=title, completed=done, total=total, rate=amount)

@@ -296,7 +296,9 @@ def disc(tmp_path):
 
 def test_an_object_is_located_in_the_whole_photo(disc, tmp_path):
     model, folder, inside = disc
-    result = predict(model, folder, locate=True, workers=0)
+    told = []
+    result = predict(model, folder, locate=True, workers=0, progress=lambda *at: told.append(at))
+    assert told == [(0, 1), (0, 1), (0, 1), (1, 1)]  # a photo is done after both passes, and counts once
     (image,) = result
     assert image.classes[0] == "red"
     mask = image.location.mask()

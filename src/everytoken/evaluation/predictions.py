@@ -179,9 +179,9 @@ def _locations(
         yield from zip(numbers, locator.locate(batch.images, classes, probabilities, sizes), strict=True)
 
 
-def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Progress of one of several passes, as part of them all."""
-    return None if progress is None else lambda done, _: progress(before + done, total)
+def _part(progress: Progress | None, number: int, passes: int, images: int) -> Progress | None:
+    """Progress of one of several passes over the images: an image is done when all passes are."""
+    return None if progress is None else lambda done, _: progress((number * images + done) // passes, images)
 
 
 def _label_threshold(calibration: Calibration | None, sure: float) -> tuple[float, str]:
@@ -239,8 +239,7 @@ def run_prediction(
         notes.append(f"answers below {threshold:.3f} are unsure; there are no held-out images to calibrate that with")
     data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
     model = Voter(opened, options.token_vote).eval()
-    total = len(data) * (2 if options.locate else 1)
-    first, second = (_part(progress, before, total) for before in (0, len(data)))
+    first, second = (_part(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
     inference = Inference(model, data, eval_view(opened.info), options, options.amp, first)
     out: dict[int, ImagePrediction] = {}
     likely: dict[int, tuple[Tensor, Tensor]] = {}

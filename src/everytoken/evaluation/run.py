@@ -251,13 +251,13 @@ class Inference:
     @torch.no_grad()
     def views(self) -> Iterator[Batch]:
         """Every image once, as the network sees it, on the device."""
-        done = 0
+        done, tell = 0, self.progress or (lambda _done, _total: None)
+        tell(done, len(self.data))
         with closing(self.loader):
             for batch in Prefetcher(self.loader.epoch(0), self.device, self.view.mean, self.view.std):
                 yield batch
                 done += len(batch)
-                if self.progress is not None:
-                    self.progress(done, len(self.data))
+                tell(done, len(self.data))
 
     def predictions(
         self,
