@@ -167,7 +167,7 @@ def test_the_rate_is_that_of_the_job_without_the_time_before_it(monkeypatch, cap
     with Progress("job", "images") as progress:
         for now[0], done in ((100.0, 10), (102.0, 20), (110.0, 40)):
             progress(done, 70)
-    assert capsys.readouterr().err.splitlines()[1:] == ["job: 40 of 70 images, 3 images/s, 0:10 left"]
+    assert capsys.readouterr().err.splitlines() == ["job: 40 of 70 images, 3 images/s, 0:10 left"]
 
 
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch, capsys):

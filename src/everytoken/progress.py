@@ -34,7 +34,7 @@ class Progress:
     def __init__(self, job: str, unit: str, every: float = 10.0, keep: bool = True) -> None:
         self.job, self.unit, self.every = job, unit, every
         self._bar: rich.progress.Progress | None = None
-        self._last = time.monotonic()
+        self._last = 0.0
         self._first: tuple[float, int] | None = None  # when, and what was done then
         console = Console(stderr=True)
         if console.is_terminal:
@@ -50,7 +50,8 @@ class Progress:
     def __call__(self, done: int, total: int, doing: str = "") -> None:
         """Show how far it is; `doing` is shown behind the name of the job."""
         now = time.monotonic()
-        self._first = self._first or (now, done)
+        if self._first is None:
+            self._first, self._last = (now, done), now
         rate = (done - self._first[1]) / max(now - self._first[0], 1e-9)
         amount = f"{self._amount(done).removesuffix(f' {self.unit}')} of {self._amount(total)}"
         amount += f", {self._rate(rate)}/s" if rate > 0 else ""

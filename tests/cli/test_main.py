@@ -47,6 +47,13 @@ def test_help_begins_with_examples_and_says_nothing_twice(name, config, capsys):
         assert option.help, f"{name} {option.name} is not explained"
 
 
+@pytest.mark.parametrize(("command", "words"), [("eval", "MODEL [DATA] ["), ("doctor", "[DATA|MAPS|RUN ...] [")])
+def test_the_usage_shows_which_words_may_be_left_out(command, words, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: everytoken {command} {words}OPTIONS]")
+
+
 @pytest.mark.parametrize("command", ["train", "finetune", "segment train", "detect train"])
 def test_help_of_training_fits_three_screens_and_the_rest_is_in_help_all(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")

@@ -213,7 +213,8 @@ def test_mistakes_are_explained(tmp_path):
     refuse("class 'b' is not one", put(tmp_path / "x", "a/1.jpg", "b/1.jpg"), class_list=["a"])
     refuse("occur twice: a", tmp_path / "x", class_list=["a", "b", "a"])
     refuse("no file", tmp_path / "x", class_list=tmp_path / "list.txt")
-    refuse("leaves no image", put(tmp_path / "one", "a/1.jpg"), "val", val_split=1e-9)
+    refuse("has one class only", put(tmp_path / "one", "a/1.jpg"), "val", val_split=0.1)
+    refuse("no class has two images", put(tmp_path / "two", "a/1.jpg", "b/1.jpg"), "val", val_split=1e-9)
 
 
 def test_archives_that_cannot_be_read_at_random_are_refused_with_the_way_out(tmp_path):

@@ -328,7 +328,7 @@ def test_wrong_numbers_are_refused(data):
         ({"batch_size": 0}, "batch_size"),
         ({"rank": 2, "world": 2}, "rank"),
         ({"repeats": 0}, "repeats"),
-        ({"batch_size": 30}, "do not fill one batch"),
+        ({"batch_size": 30}, "do not fill one batch.*Lower --batch-size"),
     ):
         with pytest.raises(DataError, match=message):
             Loader(data, TRAIN, **{"batch_size": 4, "train": True, **options})

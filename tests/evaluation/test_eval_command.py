@@ -12,7 +12,7 @@ import everytoken  # noqa: F401
 from everytoken.cli import main
 from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
-from everytoken.evaluation import evaluate
+from everytoken.evaluation import evaluate, predict
 from everytoken.files import plain_json
 from everytoken.models.open import Description
 
@@ -64,6 +64,31 @@ def test_the_result_is_that_of_a_plain_loop_over_timms_own_transform(photos, wei
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
     assert numbers["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)
+
+
+def test_a_run_is_evaluated_in_the_precision_that_it_was_validated_in(photos, tmp_path, capsys):
+    words = [word for word in TRAIN if word != "--no-amp"]
+    assert main(["train", str(photos), *words, "--amp", "--out", str(tmp_path / "run")]) == 0
+    validated = json.loads((tmp_path / "run/summary.json").read_text())["last"]["val_loss"]
+    losses = {}
+    for flags in ((), ("--amp",), ("--no-amp",)):
+        capsys.readouterr()
+        assert main(["eval", str(tmp_path / "run"), "--workers", "0", "--device", "cpu", "--json", *flags]) == 0
+        losses[flags] = json.loads(capsys.readouterr().out)["loss"]
+    assert round(losses[()], 4) == validated
+    assert losses[()] == losses["--amp",] != losses["--no-amp",]
+    likely = [
+        predict(tmp_path / "run", photos / "val", workers=0, device="cpu", amp=amp) for amp in (None, True, False)
+    ]
+    first, same, other = ([image.probabilities for image in images] for images in likely)
+    assert first == same != other
+
+
+def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "none")]) == 2
+    assert "there is no run folder or weights file at" in capsys.readouterr().err
+    assert main(["eval", "timm:resnet18"]) == 2
+    assert "does not say what it was trained on" in capsys.readouterr().err
 
 
 def test_fewer_classes_are_matched_by_name_and_unknown_ones_refused(photos, weights, tmp_path, capsys):

@@ -18,16 +18,19 @@ def build(name: str, **kwargs):
         return timm.create_model(name, **kwargs)
 
 
+FOUR_STAGES = "swin_nano4_patch4_window4_64"
+
+
 def test_every_family_comes_in_three_sizes_for_three_image_sizes_and_two_in_a_fourth():
-    assert len(SMALL) == (5 * 3 + 2) * 3
+    assert len(SMALL) == (5 * 3 + 2) * 3 + 1
     assert set(SMALL) <= set(timm.list_models())
     families = {"vit", "swin", "lvvit", "t2t_vit", "cvt"}
-    assert {re.sub(r"_(pico|nano|micro|mini)_.*", "", name) for name in SMALL} == families
+    assert {re.sub(r"_(pico|nano4?|micro|mini)_.*", "", name) for name in SMALL} == families
 
 
 @pytest.mark.parametrize("name", [n for n in SMALL if "nano" in n or n.endswith("_32")])
 def test_names_tell_parameters_image_and_grid(name):
-    size, patch, image = re.fullmatch(r".*_(pico|nano|micro|mini)_patch(\d+)_(?:window\d+_)?(\d+)", name).groups()
+    size, patch, image = re.fullmatch(r".*_(pico|nano|micro|mini)4?_patch(\d+)_(?:window\d+_)?(\d+)", name).groups()
     patch, image = int(patch), int(image)
     model = build(name)
     low, high = SIZES[size]
@@ -37,7 +40,7 @@ def test_names_tell_parameters_image_and_grid(name):
     view = TokenModel(model, token_classes=10)
     with torch.device("meta"):
         grid = probe(view, (image, image))
-    side = image // patch // (4 if name.startswith("swin") else 1)
+    side = image // patch // (8 if name == FOUR_STAGES else 4 if name.startswith("swin") else 1)
     assert grid == (side, side)
     assert family_of_name(name) == family_of(model)
 
@@ -77,13 +80,15 @@ def test_a_few_steps_of_training_fit_four_images(name):
     assert {n for n, p in model.named_parameters() if p.grad is None} <= rest
 
 
-@pytest.mark.parametrize("name", [n for n in SMALL if "micro" in n and n.endswith("_64")])
+@pytest.mark.parametrize("name", [FOUR_STAGES, *(n for n in SMALL if "micro" in n and n.endswith("_64"))])
 def test_other_image_sizes_and_features_work(name):
     size = 128 if name.startswith("swin") else 48
     model = timm.create_model(name, img_size=size, num_classes=0).eval()
     assert model(torch.randn(1, 3, size, size)).shape == (1, model.num_features)
     features = timm.create_model(name, features_only=True)
-    assert len(features(torch.randn(1, 3, 64, 64))) == 3
+    assert len(features(torch.randn(1, 3, 64, 64))) == (4 if name == FOUR_STAGES else 3)
+    if name == FOUR_STAGES:
+        assert features.feature_info.reduction() == [4, 8, 16, 32]  # what a detector wants
 
 
 def test_weights_move_between_image_sizes():

@@ -1,8 +1,11 @@
 """Feature maps of backbones: shapes and strides of every family, any input size, weights from runs and files."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
@@ -150,3 +153,16 @@ def test_published_weights_are_a_start_and_are_recorded_in_full(caplog):
     assert name_weights(options).model == "tf_efficientnet_lite0"
     named = name_weights(BackboneOptions(model="swin_base_patch4_window7_224.ms_in1k", weights="timm"))
     assert named.weights == "timm:swin_base_patch4_window7_224.ms_in1k"
+
+
+def test_the_weights_choose_the_backbone_unless_it_was_asked_for(tmp_path):
+    model = timm.create_model("test_vit", num_classes=3)
+    info = Description("test_vit", {"num_classes": 3, "depth": 2}, class_names=("a", "b", "c"), img_size=(64, 64))
+    save_file(model.state_dict(), tmp_path / "best.safetensors", metadata=info.to_metadata())
+    recipe = BackboneOptions(model="lvvit_s", model_kwargs={"stem_width": 8}, weights=str(tmp_path))
+    chosen = name_weights(recipe, asked=False)
+    assert (chosen.model, chosen.model_kwargs) == ("test_vit", {"depth": 2})
+    assert name_weights(recipe, asked=True) == recipe
+    same = replace(recipe, model="test_vit.r160_in1k", model_kwargs={"depth": 1})
+    assert name_weights(same, asked=True).model_kwargs == {"depth": 1}  # of the same model, arguments add up
+    assert name_weights(replace(recipe, model="", model_kwargs={})).model == "test_vit"

@@ -19,11 +19,12 @@ import everytoken  # noqa: F401
 from everytoken.cli import main
 from everytoken.engine.optim import build_schedule
 from everytoken.engine.recipe import apply, flat, header, read_recipe, recipe_names
+from everytoken.models.weights import read_weights
 from everytoken.tasks.backbone import build_features
 from everytoken.tasks.detect.data import open_instances
 from everytoken.tasks.detect.infer import Inference, draw_objects, truth_of
 from everytoken.tasks.detect.metrics import Detections, average_precision
-from everytoken.tasks.detect.model import load_detector
+from everytoken.tasks.detect.model import Detector, load_detector
 from everytoken.tasks.detect.options import CocoOptions, DetectOptions, FindOptions
 from everytoken.tasks.detect.task import DetectTask, only_with_objects
 from everytoken.tasks.options import BackboneOptions
@@ -183,6 +184,49 @@ def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
     assert not torch.allclose(detector.heads.pool(levels, proposals, 7), pooled, atol=1e-2)
 
 
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_detector_is_evaluated_in_the_precision_that_it_was_validated_in(shapes, tmp_path, monkeypatch, amp):
+    flags = ["--iters", "1", "--warmup-iters", "0", "-b", "2", "--detector", "mask", *(["--amp"] if amp else [])]
+    assert main(["detect", "train", str(shapes), *TINY, *flags, "--out", str(tmp_path / "run")]) == 0
+    seen, detect = [], Detector.detect
+
+    def watched(self, *what):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return detect(self, *what)
+
+    monkeypatch.setattr(Detector, "detect", watched)
+    for words, wanted in (([], amp), (["--amp"], True), (["--no-amp"], False)):
+        seen.clear()
+        assert main(["detect", "eval", str(tmp_path / "run"), str(shapes), *CPU, *words]) == 0
+        assert set(seen) == {wanted}
+
+
+def test_from_relative_localization_on_few_images_to_boxes(photos, shapes, tmp_path, capsys):
+    """Each step by its recipe; that of a larger detector, too, as the weights decide which backbone it is."""
+    cpu = ["--device", "cpu", "--workers", "0", "--threads", "1"]
+    small = "model_kwargs={embed_dim: 16, depths: [1, 1, 1, 1], num_heads: [1, 1, 2, 2]}"
+    words = ["--recipe", "small_64_drloc", "--set", small, "--epochs", "1", "--warmup-epochs", "0", "-b", "12", *cpu]
+    assert main(["train", str(photos), *words, "--out", str(tmp_path / "drloc")]) == 0
+    trained = read_weights(tmp_path / "drloc/best.safetensors")
+    words = ["--weights", str(tmp_path / "drloc"), "--iters", "2", "--sizes", "64", "-b", "2", *cpu]
+    words += ["--channels", "16", "--hidden", "32", "--regions", "16", "--proposals", "50", "--lr", "1e-12"]
+    for recipe, box in (("detect_small", "mlp"), ("detect_swin_tiny_cascade_1x", "conv")):
+        out = tmp_path / recipe
+        assert main(["detect", "train", str(shapes), "--recipe", recipe, *words, "--out", str(out)]) == 0
+        detector, info = load_detector(out)
+        assert info.backbone.architecture == "swin_nano4_patch4_window4_64"
+        assert detector.options.box_head == box
+        torch.testing.assert_close(
+            detector.features.backbone.layers[2].blocks[0].attn.qkv.weight, trained["layers.2.blocks.0.attn.qkv.weight"]
+        )
+        capsys.readouterr()
+        assert main(["detect", "eval", str(out), str(shapes), *CPU, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["box AP"] >= 0
+    asked = ["--model", "resnet10t", "--dry-run"]
+    assert main(["detect", "train", str(shapes), "--recipe", "detect_small", *words, *asked]) == 2
+    assert "does not belong to" in capsys.readouterr().err
+
+
 def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, make_objects, run_with_kills):
     shapes = make_objects(tmp_path / "shapes", {"train": 5, "val": 1}, size=(64, 48), empty=0)
     words = ["detect", "train", str(shapes), *TINY, "--epochs", "3", "--warmup-iters", "2", "-b", "2", "--keep", "1"]
@@ -283,7 +327,7 @@ def test_the_learning_rate_falls_after_the_epochs_of_the_schedule():
 def test_every_recipe_fits_the_options_and_says_what_it_is(name):
     options = apply(DetectOptions(), read_recipe(name), name)
     assert timm.is_model(options.model.model)
-    assert options.optim.decay_milestones == ((27, 33) if name.endswith("3x") else (8, 11))
+    assert options.optim.decay_milestones == ((27, 33) if name.endswith(("3x", "small")) else (8, 11))
     assert apply(DetectOptions(), flat(options), "config.yaml") == options
     text = header(name)
     assert all(word in text for word in ("Run by us:", "Source:", "Cost:", "parameters"))

@@ -19,7 +19,7 @@ from everytoken.tasks.backbone import build_features
 from everytoken.tasks.options import BackboneOptions
 from everytoken.tasks.segment.data import open_masks
 from everytoken.tasks.segment.infer import segmenter_inference
-from everytoken.tasks.segment.model import load_segmenter
+from everytoken.tasks.segment.model import Segmenter, load_segmenter
 from everytoken.tasks.segment.options import InferOptions, MaskOptions
 from everytoken.tasks.segment.task import SegmentTask
 from everytoken.tasks.segment.token import TokenSegmenter, load_token_segmenter
@@ -70,6 +70,23 @@ def test_a_segmenter_is_used_as_it_was_validated_unless_told_otherwise(run):
     assert inference(run).short == 48
     other = inference(run, mode="whole", scales=(1.0,), flip=False, resize=64)
     assert (other.options, other.short) == (InferOptions("whole", 20, (1.0,), False, 64), 64)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_segmenter_is_evaluated_in_the_precision_that_it_was_validated_in(shapes, tmp_path, monkeypatch, amp):
+    flags = ["--iters", "1", "--warmup-iters", "0", "--out", str(tmp_path / "run"), *(["--amp"] if amp else [])]
+    assert main(["segment", "train", str(shapes), *TINY, *flags]) == 0
+    seen, forward = [], Segmenter.forward
+
+    def watched(self, images):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return forward(self, images)
+
+    monkeypatch.setattr(Segmenter, "forward", watched)
+    for words, wanted in (([], amp), (["--amp"], True), (["--no-amp"], False)):
+        seen.clear()
+        assert main(["segment", "eval", str(tmp_path / "run"), str(shapes), *QUICK, *words]) == 0
+        assert set(seen) == {wanted}
 
 
 def test_several_scales_of_the_recipe_are_tested_with_one_flag(run, shapes, capsys):

@@ -342,7 +342,7 @@ def _score(
     except torch.OutOfMemoryError as error:
         raise EverytokenError(
             f"{device} has too little memory for {len(batch)} images of {annotator.preprocessing.size} pixels. Use a "
-            "smaller batch_size (or img_size, or amp); the same command then continues where it stopped."
+            "smaller --batch-size (or --img-size, or --amp); the same command then continues where it stopped."
         ) from error
 
 

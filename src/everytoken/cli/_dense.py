@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from everytoken.cli._parse import parse, values_of
+from everytoken.cli._parse import current_flags, given_options, parse, values_of
 from everytoken.cli.train import print_plan, resolve
 from everytoken.files import plain_json, write_atomically
 
@@ -72,27 +72,16 @@ class JsonFlag:
     """Print JSON, one image per line."""
 
 
-def spelled_out(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """--flip is --flip True and --no-flip is --flip False, for flags that may also be left open."""
-    words: list[str] = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        name = word.removeprefix("--").removeprefix("no-").replace("_", "-")
-        if word.startswith("--") and name in flags and following not in ("True", "False", "None"):
-            words += [f"--{name}", str(not word.startswith("--no-"))]
-        else:
-            words.append(word)
-    return words
-
-
 def train(config: type[Any], plain: type[Any], name: str, argv: list[str], prog: str) -> int:
     """Recipe, then flags, then --set; then train the task called `name`, or print the plan."""
+    argv = current_flags(config, argv)
     options = resolve(config, argv, prog)
     task = importlib.import_module(f"everytoken.tasks.{name}.task")
-    options_of_run = plain(**values_of(options, plain))
+    what = plain(**values_of(options, plain)), given_options(argv), options.set
     if options.dry_run:
-        print_plan(task.dry_run(options_of_run))
+        print_plan(task.dry_run(*what))
     else:
-        task.train(options_of_run)
+        task.train(*what)
     return 0
 
 

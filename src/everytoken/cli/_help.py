@@ -158,7 +158,7 @@ def docs_of(config: type) -> dict[str, str]:
 
 
 def usage(config: type, prog: str) -> str:
-    """everytoken eval MODEL DATA [OPTIONS]."""
+    """everytoken eval MODEL [DATA] [OPTIONS]."""
     options = list(options_of(config))
     words = [option.name for option in options if not option.flags]
     needed = [option.heading.split(", ")[-1] for option in options if option.flags and option.required]

@@ -76,11 +76,24 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return tyro.cli(config, prog=prog, args=list(argv), **settings)
+            return tyro.cli(config, prog=prog, args=_spelled_out(config, argv), **settings)
     except SystemExit:
         _explain_unknown(prog, argv, set(flags(config)))
         print(f"{prog}: {_sentence(config, prog, said.getvalue())}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _spelled_out(config: type, argv: Sequence[str]) -> list[str]:
+    """--flip is --flip True and --no-flip is --flip False, for switches that may also be left open (None)."""
+    left_open = {option.name for option in options_of(config) if not option.value and option.default is None}
+    words: list[str] = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        name = word.removeprefix("--").removeprefix("no-").replace("_", "-")
+        if word.startswith("--") and name in left_open and following not in ("True", "False", "None"):
+            words += [f"--{name}", str(not word.startswith("--no-"))]
+        else:
+            words.append(word)
+    return words
 
 
 def _sentence(config: type, prog: str, text: str) -> str:

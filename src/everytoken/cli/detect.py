@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from everytoken.cli import Command, call
-from everytoken.cli._dense import JsonFlag, PrintFlags, TrainFlags, cell, predict, report, spelled_out, train
+from everytoken.cli._dense import JsonFlag, PrintFlags, TrainFlags, cell, predict, report, train
 from everytoken.cli._parse import parse
 from everytoken.tasks.detect.options import DetectEval, DetectOptions, DetectPredict
 
@@ -64,7 +64,7 @@ def main(argv: list[str], prog: str) -> int | None:
             partial(predict, Predict, "detect"),
         ),
     }
-    return call(commands, spelled_out(argv, ("class-agnostic",)), prog, OPTIONS)
+    return call(commands, argv, prog, OPTIONS)
 
 
 def _eval(argv: list[str], prog: str) -> None:

@@ -30,7 +30,7 @@ class Doctor:
         everytoken doctor runs/mine --json
     """
 
-    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA|MAPS|RUN")] = ()
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA|MAPS|RUN ...]")] = ()
     """Folders of images, stores of score maps, run folders; none: the machine only."""
     sample: int = 0
     """Look at this many images of each part only, spread evenly; 0: all."""

@@ -11,7 +11,7 @@ import tyro
 
 from everytoken.calibration import ENOUGH
 from everytoken.cli._parse import parse, values_of
-from everytoken.engine.run_folder import run_of
+from everytoken.engine.run_folder import PUBLISHED, run_of
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, evaluate
 from everytoken.files import plain_json, write_atomically
@@ -48,7 +48,7 @@ class EvalCommand(EvalOptions):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
     registry:efficientnet_lite0."""
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = ""
     """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME. Default: the images
     that the run held out."""
     table: int = 10
@@ -90,6 +90,10 @@ def _own_data(source: str) -> str:
             f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
         )
     if run is None:
+        if not source.startswith(PUBLISHED):
+            from everytoken.models.open import find_weights
+
+            find_weights(source)  # raises if there is nothing at all
         raise EverytokenError(
             f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from everytoken.cli import Command, call
-from everytoken.cli._dense import JsonFlag, PrintFlags, TrainFlags, predict, report, spelled_out, train
+from everytoken.cli._dense import JsonFlag, PrintFlags, TrainFlags, predict, report, train
 from everytoken.cli._parse import parse
 from everytoken.tasks.segment.options import SegmentEval, SegmentOptions, SegmentPredict
 
@@ -61,7 +61,7 @@ def main(argv: list[str], prog: str) -> int | None:
         "eval": ("mIoU, mAcc and pixel accuracy of a segmenter, or of a classifier's token head", _eval),
         "predict": ("write masks and pictures of images", partial(predict, Predict, "segment")),
     }
-    return call(commands, spelled_out(argv, ("flip", "reduce-zero-label")), prog, OPTIONS)
+    return call(commands, argv, prog, OPTIONS)
 
 
 def _eval(argv: list[str], prog: str) -> None:

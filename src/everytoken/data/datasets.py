@@ -337,7 +337,13 @@ def _hold_out(data: DataSet, spec: str, val_split: float, seed: int) -> tuple[Da
     train, val = split_off(data, val_split, seed)
     for split, indices in (("train", train), ("val", val)):
         if not len(indices):
-            raise DataError(f"{spec}: val_split {val_split} leaves no image for {split}. Choose another value.")
+            if len(data.class_names) == 1:
+                raise DataError(f"{spec} has one class only: give every class a folder of its own, at least two.")
+            raise DataError(
+                f"{spec}: val_split {val_split} leaves no image for {split}, as no class has two images. Add images."
+                if split == "val"
+                else f"{spec}: val_split {val_split} leaves no image for {split}. Choose another value."
+            )
     return data.subset(train), data.subset(val)
 
 

@@ -61,7 +61,7 @@ _PATIENCE = 60  # seconds without a batch that are worth a line in the log
 _PLENTY = 2e9  # bytes of shared memory that are enough for everybody
 _MORE_SHARED_MEMORY = (
     "Give the container more (docker run --shm-size 2g, or --ipc host), or use fewer workers (0 needs none) or a "
-    "smaller batch_size."
+    "smaller --batch-size."
 )
 
 
@@ -166,7 +166,7 @@ class BatchSampler(Sampler[list[Request]]):
         if train and total < batch_size * world:
             raise DataError(
                 f"{total} training images do not fill one batch of {batch_size} on {world} "
-                f"process{'es' if world > 1 else ''}. Lower batch_size."
+                f"process{'es' if world > 1 else ''}. Lower --batch-size."
             )
         self.total, self.batch_size, self.train, self.seed = total, batch_size, train, seed
         self.rank, self.world, self.repeats = rank, world, repeats
@@ -493,7 +493,7 @@ def dead_workers() -> str:
     how = f"by {signal.Signals(-code).name}" if -code in list(signal.Signals) else f"with code {code}"
     return (
         f"a process that loads images (pid {dead[0].pid}) was ended {how}. Often memory is too small: use fewer "
-        "workers or a smaller batch_size. What is finished is kept, and the same command continues from there."
+        "workers or a smaller --batch-size. What is finished is kept, and the same command continues from there."
     )
 
 

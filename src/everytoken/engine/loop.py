@@ -148,7 +148,7 @@ class Loop:
         if self.updates_per_epoch == 0 and not optim.iters:
             raise EverytokenError(
                 f"an epoch has {task.batches_per_epoch} batches, fewer than grad_accum_steps {self.accumulate}: lower "
-                "batch_size or grad_accum_steps"
+                "--batch-size or --grad-accum-steps"
             )
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
         self.lr = learning_rate(optim, self.global_batch)

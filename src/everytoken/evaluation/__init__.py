@@ -79,8 +79,8 @@ class EvalOptions(InferenceOptions):
     images that the run held out, or all images if the run was trained on other data."""
     real: str = ""
     """ImageNet ReaL labels (real.json)."""
-    amp: bool = False
-    """Mixed precision (bfloat16)."""
+    amp: bool | None = None
+    """Mixed precision. Default: as the run was validated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class PredictOptions(InferenceOptions):
     """Calibrate probabilities on the images that the run held out (once, then kept in the run)."""
     locate: bool = False
     """Also say where the object is: a box and a mask, from what the network says about every cell of the image."""
-    amp: bool = False
-    """Mixed precision (bfloat16)."""
+    amp: bool | None = None
+    """Mixed precision. Default: as the run was validated."""
 
 
 @dataclass(frozen=True, kw_only=True)

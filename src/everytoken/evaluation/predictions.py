@@ -240,7 +240,8 @@ def run_prediction(
     data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
     model = Voter(opened, options.token_vote).eval()
     first, second = (_part(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
-    inference = Inference(model, data, eval_view(opened.info), options, options.amp, first)
+    dtype = opened.info.amp_dtype(options.amp)
+    inference = Inference(model, data, eval_view(opened.info), options, dtype, first)
     out: dict[int, ImagePrediction] = {}
     likely: dict[int, tuple[Tensor, Tensor]] = {}
     for batch, logits in inference.batches():

@@ -34,9 +34,11 @@ from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
 from everytoken.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken.files import write_atomically
+from everytoken.models.common import make_attention_explicit
 from everytoken.models.inference import faster
 from everytoken.models.onnx import OnnxModel
 from everytoken.models.open import Description, OpenModel, open_model
+from everytoken.models.token_model import probe
 from everytoken.stats import Estimate
 
 if TYPE_CHECKING:
@@ -210,6 +212,7 @@ class Inference:
         model: normalised images -> logits.
         view: how it wants to see them.
         options: batch size, workers, what to do with images that cannot be read.
+        dtype: of mixed precision; None: float32.
         transform: another way to make the view, which may change the pixels.
     """
 
@@ -219,12 +222,15 @@ class Inference:
         data: DataSet,
         view: EvalTransform,
         options: InferenceOptions,
-        amp: bool = False,
+        dtype: torch.dtype | None = None,
         progress: Progress | None = None,
         transform: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> None:
-        self.model, self.data, self.view, self.amp, self.progress = model, data, view, amp, progress
+        self.model, self.data, self.view, self.dtype, self.progress = model, data, view, dtype, progress
         self.device = next(model.parameters()).device
+        if dtype is not None and self.device.type == "cpu" and isinstance(model, Voter):
+            size = view.img_size if isinstance(view.img_size, tuple) else (view.img_size, view.img_size)
+            make_attention_explicit(model, probe(model.model, size))  # as training does, and so validation
         self.bad_images = BadImages(options.on_bad_image)
         self.loader = Loader(
             data,
@@ -241,10 +247,10 @@ class Inference:
         """Every image once, with its logits."""
         forward: Callable[[Tensor], Tensor] = self.model
         for number, batch in enumerate(self.views()):
-            if number == 0 and not self.amp and isinstance(self.model, Voter) and len(batch) > 2:
+            if number == 0 and self.dtype is None and isinstance(self.model, Voter) and len(batch) > 2:
                 pixels = len(self.data) * batch.images[0, 0].numel()
                 forward = self.model.accelerated(batch.images[:3]) if pixels >= WORTH_EXPORTING else forward
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
                 logits = forward(batch.images)
             yield batch, logits.float()
 
@@ -347,7 +353,8 @@ def run_evaluation(
         raise EverytokenError(f"{opened.source} answers several labels per image, so there is no ReaL accuracy of it")
     imagenet = imagenet_numbers(opened.classes) if options.real else None
     model = Voter(opened, options.token_vote).eval()
-    inference = Inference(model, dataset, eval_view(opened.info), options, options.amp, progress)
+    dtype = opened.info.amp_dtype(options.amp)
+    inference = Inference(model, dataset, eval_view(opened.info), options, dtype, progress)
     started = time.perf_counter()
     sample = _LogitSample(len(dataset), opened.num_classes) if calibrates else None
     predictions = inference.predictions(labels, keep=None if sample is None else sample.keep, several=several)

@@ -70,6 +70,7 @@ class Description:
         token_vote: in evaluation, this much of the strongest token logit of each class is added to the class logits.
         calibration: what held-out images say about its probabilities, if that is known.
         multi_label: an image may have several classes: probabilities are sigmoids, not a softmax.
+        amp: the type of the mixed precision that the run was validated in; empty: float32.
     """
 
     architecture: str
@@ -85,6 +86,12 @@ class Description:
     calibration: Calibration | None = None
     multi_label: bool = False
     crop_mode: Literal["center", "squash", "border"] = "center"
+    amp: Literal["", "bfloat16", "float16"] = ""
+
+    def amp_dtype(self, amp: bool | None = None) -> torch.dtype | None:
+        """The type of mixed precision for evaluation: as validated, unless `amp` says otherwise; None: float32."""
+        on = bool(self.amp) if amp is None else amp
+        return getattr(torch, self.amp or "bfloat16") if on else None
 
     def values(self) -> dict[str, Any]:
         """As plain data, which `from_values` reads."""
@@ -228,6 +235,10 @@ def open_model(
     return opened
 
 
+_OF_A_RUN = ("num_classes", "img_size", "token_classes", "token_vote", "strict_img_size", "dynamic_img_size")
+"""Arguments of a model that another training decides anew."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """Weights that a training starts from.
@@ -250,6 +261,18 @@ class Weights:
         """Put what fits into `model`, whose heads may be for other classes; random numbers stay as they were."""
         with torch.random.fork_rng([]):
             return load_weights(model, self.read(), where=self.source)
+
+    def choose(self, model: str, arguments: Mapping[str, Any], asked: bool) -> tuple[str, dict[str, Any]]:
+        """The model to train and its arguments: that of the weights, unless another one was asked for.
+
+        Args:
+            model, arguments: what the options have, which may be a recipe's. asked: whether the user named the model.
+        """
+        same = model.partition(".")[0] in ("", self.info.architecture.partition(".")[0])  # a tag is not of the model
+        if asked and not same:
+            return model, dict(arguments)
+        own = {name: value for name, value in self.info.arguments.items() if name not in _OF_A_RUN}
+        return self.info.architecture, own | (dict(arguments) if same else {})
 
     def matches(self, class_names: Sequence[str]) -> bool:
         """Whether the classifier has learnt these classes, in this order, as far as that can be known."""

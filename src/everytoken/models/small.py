@@ -7,7 +7,8 @@ no accuracies to compare with.
 
 Names: `{family}_{size}_patch{pixels per token}_{image}`; Swin has `patch{of its embedding}_window{w}_{image}`, as in
 timm. Sizes: nano about 1.2 M parameters, micro 2.6 M, mini 5.3 M; ViT and LV-ViT also pico, 0.2 M, for a thousand
-images and many epochs. Images of other sizes: `img_size=`, as in timm.
+images and many epochs. `swin_nano4_patch4_window4_64` has four stages, strides 4 to 32, as the published Swins have:
+it can be the backbone of a detector. Images of other sizes: `img_size=`, as in timm.
 
 Cost (multiply-adds, forward): nano 0.1 G, micro 0.2 G and mini 0.4 G at 32 and 64 pixels, Swin half of that; 2.4 times
 as much at 96.
@@ -108,6 +109,8 @@ def _variants() -> dict[str, SmallModel]:
         ):
             for size, arguments in sizes.items():
                 table[f"{prefix}_{size}_{suffix}_{image}"] = SmallModel(family, image, {**arguments, **more})
+    stages = {"embed_dim": 24, "depths": (2, 2, 2, 2), "num_heads": (1, 2, 4, 8), "patch_size": 4, "window_size": 4}
+    table["swin_nano4_patch4_window4_64"] = SmallModel("swin_transformer", 64, stages)
     return table
 
 
@@ -131,8 +134,9 @@ _LAYER_NAMES: dict[str, Arguments] = {
 
 
 def _cfg(model: SmallModel) -> Arguments:
-    # Swin pools one last window
-    pool_size = (_SWIN_CUTS[model.image][1],) * 2 if model.family == "swin_transformer" else None
+    pool_size = None
+    if model.family == "swin_transformer":  # the grid of its last stage
+        pool_size = (model.image // model.arguments["patch_size"] // 2 ** (len(model.arguments["depths"]) - 1),) * 2
     return default_cfg(
         num_classes=10,
         input_size=(3, model.image, model.image),
@@ -149,7 +153,8 @@ default_cfgs = generate_default_cfgs({name: _cfg(model) for name, model in SMALL
 def _entry_point(name: str, small: SmallModel) -> Callable[..., nn.Module]:
     model_class, filter_fn = _CLASSES[small.family]
     defaults = {"img_size": small.image, **small.arguments}
-    out_indices = (0, 1, 2) if small.family in ("swin_transformer", "cvt") else 3
+    staged = small.family in ("swin_transformer", "cvt")
+    out_indices = tuple(range(len(small.arguments["depths"]))) if staged else 3
     feature_cfg = {"flatten_sequential": True} if small.family == "swin_transformer" else {}
 
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:

@@ -125,9 +125,8 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
     weights = open_weights(options.weights, options.model) if options.weights else None
     name, arguments = options.model, dict(options.model_kwargs)
-    if weights is not None and name in ("", weights.info.architecture):
-        name = weights.info.architecture
-        arguments = {k: v for k, v in weights.info.arguments.items() if k not in _SIZE_ARGUMENTS} | arguments
+    if weights is not None:
+        name, arguments = weights.choose(name, arguments, asked=True)
     if not name:
         raise EverytokenError("which backbone? Name a model, or weights that know their own")
     check_architecture(name)
@@ -145,14 +144,18 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
     return features, Description(name, arguments, img_size=size, mean=tuple(mean), std=tuple(std))
 
 
-def name_weights(options: BackboneOptions) -> BackboneOptions:
-    """The options with the full name of published weights (timm:NAME.TAG), which is what a run records."""
+def name_weights(options: BackboneOptions, asked: bool = True) -> BackboneOptions:
+    """The options with the model of the weights and the full name of published ones, which is what a run records.
+
+    Args:
+        asked: whether the user named the model, so that the weights do not choose it.
+    """
     if not options.weights:
         return options
     weights = open_weights(options.weights, options.model)
-    if Path(weights.source).exists():
-        return options
-    return replace(options, weights=weights.source, model=options.model or weights.info.architecture)
+    model, arguments = weights.choose(options.model, options.model_kwargs, asked)
+    source = options.weights if Path(weights.source).exists() else weights.source
+    return replace(options, weights=source, model=model, model_kwargs=arguments)
 
 
 def rebuild_features(info: Description, taps: Sequence[int] = ()) -> Features:

@@ -139,6 +139,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         interpolation=eval_view.interpolation,
         token_vote=vote,
         multi_label=train_set.multi_label,
+        amp=options.optim.amp_dtype if options.optim.amp else "",
     )
     return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
 

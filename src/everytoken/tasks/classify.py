@@ -26,6 +26,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.maps import Maps
 from everytoken.mixing import MIXERS, GuidedMixer
+from everytoken.models.common import make_attention_explicit
 from everytoken.models.open import timm_config
 from everytoken.objectives import ALIASES, required_by
 from everytoken.objectives.registry import resolved
@@ -42,14 +43,8 @@ class Classification(Task):
     def __init__(self, setup: ClassifierSetup, options: TrainOptions, world: World, folder: RunFolder) -> None:
         super().__init__(setup.step, options, world, folder)
         self.setup = setup
-        # On the CPU, torch's fused attention is slow to differentiate in bfloat16 (five times slower than in float32 on
-        # a grid of 8x8); on grids of up to 16x16 matrix products are faster, and their memory does not matter.
-        small = setup.grid[0] * setup.grid[1] <= 256
-        self.explicit_attention = small and options.optim.amp and world.device.type == "cpu"
-        if self.explicit_attention:
-            layers: list[Any] = [module for module in setup.step.modules() if hasattr(module, "fused_attn")]
-            for layer in layers:
-                layer.fused_attn = False
+        amp = options.optim.amp and world.device.type == "cpu"
+        self.explicit_attention = amp and make_attention_explicit(setup.step, setup.grid)
         data = options.dataset
         self.train_loader = self.loader(
             setup.train_set,

@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from everytoken.engine.held_out import held_out
 from everytoken.engine.loop import run
 from everytoken.engine.optim import default_scaling
 from everytoken.engine.progress import watched
+from everytoken.engine.recipe import apply, flat, overrides
 from everytoken.engine.run_folder import Run, RunFolder, read_run
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
@@ -281,7 +282,9 @@ class DenseTask(Task):
         if world.size > 1 and world.device.type == "cuda":
             step = convert_sync_batchnorm(step)  # timm's: torch's would drop the activations of timm's norms
         super().__init__(step, options, world, folder)
-        self.info, self.train_set, self.val_set = info, views[0].data, views[1].data
+        backbone = replace(info.backbone, amp=options.optim.amp_dtype if options.optim.amp else "")
+        self.info = replace(info, backbone=backbone)
+        self.train_set, self.val_set = views[0].data, views[1].data
         self.train_loader = self.loader(views[0], batch_size=options.dataset.batch_size, train=True)
         self.val_loader = self.loader(views[1], train=False)
         self.batches_per_epoch = len(self.train_loader)
@@ -373,29 +376,42 @@ class DenseTask(Task):
         raise NotImplementedError
 
 
-def train_dense(task_type: type[DenseTask], options: Any) -> Run:
-    """Train a dense task, or continue the run in the output folder."""
-    options, output = _completed(task_type, options)
+def train_dense(
+    task_type: type[DenseTask], options: Any, asked: Set[str] = frozenset({"model"}), assignments: Sequence[str] = ()
+) -> Run:
+    """Train a dense task, or continue the run in the output folder.
+
+    Args:
+        asked: names of the options that the user gave; others may be a recipe's, whose model the weights replace.
+        assignments: of the kind `model_kwargs.depth=4`, which come last.
+    """
+    options, output = _completed(task_type, options, asked, assignments)
     return run(partial(task_type, options), options, output)
 
 
-def plan_dense(task_type: type[DenseTask], options: Any) -> dict[str, Any]:
+def plan_dense(
+    task_type: type[DenseTask], options: Any, asked: Set[str] = frozenset({"model"}), assignments: Sequence[str] = ()
+) -> dict[str, Any]:
     """What would be trained, and how long it would take from a few timed steps; nothing is written."""
-    options, output = _completed(task_type, options)
+    options, output = _completed(task_type, options, asked, assignments)
     quick = replace(options, dataset=replace(options.dataset, workers=0))
     return plan(partial(task_type, quick), options, output)
 
 
-def _completed(task_type: type[DenseTask], options: Any) -> tuple[Any, str]:
+def _completed(
+    task_type: type[DenseTask], options: Any, asked: Set[str], assignments: Sequence[str]
+) -> tuple[Any, str]:
     """The options with what was left open, such as the weights' full name and the rate's scaling; and the folder."""
     options = task_type.complete(options)
+    asked = {*asked, *(text.partition("=")[0] for text in assignments)}
+    options = replace(options, model=name_weights(options.model, "model" in asked))
+    options = apply(options, overrides(assignments, flat(options)), "--set")
     output = _checked_output(task_type, options)
     begun = read_run(Path(output)).config
     scaling = default_scaling(options.optim, options.recipe)
     if begun and not options.optim.lr_scaling:
         scaling = begun.get("lr_scaling", "linear")  # as the first version did
-    optim = replace(options.optim, lr_scaling=scaling)
-    return replace(options, model=name_weights(options.model), optim=optim), output
+    return replace(options, optim=replace(options.optim, lr_scaling=scaling)), output
 
 
 def _checked_output(task_type: type[DenseTask], options: DenseOptions) -> str:
@@ -433,24 +449,30 @@ def answer_images(
     network: Callable[[Batch], A],
     views: Views[Any],
     options: EvaluateOptions | PredictOptions,
+    info: Description,
     bad_images: BadImages | None = None,
 ) -> Iterator[tuple[Batch, A]]:
-    """Each image with the network's answer."""
+    """Each image with the network's answer, in the precision that it was validated in; see `Description.amp_dtype`."""
     loader = Loader(views, train=False, workers=options.workers, bad_images=bad_images or BadImages("raise"))
-    device = torch.device(pick_device(options.device)).type
+    device, dtype = torch.device(pick_device(options.device)).type, info.amp_dtype(options.amp)
     with contextlib.closing(loader):
         for batch in loader.epoch(0):
-            with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=options.amp):
+            with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
                 answer = network(batch)
             yield batch, answer
 
 
 def evaluate_dense(
-    options: EvaluateOptions, network: Callable[[Batch], A], views: Views[Any], score: Score[A], notes: list[str]
+    options: EvaluateOptions,
+    network: Callable[[Batch], A],
+    views: Views[Any],
+    score: Score[A],
+    info: Description,
+    notes: list[str],
 ) -> Evaluation:
     """One pass over a dataset, an image at a time."""
     bad_images, images, started = BadImages(options.on_bad_image), 0, time.perf_counter()
-    for batch, answer in answer_images(network, views, options, bad_images):
+    for batch, answer in answer_images(network, views, options, info, bad_images):
         score.add(batch, answer)
         images += 1
     speed = {"images": images, "images_per_second": images / (time.perf_counter() - started)}

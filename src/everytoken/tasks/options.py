@@ -86,8 +86,8 @@ class SourceOptions:
     """A run folder or a weights file."""
     device: str = field(default="", kw_only=True)
     """cpu, cuda, mps; default: the best available."""
-    amp: bool = field(default=False, kw_only=True)
-    """Mixed precision (bfloat16)."""
+    amp: bool | None = field(default=None, kw_only=True)
+    """Mixed precision. Default: as the run was validated."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def fill(options: T, defaults: Mapping[str, Any]) -> T:
 
 
 def default_output(options: DenseOptions, task: str) -> str:
-    """runs/<recipe or task>-<model>-<data>-seed<seed>."""
-    recipe = Path(options.recipe).stem if options.recipe else task
-    model = options.model.model.partition(".")[0] or Path(options.model.weights).name
+    """runs/<recipe or task>-<model, or the run it starts from>-<data>-seed<seed>."""
+    recipe, start = Path(options.recipe).stem if options.recipe else task, Path(options.model.weights)
+    model = start.name if options.model.weights and start.is_dir() else options.model.model.partition(".")[0]
     data = Path(options.data).name.removesuffix(".json")
     return str(Path("runs") / f"{recipe}-{model}-{data}-seed{options.run.seed}")

@@ -27,7 +27,6 @@ DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
 FINETUNE = {"finetune": "other classes", "finetune_resolution": "the same classes"}
 """Recipes that are taken for weights if none is given, and what they are for."""
 _INHERITED = ("objectives", "mixing", "drop_path", "clip_grad", "token_vote", *(f.name for f in fields(AugmentOptions)))
-_NOT_KEPT = ("num_classes", "img_size", "token_classes", "token_vote")  # arguments of the weights' model
 
 
 def complete(
@@ -81,26 +80,14 @@ def complete(
 
 def _of_weights(options: TrainOptions, weights: Weights, asked: Set[str]) -> dict[str, Any]:
     """What follows from the weights alone: themselves, by their full name; the model; its size."""
-    info, chosen = weights.info, options.model
-    values: dict[str, Any] = {}
+    chosen = options.model
+    model, arguments = weights.choose(chosen.model, chosen.model_kwargs, "model" in asked)
+    values: dict[str, Any] = {"model": model, "model_kwargs": arguments}
     if not Path(weights.source).exists():
         values["weights"] = weights.source
-    same = _plain(chosen.model) == _plain(info.architecture)
-    arguments = {k: v for k, v in info.arguments.items() if k not in _NOT_KEPT}
-    if same or not chosen.model:
-        values["model_kwargs"] = {**arguments, **chosen.model_kwargs}
-    elif "model" not in asked:  # a recipe's
-        values["model_kwargs"] = arguments
-    if same or not chosen.model or "model" not in asked:
-        values["model"] = info.architecture
     if not chosen.img_size:
-        values["img_size"] = info.img_size[0]
+        values["img_size"] = weights.info.img_size[0]
     return values
-
-
-def _plain(model: str) -> str:
-    """A model's name without the tag of its weights."""
-    return model.partition(".")[0]
 
 
 def _fine_tuning(options: TrainOptions, weights: Weights, source: str) -> dict[str, Any]:

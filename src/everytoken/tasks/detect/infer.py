@@ -234,7 +234,7 @@ def evaluate(options: DetectEval) -> Evaluation:
     inference = Inference.of(detector.to(device), info, options.find)
     views = ObjectViews(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
     score = DetectScore(data, columns, options.picture_count if options.pictures else 0, options.sure)
-    evaluation = evaluate_dense(options, inference.on(device), views, score, notes)
+    evaluation = evaluate_dense(options, inference.on(device), views, score, info.backbone, notes)
     if options.results:
         ids = [whole.category_ids[c] if c >= 0 else None for c in columns]
         rows = [
@@ -260,7 +260,7 @@ def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
     rows: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
     views = ObjectViews(images, inference.transform, None, truth=False)
-    for batch, answer in answer_images(inference.on(device), views, options):
+    for batch, answer in answer_images(inference.on(device), views, options, info.backbone):
         assert batch.indices is not None
         key, shown = batch.keys[0], answer.better_than(options.sure)
         picture = draw_objects(np.asarray(images.picture(int(batch.indices[0])).upright()), shown, names)

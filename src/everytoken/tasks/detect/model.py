@@ -556,8 +556,7 @@ class DetectorInfo(DenseInfo):
 
     METADATA: ClassVar[str] = "everytoken-detect"
     HINT: ClassVar[str] = (
-        "is not a detector of `everytoken detect train`. To train one on these weights, name them as its "
-        "initial_checkpoint."
+        "is not a detector of `everytoken detect train`. To train one on these weights: detect train --weights."
     )
 
     detector: DetectorOptions

@@ -28,7 +28,7 @@ from everytoken.engine.distributed import pick_device
 from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
-from everytoken.models.open import find_weights
+from everytoken.models.open import Description, find_weights
 from everytoken.tasks.dense import (
     Evaluation,
     answer_images,
@@ -188,8 +188,8 @@ def segmenter_inference(model: Segmenter, info: SegmenterInfo, options: InferOpt
 
 def open_inference(
     options: SegmenterOptions, data_names: Sequence[str] | None, device: str
-) -> tuple[Inference, list[str], list[str]]:
-    """What answers, the names of its classes, and notes for the user.
+) -> tuple[Inference, Description, list[str], list[str]]:
+    """What answers, its backbone's description, the names of its classes, and notes for the user.
 
     Args:
         data_names: classes of the data; None: answer in the model's own.
@@ -204,13 +204,13 @@ def open_inference(
         inference = segmenter_inference(segmenter.to(device), segmenter_info, evaluation)
         model_names = list(segmenter_info.class_names)
         if data_names is None or list(data_names) == model_names:
-            return inference, model_names, []
+            return inference, segmenter_info.backbone, model_names, []
         if len(data_names) == len(model_names) and find_weights(options.source).suffix != ".safetensors":
             note = f"the {len(model_names)} classes of these weights are taken to be those of the data, in their order"
-            return inference, list(data_names), [note]
+            return inference, segmenter_info.backbone, list(data_names), [note]
         columns = torch.from_numpy(exact_lookup(data_names, model_names, "the data"))
         note = f"{len(data_names)} of the {len(model_names)} classes are asked"
-        return replace(inference, columns=columns), list(data_names), [note]
+        return replace(inference, columns=columns), segmenter_info.backbone, list(data_names), [note]
     if data_names is None:
         if not options.class_map:
             raise EverytokenError("a token or class head needs a class_map file, which names the classes to draw")
@@ -228,7 +228,7 @@ def open_inference(
         f"the {options.head} head answers for {len(used.unique())} of {len(data_names)} classes of the data, with "
         f"{len(used)} of its {len(mapping)} classes, in windows of {width} pixels"
     )
-    return inference, list(data_names), [note]
+    return inference, info, list(data_names), [note]
 
 
 def evaluate(options: SegmentEval) -> Evaluation:
@@ -239,10 +239,10 @@ def evaluate(options: SegmentEval) -> Evaluation:
         return run.names(options.data) if (run.config.get("images") or "") == masks.images else None
 
     data, notes = open_unseen(options, masks, open_masks, divided(options.data, masks), same)
-    inference, class_names, more = open_inference(options, data.class_names, device)
+    inference, info, class_names, more = open_inference(options, data.class_names, device)
     views = WholeViews(data, options.on_bad_image == "skip")
     score = SegmentScore(class_names, options.picture_count if options.pictures else 0)
-    return evaluate_dense(options, inference.on(device), views, score, [*notes, *more])
+    return evaluate_dense(options, inference.on(device), views, score, info, [*notes, *more])
 
 
 def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
@@ -253,9 +253,9 @@ def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
     """
     device = pick_device(options.device)
     images, place = open_predicted(options, (".png", ".overlay.jpg"))
-    inference, class_names, notes = open_inference(options, None, device)
+    inference, info, class_names, notes = open_inference(options, None, device)
     rows: list[dict[str, Any]] = []
-    for batch, answer in answer_images(inference.on(device), WholeViews(images, masks=False), options):
+    for batch, answer in answer_images(inference.on(device), WholeViews(images, masks=False), options, info):
         mask, key = answer.numpy(), batch.keys[0]
         write_picture(place(key, ".png"), palette_image(mask, len(class_names)))
         picture = mask_overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(class_names))
