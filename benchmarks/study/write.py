@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import variance
 
 import plan as study
+from against_timm import table as against_timm
 from pretrained import best_rate
 from pretrained import read_rows as read_list
 from pretrained import table as pretrained_table
@@ -459,6 +460,7 @@ def main() -> None:
     arms = mechanisms(rows)
     measured = {column: {arm: means[column] for arm, means in arms.items()} for column in MECHANISMS}
     facts = {
+        "against": against_timm(),
         "pretrained": pretrained(),
         "comparisons": sum(bool(rows.pairs(line)) for lines in TABLES.values() for line in lines),
         "spread": rows.spread[0],
