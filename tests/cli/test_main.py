@@ -3,7 +3,6 @@
 import errno
 import json
 import re
-import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -54,7 +53,7 @@ def test_the_usage_shows_which_words_may_be_left_out(command, words, capsys):
     assert capsys.readouterr().out.startswith(f"usage: everytoken {command} {words}OPTIONS]")
 
 
-@pytest.mark.parametrize("command", ["train", "finetune", "segment train", "detect train"])
+@pytest.mark.parametrize("command", ["train", "segment train", "detect train"])
 def test_help_of_training_fits_three_screens_and_the_rest_is_in_help_all(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     pages = {}
@@ -112,20 +111,6 @@ def test_out_is_the_word_for_results_and_older_words_work(tmp_path, capsys):
             assert "with released maps" in capsys.readouterr().err
     assert main(["train", str(tmp_path), "--output", "y", "--model", "lvvit_t"]) == 2
     assert "no option" not in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="no bash here")
-def test_bash_completes_commands_options_and_choices(capsys):
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    asked = ["everytoken tr", "everytoken maps sh", "everytoken train --resume ''", "everytoken train --hfl"]
-    ask = "\n".join(
-        f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=(); _tyro_everytoken; "
-        'echo "${COMPREPLY[@]}"'
-        for words in asked
-    )
-    done = subprocess.run(["bash"], input=f"{script}\n{ask}", capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["train transfer", "sheet", "auto never", "--hflip"]
 
 
 def test_the_version_is_printed(capsys):

@@ -10,8 +10,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from everytoken.cli import main
-from everytoken.cli.finetune import Finetune
-from everytoken.cli.train import resolve
+from everytoken.cli.train import Train, resolve
 from everytoken.data import Batch, open_dataset
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import _means_the_same
@@ -140,7 +139,7 @@ def test_set_changes_what_the_source_had(photos, tmp_path):
     old = {"objectives": {"hard": {}, "drloc": {"weight": 0.3}}, "mixing": {"cutmix": {}}, "aa": "rand-m3"}
     (source / "config.yaml").write_text(yaml.safe_dump(old))
     words = ["--set", "epochs=5", "--set", "objectives.drloc.weight=0.1", "--set", "model_kwargs.depth=2"]
-    parsed = resolve(Finetune, [str(photos), "--weights", str(source), *words], "everytoken finetune")
+    parsed = resolve(Train, [str(photos), "--weights", str(source), *words], "everytoken train")
     plain = TrainOptions(data=parsed.data, optim=parsed.optim, model=parsed.model, objectives=parsed.objectives)
     made = complete(plain, {"set", "weights"}, parsed.set)
     assert made.optim.epochs == 5
@@ -153,7 +152,7 @@ def test_set_changes_what_the_source_had(photos, tmp_path):
 
 def test_the_learning_rate_never_rises_above_itself(photos, tmp_path):
     source = a_run(tmp_path / "run")
-    words = ["finetune", str(photos), "--from", str(source), "--epochs", "2", "-b", "6", "--log-interval", "1"]
+    words = ["train", str(photos), "--weights", str(source), "--epochs", "2", "-b", "6", "--log-interval", "1"]
     words += ["--workers", "0", "--threads", "1", "--device", "cpu", "--output"]
     small = 5e-6 * (6 / 512) ** 0.5  # scaled to the batch, and so below the lowest rate
     for folder, more, wanted in (("a", [], 5e-6), ("b", ["--lr-base", "5e-6", "--lr-base-size", "512"], small)):
@@ -216,10 +215,10 @@ def test_the_weights_choose_the_model_unless_it_was_asked_for(photos, tmp_path):
 def test_old_names_of_the_weights_still_work(photos, tmp_path, capsys):
     source = a_run(tmp_path / "run")
     for words in (["--from", str(source)], [f"--initial-checkpoint={source}"]):
-        assert resolve(Finetune, [str(photos), *words], "everytoken finetune").model.weights == str(source)
+        assert resolve(Train, [str(photos), *words], "everytoken train").model.weights == str(source)
         assert "is called --weights now" in capsys.readouterr().err
-    assert resolve(Finetune, [str(photos), "--pretrained"], "everytoken finetune").model.weights == "timm"
-    assert resolve(Finetune, [str(photos), "--no-pretrained"], "everytoken finetune").model.weights == ""
+    assert resolve(Train, [str(photos), "--pretrained"], "everytoken train").model.weights == "timm"
+    assert resolve(Train, [str(photos), "--no-pretrained"], "everytoken train").model.weights == ""
     for values, weights in (
         ({"pretrained": True}, "timm"),
         ({"pretrained": True, "initial_checkpoint": "a.pth"}, "a.pth"),

@@ -1,4 +1,4 @@
-"""`everytoken train` and `finetune` on real small images, through the real command line."""
+"""`everytoken train` on real small images, through the real command line."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]) == 0
     small = ["--workers", "0", "--batch-size", "8", "--threads", "1", "--epochs", "1", "--device", "cpu"]
-    larger = ["finetune", str(photos), "--from", str(out), "--img-size", "48", *small]
+    larger = ["train", str(photos), "--weights", str(out), "--img-size", "48", *small]
     assert main([*larger, "--output", str(tmp_path / "large")]) == 0
     assert "resized to fit: pos_embed" in capsys.readouterr().out
     assert open_model(tmp_path / "large").info.img_size == (48, 48)
@@ -142,7 +142,7 @@ def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
     for split in ("train", "val"):
         for c in (0, 1):
             (tmp_path / f"other/{split}/own-{c}").symlink_to(photos / split / f"class-{c}")
-    assert main(["finetune", str(tmp_path / "other"), "--from", str(out), *small, "--output", str(tmp_path / "t")]) == 0
+    assert main(["train", str(tmp_path / "other"), "--weights", str(out), *small, "--out", str(tmp_path / "t")]) == 0
     assert "left out" in capsys.readouterr().out
     assert open_model(tmp_path / "t").info.class_names == ("own-0", "own-1")
     assert "weight_decay: 0.05" in (tmp_path / "t/config.yaml").read_text()

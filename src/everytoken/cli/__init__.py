@@ -23,8 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {  # in the order of use
         "doctor": "find problems in images, score maps, runs and this machine before training",
     },
     "Train": {
-        "train": "train a classifier on every token",
-        "finetune": "continue from trained weights, at another resolution or on other classes",
+        "train": "train a classifier on every token, from scratch or from trained weights",
         "annotate": "give every image of a dataset a score map: labels for every cell",
         "maps": "look at, check, import and export stores of score maps",
         "recipes": "list and print recipes",
@@ -44,9 +43,6 @@ GROUPS: dict[str, dict[str, str]] = {  # in the order of use
     "Other tasks": {
         "segment": "train, evaluate and use segmenters: a class for every pixel",
         "detect": "train, evaluate and use detectors: boxes and masks of objects",
-    },
-    "The shell": {
-        "completion": "print a script that completes commands and options in bash, zsh or fish",
     },
 }
 COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}

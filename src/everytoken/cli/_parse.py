@@ -55,7 +55,7 @@ _MIXING = {
     "mixup-switch-prob": "Ways of mixing take turns by their odds: --set mixing.cutmix.odds=2",
     "mixup-mode": "Every way of mixing has its own: --set mixing.cutmix.mode=pair",
 }
-REMOVED = {f"{command} --{flag}": way for command in ("train", "finetune") for flag, way in _MIXING.items()}
+REMOVED = {f"train --{flag}": way for flag, way in _MIXING.items()}
 """Flags that are not there, as "command --flag" or "--flag" -> the way to do it."""
 
 

@@ -81,14 +81,9 @@ OPTIONS = Train
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Parse, train."""
-    return train(Train, argv, prog)
-
-
-def train(config: type[Train], argv: list[str], prog: str) -> int:
-    """Train, or print the plan."""
-    argv = current_flags(config, argv)
-    options = resolve(config, argv, prog)
+    """Parse, then train or print the plan."""
+    argv = current_flags(Train, argv)
+    options = resolve(Train, argv, prog)
     from everytoken.tasks import classify
     from everytoken.tasks.start import complete
 
