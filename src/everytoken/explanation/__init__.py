@@ -11,13 +11,6 @@ from everytoken._lazy import lazy
 
 if TYPE_CHECKING:
     from everytoken.explanation.cards import ExplainOptions, Explanation, explain
-    from everytoken.explanation.faithfulness import (
-        area_under,
-        deletion_curve,
-        insertion_curve,
-        mass_inside,
-        points_inside,
-    )
     from everytoken.explanation.mixed import MixStory, draw_box, follow_mix
     from everytoken.explanation.saliency import NoAttentionError, choose_method, record_attention, relevance
     from everytoken.explanation.tokens import summarize_cells, token_probabilities
@@ -26,9 +19,6 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "everytoken.explanation.cards": ["Explanation", "ExplainOptions", "explain"],
-        "everytoken.explanation.faithfulness": [
-            *("area_under", "deletion_curve", "insertion_curve", "mass_inside", "points_inside")
-        ],
         "everytoken.explanation.mixed": ["MixStory", "draw_box", "follow_mix"],
         "everytoken.explanation.saliency": ["NoAttentionError", "choose_method", "record_attention", "relevance"],
         "everytoken.explanation.tokens": ["summarize_cells", "token_probabilities"],
@@ -39,15 +29,10 @@ __all__ = [
     "Explanation",
     "MixStory",
     "NoAttentionError",
-    "area_under",
     "choose_method",
-    "deletion_curve",
     "draw_box",
     "explain",
     "follow_mix",
-    "insertion_curve",
-    "mass_inside",
-    "points_inside",
     "record_attention",
     "relevance",
     "summarize_cells",
