@@ -81,21 +81,21 @@ def test_in_a_folder_of_runs_the_one_with_plain_labels_is_the_baseline(trained, 
     for name in ("plain", "token"):
         renamed = "zplain" if name == "plain" else "token"
         shutil.copytree(trained / f"runs/{name}-seed1", tmp_path / f"runs/{renamed}-seed1")
-    words = ["--format", "md", "--no-predictions", "--out", str(tmp_path / "r.md")]
+    words = ["--no-predictions", "--out", str(tmp_path / "r.html")]
     assert main(["report", str(tmp_path / "runs"), *words]) == 0
-    assert "token minus zplain" in (tmp_path / "r.md").read_text()
+    assert "token minus zplain" in (tmp_path / "r.html").read_text()
     assert main(["report", *(str(tmp_path / f"runs/{n}-seed1") for n in ("token", "zplain")), *words]) == 0
-    assert "zplain minus token" in (tmp_path / "r.md").read_text()
+    assert "zplain minus token" in (tmp_path / "r.html").read_text()
 
 
 def test_numbers_on_the_page_are_those_of_the_runs(trained, tmp_path):
-    text = write(trained, tmp_path / "report.md", "--no-predictions")
+    text = write(trained, tmp_path / "report.html", "--no-predictions")
     for kind in ("plain", "token"):
         for seed in (1, 2):
             rows = (trained / f"runs/{kind}-seed{seed}/metrics.jsonl").read_text().splitlines()
             score = [json.loads(r) for r in rows if '"epoch"' in r and '"score"' in r][-1]["score"]
-            line = next(line for line in text.splitlines() if line.startswith(f"| {kind}-seed{seed} "))
-            assert f" {score:.2f} " in line
+            row = re.search(rf">{kind}-seed{seed}</th>.*?</tr>", text)
+            assert f"<td>{score:.2f}</td>" in row[0]
     assert "left out on request" in text
 
 
@@ -212,13 +212,13 @@ def test_an_interval_is_drawn_around_its_mean_and_one_seed_has_none():
     assert len(first["dots"]) == 3
 
 
-def test_markdown_keeps_foreign_text_as_text(trained, tmp_path):
+def test_foreign_text_stays_text(trained, tmp_path):
     shutil.copytree(trained / "runs/plain-seed1", tmp_path / "run")
     (tmp_path / "run/skipped-images.jsonl").write_text('{"key": "<script>alert(1)</script>|x", "reason": "*torn*"}\n')
-    assert main(["report", str(tmp_path / "run"), "--no-predictions", "--out", str(tmp_path / "r.md")]) == 0
-    text = (tmp_path / "r.md").read_text()
-    assert "<script>" not in text
-    assert "\\<script\\>" in text
+    assert main(["report", str(tmp_path / "run"), "--no-predictions", "--out", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text
 
 
 def test_all_text_is_readable_in_light_and_dark():

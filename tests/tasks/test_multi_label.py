@@ -129,7 +129,7 @@ def test_a_run_learns_and_every_command_works_with_it(photos, run, tmp_path, cap
     assert report.metric == "mAP"
     assert "average precision %" in page
     assert "Confusion" not in page
-    assert et.report(run.path, tmp_path / "report.md", samples=0, device="cpu").classes[0].score.value == pytest.approx(
+    assert et.report(run.path, samples=0, device="cpu").classes[0].score.value == pytest.approx(
         result.numbers["mAP"])  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -25,15 +25,13 @@ class ReportCommand(ReportOptions):
     Examples:
         everytoken report runs/plain-seed1 runs/plain-seed2 runs/token-seed1 runs/token-seed2 --out report.html
         everytoken report runs --out report.html
-        everytoken report runs/mine --format md --no-predictions
+        everytoken report runs/mine --no-predictions
     """
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folders, or folders of run folders."""
-    out: Path | None = None
-    """The file to write. Default: report.html, or report.md with --format md."""
-    format: Literal["html", "md"] | None = None
-    """html: a page with charts and pictures. md: text and tables. Default: by the file's name."""
+    out: Path = Path("report.html")
+    """The file to write."""
 
 
 OPTIONS = ReportCommand
@@ -44,17 +42,14 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(ReportCommand, prog, argv)
     if not options.runs:
         raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
-    out = options.out or Path(f"report.{options.format or 'html'}")
-    if options.format and out.suffix != f".{options.format}" and not out.is_dir():
-        raise EverytokenError(f"--format {options.format} writes a .{options.format} file, and --out is {out}")
     from everytoken.progress import Progress
 
     sys.stdout.flush()
     result = report(
-        options.runs, out, progress=lambda title: Progress(title, "images"), **values_of(options, ReportOptions)
+        options.runs, options.out, progress=lambda title: Progress(title, "images"), **values_of(options, ReportOptions)
     )
     print(result.headline)
     for note in result.notes:
         print(f"note: {note}")
-    print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    print(f"report: {options.out} ({options.out.stat().st_size / 1e6:.1f} MB)")
     return 0

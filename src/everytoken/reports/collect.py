@@ -137,7 +137,7 @@ def report(
         runs: a run folder, a folder of run folders, or several. Runs that differ in the seed only are one group; the
             group of the first run is what the others on the same data are compared with (in a folder of runs, one that
             learns plain labels). Runs on other data are not compared with it.
-        out: the file to write: a self-contained HTML page or, if it ends with .md, Markdown. None: write nothing.
+        out: the file to write, a self-contained HTML page. None: write nothing.
         progress: shows how far it is: progress(title) is a context manager that gives tell(done, total).
         options: fields of `ReportOptions`.
     """
@@ -150,11 +150,10 @@ def report(
         raise EverytokenError(f"there is no folder {target.parent} to write {target.name} to.")
     result = collect(paths, settings, progress)
     if target is not None:
-        from everytoken.reports.page import render_html, render_markdown
+        from everytoken.reports.page import render_html
 
-        render = render_markdown if target.suffix == ".md" else render_html
         try:
-            write_atomically(target, render(result, settings.title).encode())
+            write_atomically(target, render_html(result, settings.title).encode())
         except OSError as error:
             raise EverytokenError(f"the report cannot be written to {target}: {error}") from error
     return result

@@ -1,10 +1,9 @@
-"""A report as one self-contained HTML page (style, script, charts and pictures inside), or as Markdown."""
+"""A report as one self-contained HTML page (style, script, charts and pictures inside)."""
 
 from __future__ import annotations
 
 import base64
 import io
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,10 +34,36 @@ SCHEMES = {
 def render_html(report: Report, title: str = "") -> str:
     """The page as text. Nothing on it is fetched from anywhere."""
     colours = class_colours(report)
-    return _render(
-        "report.html",
-        report,
-        title,
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("everytoken.reports"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters["px"] = lambda value: f"{value:.1f}"
+    sections = {
+        "compared": "What was compared" if len(report.groups) > 1 else "What was trained",
+        "runs": "Runs",
+        "curves": "Training curves",
+        "classes": "Classes" if report.classes else "",
+        "samples": "Sample predictions" if report.samples else "",
+        "annotator": "The annotator" if report.agreements else "",
+        "skipped": "What was skipped, and what is missing here",
+        "machine": "Where and when" if any(run.starts for run in report.runs) else "",
+    }
+    return environment.get_template("report.html").render(
+        report=report,
+        title=title or f"Report: {', '.join(group.name for group in report.groups[:3])}",
+        sections=[(name, words) for name, words in sections.items() if words],
+        has_skipped=bool(
+            report.notes
+            or report.skipped
+            or any(run.bad_updates for run in report.runs)
+            or any(agreement.skipped for agreement in report.agreements)
+        ),
+        tables=tables,
+        text=text,
+        version=version(),
         headline_charts=[chart for chart in _headline_charts(report) if chart],
         curves=[chart for chart in _curves(report) if chart],
         matrices=[_matrix(classes, c) for classes in report.classes if (c := classes.confusion) is not None],
@@ -52,52 +77,6 @@ def render_html(report: Report, title: str = "") -> str:
         ),
         has_token_labels=any(_learns_token_labels(group.runs[0]) for group in report.groups),
     )
-
-
-def render_markdown(report: Report, title: str = "") -> str:
-    """The same words and tables, without charts and pictures."""
-    return re.sub(r"\n{3,}", "\n\n", _render("report.md", report, title))
-
-
-def _render(template: str, report: Report, title: str, **more: Any) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("everytoken.reports"),
-        autoescape=template.endswith(".html"),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"px": lambda value: f"{value:.1f}", "md": _markdown}
-    sections = {
-        "compared": "What was compared" if len(report.groups) > 1 else "What was trained",
-        "runs": "Runs",
-        "curves": "Training curves",
-        "classes": "Classes" if report.classes else "",
-        "samples": "Sample predictions" if report.samples else "",
-        "annotator": "The annotator" if report.agreements else "",
-        "skipped": "What was skipped, and what is missing here",
-        "machine": "Where and when" if any(run.starts for run in report.runs) else "",
-    }
-    return environment.get_template(template).render(
-        report=report,
-        title=title or f"Report: {', '.join(group.name for group in report.groups[:3])}",
-        sections=[(name, words) for name, words in sections.items() if words],
-        has_skipped=bool(
-            report.notes
-            or report.skipped
-            or any(run.bad_updates for run in report.runs)
-            or any(agreement.skipped for agreement in report.agreements)
-        ),
-        tables=tables,
-        text=text,
-        version=version(),
-        **more,
-    )
-
-
-def _markdown(value: str) -> str:
-    """Text that Markdown shows as it is: no HTML, no table cells, no line breaks of its own."""
-    value = " ".join(str(value).split())
-    return re.sub(r"([\\`*_{}\[\]<>|~])", r"\\\1", value)
 
 
 def _learns_token_labels(run: Run) -> bool:

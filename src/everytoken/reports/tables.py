@@ -1,4 +1,4 @@
-"""The tables of a report as plain cells; the templates make HTML and Markdown of them. A new column goes here."""
+"""The tables of a report as plain cells; the template makes HTML of them. A new column goes here."""
 
 from __future__ import annotations
 
