@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {  # in the order of use
     "Use": {
         "eval": "accuracy of a trained model, with a table of classes",
         "predict": "predict the classes of unlabelled images, and where the objects are",
-        "export": "write a model for timm and the Hugging Face Hub, ONNX or torch.export, with a model card",
+        "export": "write a model for timm and the Hugging Face Hub or ONNX, with a model card",
     },
     "Understand": {
         "report": "one page about runs: result, comparison, curves, classes, sample predictions",

@@ -15,7 +15,7 @@ from everytoken.evaluation import ExportOptions, export
 
 @dataclass(frozen=True, kw_only=True)
 class ExportCommand(ExportOptions):
-    """Write a folder that others use without this package: for timm and the Hugging Face Hub, ONNX, torch.export.
+    """Write a folder that others use without this package: for timm and the Hugging Face Hub, or ONNX.
 
     Every file is compared with the model on real images before it takes its place, and a model card says what the
     model was trained on, its result, and how to use it.

@@ -106,11 +106,11 @@ class PredictOptions(InferenceOptions):
 class ExportOptions:
     """How a model is exported."""
 
-    to: tuple[Literal["timm", "onnx", "torch-export", "hf"], ...] = ("timm",)
+    to: tuple[Literal["timm", "onnx", "hf"], ...] = ("timm",)
     """timm, or hf, which is the same: weights and config.json for timm, transformers and the Hugging Face Hub. onnx: an
-    ONNX file. torch-export: a program for torch.export.load."""
+    ONNX file."""
     cells: bool = False
-    """onnx, torch-export: a second output with the logits of every cell, so that objects can be located."""
+    """onnx: a second output with the logits of every cell, so that objects can be located."""
     images: str = ""
     """Photos to check the exported files on; default: photos that the run held out."""
     license: str = ""
@@ -193,7 +193,7 @@ def predict(
 
 
 def export(source: str | Path | OpenModel, out: str | Path | None = None, **options: Any) -> Exported:
-    """Write a folder that others use without this package: for timm and the Hub, ONNX, torch.export; with a model card.
+    """Write a folder that others use without this package: for timm and the Hub or ONNX; with a model card.
 
     Example:
         >>> et.export("runs/first", "flowers", to=("timm", "onnx")).differences

@@ -180,12 +180,7 @@ def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
             'logits = session.run(["logits"], {"images": images})[0]\n'
             'json.loads(about["classes"])[logits[0].argmax()]\n```'
         )
-    if "model.pt2" in differences:
-        parts.append(
-            '```python\nimport torch\n\nmodel = torch.export.load("model.pt2").module()\nlogits = model(images)[0]\n```'
-        )
-    if set(differences) - {"model.pt2"}:
-        parts.append("```sh\neverytoken predict FOLDER photos --out predictions.csv\n```")
+    parts.append("```sh\neverytoken predict FOLDER photos --out predictions.csv\n```")
     side = int(info.img_size[0] / info.crop_pct)
     resized = {"center": "the short side", "squash": "both sides", "border": "the long side"}[info.crop_mode]
     rest = "padded with the mean colour to" if info.crop_mode == "border" else "the centre"

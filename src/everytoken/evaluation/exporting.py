@@ -1,14 +1,13 @@
-"""`export`: a folder that others use without this package: timm and the Hugging Face Hub, ONNX, torch.export.
+"""`export`: a folder that others use without this package: timm and the Hugging Face Hub, ONNX.
 
 | format | files | opened by |
 |---|---|---|
 | timm, hf | model.safetensors, config.json | `timm.create_model("local-dir:FOLDER", pretrained=True)`, the Hub |
 | onnx | model.onnx | onnxruntime and everything else that reads ONNX; `everytoken predict FOLDER/model.onnx` |
-| torch-export | model.pt2 | `torch.export.load`, AOTInductor, ExecuTorch |
 
 Each has a README.md, the model card: data, recipe, result with its interval, preprocessing, and how to use it. Every
 file is compared with the model on images before it takes its place. Class names, preprocessing and calibration are in
-config.json, in the metadata of model.safetensors and model.onnx, and in everytoken.json inside model.pt2.
+config.json and in the metadata of model.safetensors and model.onnx.
 
 Weights are the plain timm model, which answers for whole images. The head for tokens, where there is one, is part of it
 (LV-ViT, VOLO) or lies beside it in model.token_head.safetensors, which this package reads and others ignore.
@@ -16,14 +15,10 @@ Weights are the plain timm model, which answers for whole images. The head for t
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import re
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,25 +278,10 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
     return difference
 
 
-def _write_program(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
-    """model.pt2, with any batch size."""
-    module = _Answers(opened, cells, opened.info.token_vote).eval()
-    shapes = ({0: torch.export.Dim("batch")},)
-    with _quiet(), torch.no_grad():
-        program = torch.export.export(module, (images[:2],), dynamic_shapes=shapes)
-        file = io.BytesIO()
-        torch.export.save(program, file, extra_files={"everytoken.json": json.dumps(opened.info.values())})
-        again = torch.export.load(io.BytesIO(file.getvalue())).module()
-    difference = _compare("model.pt2", again, module, images)
-    write_atomically(folder / "model.pt2", file.getbuffer())
-    return difference
-
-
 Writer = Callable[[OpenModel, Path, Tensor, bool], float]
 WRITERS: dict[str, tuple[str, Writer]] = {
     "timm": ("model.safetensors", _write_timm),
     "onnx": ("model.onnx", _write_onnx),
-    "torch-export": ("model.pt2", _write_program),
 }
 
 
@@ -319,20 +299,6 @@ def _compare(name: str, answer: Callable[[Tensor], tuple[Tensor, ...]], module: 
                 )
             largest = max(largest, difference)
     return largest
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's exporters warn and log about their own insides."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 # -- the Hub ----------------------------------------------------------------------------------------------------------

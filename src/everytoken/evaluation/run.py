@@ -70,7 +70,7 @@ class LoadedModel(OpenModel):
         return explain(self, images, out, **options)
 
     def export(self, out: str | Path, **options: Any) -> Exported:
-        """Write a folder for timm, the Hub, ONNX or torch.export. Options: fields of `ExportOptions`."""
+        """Write a folder for timm, the Hub or ONNX. Options: fields of `ExportOptions`."""
         from everytoken.evaluation import export
 
         return export(self, out, **options)
