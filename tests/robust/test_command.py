@@ -22,6 +22,7 @@ from everytoken.robust.transfer import parse_targets
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 NAMES = ("class-0", "class-1", "class-2")
+ATTACK = ("--attack", "apgd-ce", "--attack-steps", "2")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def rows_of(out):
 
 def test_one_table_of_clean_corrupted_and_attacked_images(photos, weights, tmp_path, capsys):
     small = ("--suite", f"val={photos / 'val'}", "corrupt", "attack", "--corruptions", "contrast", "saturate")
-    small += ("--severities", "1", "5", "--each-severity", "--attack", "pgd", "--eps", "1/255", "32/255")
+    small += ("--severities", "1", "5", "--each-severity", *ATTACK, "--eps", "1/255", "32/255")
     assert robust(weights[0], tmp_path, *small) == 0
     text = capsys.readouterr().out
     assert "M parameters" in text
@@ -178,7 +179,7 @@ def test_a_killed_attack_goes_on_to_the_same_log(photos, weights, tmp_path, monk
 
 
 def test_an_attack_with_other_settings_has_a_log_of_its_own(photos, weights, tmp_path):
-    words = ("--suite", f"val={photos / 'val'}", "attack", "--attack", "fgsm", "--eps", "1/255")
+    words = ("--suite", f"val={photos / 'val'}", "attack", *ATTACK, "--eps", "1/255")
     for limit in ("2", "3", "2"):
         assert robust(weights[0], tmp_path, *words, "--attack-limit", limit) == 0
     assert len(list(tmp_path.rglob("attacks/*.jsonl"))) == 2
@@ -241,7 +242,7 @@ def test_bad_folders_and_other_classes_get_clear_errors(photos, weights, tmp_pat
         (("--suite", f"val={tmp_path / 'empty'}"), "holds no images"),
         (("--suite", f"a={photos / 'val'}"), "200 classes"),
         (("--suite", f"real={photos / 'val'}"), "ReaL"),
-        (("--suite", f"val={photos / 'val'}", "attack", "--attack", "pdg"), "pgd"),
+        (("--suite", f"val={photos / 'val'}", "attack", "--attack", "apdg-ce"), "apgd-ce"),
         (("--suite", f"attack={photos / 'val'}", "--eps", "4/0"), "eps"),
         (("--suite", f"corrupt={photos / 'val'}", "--corruptions", "frog"), "fog"),
         (("--suite", f"val={photos / 'val'}", "--weights", "x.pth"), "timm:NAME"),
@@ -284,7 +285,7 @@ def test_transfer_finetunes_evaluates_and_tabulates(photos, weights, tmp_path, c
 
 
 def test_another_token_vote_gives_other_numbers_and_needs_a_token_head(photos, weights, tmp_path, capsys):
-    words = ("--suite", f"val={photos / 'val'}", "attack", "--attack", "pgd", "--pgd-steps", "2", "--eps", "1/255")
+    words = ("--suite", f"val={photos / 'val'}", "attack", *ATTACK, "--eps", "1/255")
     assert robust(weights[0], tmp_path / "none", *words, "--token-vote", "0.5") == 2
     assert "no token head" in capsys.readouterr().err
     head = torch.nn.Linear(32, 3)
@@ -314,7 +315,7 @@ def test_unreadable_images_can_be_left_out_of_everything(photos, weights, tmp_pa
     data = tmp_path / "photos"
     shutil.copytree(photos / "val", data)
     (data / "class-1" / "photo.0.png").write_bytes(b"no image")
-    words = ["--suite", f"mine={data}", f"attack={data}", "--attack", "fgsm", "--eps", "1/255"]
+    words = ["--suite", f"mine={data}", f"attack={data}", *ATTACK, "--eps", "1/255"]
     words += ["--attack-batch-size", "1"]  # the unreadable one is a batch of its own
     assert robust(weights[0], tmp_path / "out", *words) == 2
     assert "photo.0.png" in capsys.readouterr().err

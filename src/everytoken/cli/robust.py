@@ -23,7 +23,7 @@ class RobustCommand(RobustOptions):
         everytoken robust runs/small --suite val=photos/val corrupt --severities 1 3 5
         everytoken robust timm:deit_small_patch16_224 --root /data/imagenet-tests
         everytoken robust timm:deit_small_patch16_224 --weights a.pth --suite a=imagenet-a r=imagenet-r v2=imagenetv2
-        everytoken robust registry:efficientnet_lite0 --suite val=val attack --attack pgd --eps 1/255 --limit 100
+        everytoken robust registry:efficientnet_lite0 --suite val=val attack --attack apgd-ce --eps 1/255 --limit 100
         everytoken robust runs/plain --compare runs/aligned --suite val=val corrupt c=ImageNet-C
     """
 

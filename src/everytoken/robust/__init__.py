@@ -54,7 +54,7 @@ class RobustOptions(InferenceOptions):
     frost_textures: str = ""
     """Folder of photographs of frost; default: generated textures."""
     attack: str = "autoattack"
-    """autoattack, autoattack-plus, fgsm, pgd, apgd-ce, apgd-dlr, apgd-t, fab, fab-t or square."""
+    """autoattack, or one of its attacks: apgd-ce, apgd-t, fab-t, square."""
     norm: Literal["linf", "l2"] = "linf"
     """Norm of the perturbation."""
     eps: tuple[str, ...] = ()
@@ -63,8 +63,6 @@ class RobustOptions(InferenceOptions):
     """Images to attack; 0: the same as limit."""
     attack_steps: int = 100
     """Steps of APGD and FAB."""
-    pgd_steps: int = 20
-    """Steps of PGD."""
     queries: int = 5000
     """Queries of Square."""
     targets: int = 9

@@ -1,9 +1,8 @@
 """AutoAttack: an ensemble without parameters to tune. An image counts as robust if it withstands every attack.
 
-Paper: Croce and Hein 2020. `standard`: APGD on cross entropy, targeted APGD (9 targets), targeted FAB (9 targets),
-Square (5,000 queries). `plus`: 5 restarts of APGD on cross entropy and on the ratio and of untargeted FAB, then the
-others. Each attack sees the images that withstood the ones before it. Every adversarial image is checked again: within
-its ball, within 0..1, and wrong for the model.
+Paper: Croce and Hein 2020, the standard version: APGD on cross entropy, targeted APGD (9 targets), targeted FAB (9
+targets), Square (5,000 queries). Each attack sees the images that withstood the ones before it. Every adversarial image
+is checked again: within its ball, within 0..1, and wrong for the model.
 """
 
 from __future__ import annotations
@@ -23,55 +22,36 @@ from everytoken.robust.gradient_attacks import (
     apgd_targeted,
     cross_entropy,
     distance,
-    fab,
     fab_targeted,
-    fgsm,
-    pgd,
     value_and_gradient,
 )
 from everytoken.robust.square_attack import QUERIES, square
 
 Attack = Callable[[AttackBatch], Tensor]
 
-
-ENSEMBLES: dict[str, tuple[str, ...]] = {
-    "autoattack": ("apgd-ce", "apgd-t", "fab-t", "square"),
-    "autoattack-plus": ("apgd-ce-5", "apgd-dlr-5", "fab-5", "square", "apgd-t", "fab-t"),
-}
-SINGLE = ("fgsm", "pgd", "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
-NAMES = (*ENSEMBLES, *SINGLE)
+NAMES = ("autoattack", "apgd-ce", "apgd-t", "fab-t", "square")
 
 
-def attacks(
-    name: str, steps: int = 100, pgd_steps: int = 20, queries: int = QUERIES, targets: int = 9
-) -> dict[str, Attack]:
+def attacks(name: str, steps: int = 100, queries: int = QUERIES, targets: int = 9) -> dict[str, Attack]:
     """The attacks that a name stands for, in their order; the defaults are the papers'.
 
     Args:
-        steps: gradient steps of APGD and FAB. pgd_steps: of PGD. queries: of Square.
+        steps: gradient steps of APGD and FAB. queries: of Square.
         targets: classes that targeted attacks aim at.
     """
     if name not in NAMES:
         raise EverytokenError(f"there is no attack {name!r}.{did_you_mean(name, NAMES)} There are {', '.join(NAMES)}.")
-    if min(steps, pgd_steps, queries, targets) < 1:
+    if min(steps, queries, targets) < 1:
         raise EverytokenError(
-            "an attack's steps, pgd_steps, queries and targets must be 1 or more, not "
-            f"{steps}, {pgd_steps}, {queries} and {targets}"
+            f"an attack's steps, queries and targets must be 1 or more, not {steps}, {queries} and {targets}"
         )
     available: dict[str, Attack] = {
-        "fgsm": fgsm,
-        "pgd": partial(pgd, steps=pgd_steps),
-        "apgd-ce": partial(apgd, steps=steps, loss="ce"),
-        "apgd-ce-5": partial(apgd, steps=steps, loss="ce", restarts=5),
-        "apgd-dlr": partial(apgd, steps=steps, loss="dlr"),
-        "apgd-dlr-5": partial(apgd, steps=steps, loss="dlr", restarts=5),
+        "apgd-ce": partial(apgd, steps=steps),
         "apgd-t": partial(apgd_targeted, steps=steps, targets=targets),
-        "fab": partial(fab, steps=steps, restarts=1, classes=targets),
-        "fab-5": partial(fab, steps=steps, restarts=5, classes=targets),
         "fab-t": partial(fab_targeted, steps=steps, targets=targets),
         "square": partial(square, queries=queries),
     }
-    return {part: available[part] for part in ENSEMBLES.get(name, (name,))}
+    return available if name == "autoattack" else {name: available[name]}
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,25 @@
-"""Adversarial attacks by gradient: FGSM, PGD, APGD and FAB, inside L-infinity and L2 balls.
+"""Adversarial attacks by gradient: APGD and FAB, inside L-infinity and L2 balls.
 
 All attacks take images in 0..1 and a model from such images to logits (normalisation inside), and look for an image
 within distance eps, again in 0..1, that the model gets wrong. Randomness is keyed by image, attack and restart, so what
 happens to an image does not depend on its batch.
-
-FGSM (Goodfellow et al. 2015) takes one step of length eps along the sign of the gradient; PGD (Madry et al. 2018)
-several steps from a random start, projected to the ball, here of length 2.5 eps / steps. They are quick and find less
-than AutoAttack does; a model that withstands them may still be weak.
 
 Auto-PGD (Croce and Hein 2020, algorithm 1) is projected gradient ascent with momentum and a step that halves itself
 when it stops paying. It starts at a random point of the ball's surface with step 2 eps. At checkpoints (after 22 % of
 the steps, then at distances that shrink by 3 % down to 6 %) the step is halved, and the search returns to its best
 point, if the loss rose in less than 75 % of the steps since the last checkpoint, or if neither step nor best loss
 changed since then. What we do differently: an image leaves as soon as it is adversarial. Cost: steps + 1 forward and
-backward passes for images that withstand. It climbs cross entropy or the difference of logits ratio (equations 5 and
+backward passes for images that withstand. It climbs cross entropy or the targeted difference of logits ratio (equation
 6), which does not change when logits are shifted or multiplied, so a model cannot hide by scaling its logits. The ratio
-needs three classes (four when targeted); with fewer, the nearest there is serves: the spread of all logits, and for two
-classes the plain margin.
+needs four classes; with three, the spread of all logits serves, and with two the plain difference.
 
 Fast Adaptive Boundary (Croce and Hein 2020, Minimally distorted adversarial examples, algorithm 1) walks along the
-decision boundary towards the image, for the smallest change. In each step the boundary between the label and another
+decision boundary towards the image, for the smallest change. In each step the boundary between the label and a target
 class is replaced by a plane; the current point and the image are projected to it within the box 0..1, and the next
 point is a mixture of the two projections, with a small overshoot. When it is adversarial, the search moves a tenth of
 the way back to the image. What we do differently: the projection to plane and box is solved by one sort (see
-`reach_plane`), the same for both norms; an image leaves when its change is within eps, unless the smallest change is
-asked for; the untargeted attack looks at the `classes` most likely wrong classes, not at all (with ten classes or fewer
-that is all of them). Cost: steps forward and backward passes per target, and as many forward passes.
+`reach_plane`), the same for both norms; an image leaves when its change is within eps. Cost: steps forward and backward
+passes per target, and as many forward passes.
 """
 
 from __future__ import annotations
@@ -96,14 +90,14 @@ class AttackBatch:
         keys = [self.keys[i] for i in rows.tolist()]
         return replace(self, images=self.images[rows], labels=self.labels[rows], keys=keys)
 
-    def random_start(self, *purpose: str | int, part: float = 1.0) -> Tensor:
-        """A random point at `part` of the distance eps, keyed by image."""
+    def random_start(self, *purpose: str | int) -> Tensor:
+        """A random point at distance eps, keyed by image."""
         draw = torch.rand if self.norm == "linf" else torch.randn
         generators = [keyed.torch_generator(0, key, "attack", *purpose) for key in self.keys]
         change = torch.stack([draw(self.images.shape[1:], generator=g) for g in generators]).to(self.images)
         change = change * 2 - 1 if self.norm == "linf" else change
         change = change / wide(distance(change, self.norm)).clamp(min=1e-12)
-        return (self.images + self.eps * part * change).clamp(0, 1)
+        return (self.images + self.eps * change).clamp(0, 1)
 
     def project(self, moved: Tensor, rows: Tensor) -> Tensor:
         """Points near the images `rows`, projected to their balls."""
@@ -137,17 +131,15 @@ def margin(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.scatter(1, labels[:, None], -torch.inf).amax(1) - logits.gather(1, labels[:, None])[:, 0]
 
 
-def dlr(logits: Tensor, labels: Tensor, targets: Tensor | None = None) -> Tensor:
-    """-(z_y - max_{i != y} z_i) / (z_(1) - z_(3)); towards targets t, -(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2)."""
+def dlr(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), towards the targets t."""
     ordered = logits.sort(dim=1, descending=True).values
     if logits.shape[1] < 3:
         spread = torch.ones_like(ordered[:, 0])
-    elif targets is None or logits.shape[1] == 3:
+    elif logits.shape[1] == 3:
         spread = ordered[:, 0] - ordered[:, 2]
     else:
         spread = ordered[:, 0] - (ordered[:, 2] + ordered[:, 3]) / 2
-    if targets is None:
-        return margin(logits, labels) / (spread + 1e-12)
     label_logit, target_logit = (logits.gather(1, c[:, None])[:, 0] for c in (labels, targets))
     return (target_logit - label_logit) / (spread + 1e-12)
 
@@ -169,35 +161,6 @@ def rivals(batch: AttackBatch, count: int) -> Tensor:
     """[B, count]: the classes other than the label with the largest logits, the best first."""
     logits = batch.model(batch.images).scatter(1, batch.labels[:, None], -torch.inf)
     return logits.topk(min(count, logits.shape[1] - 1), dim=1).indices
-
-
-# FGSM and PGD
-
-
-def fgsm(batch: AttackBatch) -> Tensor:
-    """One step. Returns images; whether they are adversarial is for the caller to see."""
-    _, _, gradient = value_and_gradient(batch.model, batch.images, cross_entropy, batch.labels)
-    moved = batch.images + batch.eps * direction(gradient, batch.norm)
-    return project(moved, batch.images, batch.eps, batch.norm)
-
-
-def pgd(batch: AttackBatch, steps: int = 20, restarts: int = 1) -> Tensor:
-    """`steps` steps from a random start, `restarts` times; the first adversarial image of each is kept."""
-
-    def run(some: AttackBatch, _: Tensor, restart: int) -> Tensor:
-        adversarial, at = some.images.clone(), some.random_start("pgd", restart)
-        rows = torch.arange(len(at), device=at.device)
-        for step in range(steps + 1):
-            logits, _, gradient = value_and_gradient(some.model, at, cross_entropy, some.labels[rows])
-            wrong = logits.argmax(1) != some.labels[rows]
-            adversarial[rows[wrong]] = at[wrong]
-            rows, at, gradient = rows[~wrong], at[~wrong], gradient[~wrong]
-            if not len(rows) or step == steps:
-                break
-            at = some.project(at + 2.5 * some.eps / steps * direction(gradient, some.norm), rows)
-        return adversarial
-
-    return batch.repeat(restarts, run)
 
 
 # APGD
@@ -295,14 +258,9 @@ def _reconsider(s: _State, since: int) -> None:
     s.was_halved, s.last_best, s.rises = halve.to(s.loss), s.best_loss.clone(), torch.zeros_like(s.rises)
 
 
-def apgd(batch: AttackBatch, steps: int = 100, restarts: int = 1, loss: str = "ce") -> Tensor:
-    """Untargeted, on cross entropy ("ce") or on the difference of logits ratio ("dlr")."""
-    loss_function = {"ce": cross_entropy, "dlr": dlr}[loss]
-
-    def run(some: AttackBatch, _: Tensor, restart: int) -> Tensor:
-        return ascend(some, some.random_start("apgd", loss, restart), steps, loss_function, some.labels)
-
-    return batch.repeat(restarts, run)
+def apgd(batch: AttackBatch, steps: int = 100) -> Tensor:
+    """Untargeted, on cross entropy."""
+    return ascend(batch, batch.random_start("apgd", "ce", 0), steps, cross_entropy, batch.labels)
 
 
 def apgd_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
@@ -362,13 +320,8 @@ def reach_plane(points: Tensor, normal: Tensor, excess: Tensor, norm: Norm) -> T
     return (-move.to(points) * slope.sign()).to(points)
 
 
-def boundary(batch: AttackBatch, others: Tensor, start: Tensor, steps: int, stop: bool = True) -> tuple[Tensor, Tensor]:
-    """One run.
-
-    Args:
-        others: [B, m] classes whose boundary is sought; of several, the nearest by linear estimate in each step.
-        start: [B, C, H, W].
-        stop: an image is done when its change is within eps; else the smallest change is sought to the end.
+def boundary(batch: AttackBatch, targets: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """One run from the images to the boundary with the targets [B]; an image is done when its change is within eps.
 
     Returns:
         (adversarial images, their distances); inf where none was found.
@@ -377,12 +330,12 @@ def boundary(batch: AttackBatch, others: Tensor, start: Tensor, steps: int, stop
     adversarial = images.clone()
     best = torch.full((len(images),), torch.inf, device=images.device, dtype=images.dtype)
     rows = torch.arange(len(images), device=images.device)
-    at = start
+    at = images
     for _ in range(steps):
         if not len(rows):
             break
         base, shape = images[rows], at.shape
-        gap, normal = _nearest_plane(model, at, labels[rows], others[rows], norm)
+        _, gap, normal = value_and_gradient(model, at, _lead, labels[rows], targets[rows])
         w, flat = normal.flatten(1), at.flatten(1)
         # the plane: gap + w.(x - at) = 0
         here = reach_plane(flat, w, gap, norm).view(shape)
@@ -397,28 +350,14 @@ def boundary(batch: AttackBatch, others: Tensor, start: Tensor, steps: int, stop
         better = wrong & (far_away < best[rows])
         adversarial[rows[better]], best[rows[better]] = at[better], far_away[better]
         at = torch.where(wide(wrong), base + BACK * (at - base), at)
-        if stop:
-            missing = best[rows] > batch.eps
-            rows, at = rows[missing], at[missing]
+        missing = best[rows] > batch.eps
+        rows, at = rows[missing], at[missing]
     return adversarial, best
 
 
-def _nearest_plane(model: Model, at: Tensor, labels: Tensor, others: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """(z_label - z_other [B], its gradient [B, C, H, W]) of the other class that seems nearest."""
-
-    def difference(logits: Tensor, other: Tensor) -> Tensor:
-        return (logits.gather(1, labels[:, None]) - logits.gather(1, other[:, None]))[:, 0]
-
-    gap, normal = torch.zeros_like(at[:, 0, 0, 0]), torch.zeros_like(at)
-    near = torch.full_like(gap, torch.inf)
-    for other in others.unbind(1):
-        _, value, gradient = value_and_gradient(model, at, difference, other)
-        dual = gradient.flatten(1).abs().sum(1) if norm == "linf" else distance(gradient, norm)
-        far = value.abs() / dual.clamp(min=1e-12)
-        closer = far < near
-        gap, near = torch.where(closer, value, gap), torch.where(closer, far, near)
-        normal = torch.where(wide(closer), gradient, normal)
-    return gap, normal
+def _lead(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    """z_label - z_target."""
+    return (logits.gather(1, labels[:, None]) - logits.gather(1, targets[:, None]))[:, 0]
 
 
 def fab_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
@@ -426,21 +365,7 @@ def fab_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tens
     others = rivals(batch, targets)
 
     def run(some: AttackBatch, remaining: Tensor, number: int) -> Tensor:
-        return _within(some, *boundary(some, others[remaining, number : number + 1], some.images, steps))
+        candidates, far = boundary(some, others[remaining, number], steps)
+        return torch.where(wide(far <= some.eps), candidates, some.images)
 
     return batch.repeat(others.shape[1], run)
-
-
-def fab(batch: AttackBatch, steps: int = 100, restarts: int = 5, classes: int = 9) -> Tensor:
-    """Untargeted: from the image, then from random points at half of eps."""
-    others = rivals(batch, classes)
-
-    def run(some: AttackBatch, remaining: Tensor, restart: int) -> Tensor:
-        start = some.random_start("fab", restart, part=0.5) if restart else some.images
-        return _within(some, *boundary(some, others[remaining], start, steps))
-
-    return batch.repeat(restarts, run)
-
-
-def _within(batch: AttackBatch, candidates: Tensor, far: Tensor) -> Tensor:
-    return torch.where(wide(far <= batch.eps), candidates, batch.images)

@@ -385,8 +385,7 @@ class SuiteRunner:
 
 def budget_of(options: RobustOptions) -> dict[str, int]:
     """How hard attacks try."""
-    o = options
-    return {"steps": o.attack_steps, "pgd_steps": o.pgd_steps, "queries": o.queries, "targets": o.targets}
+    return {"steps": options.attack_steps, "queries": options.queries, "targets": options.targets}
 
 
 def _digest(texts: Iterable[str]) -> str:
