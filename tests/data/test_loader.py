@@ -60,6 +60,8 @@ class FakeMap:
 class FakeStore:
     """Maps that tell which image they belong to."""
 
+    path, skipped = "maps", {}
+
     @dataclass(frozen=True)
     class manifest:  # noqa: N801
         num_classes = 500
@@ -69,6 +71,9 @@ class FakeStore:
 
     def __contains__(self, key):
         return key not in self.without
+
+    def key(self, i):
+        return f"key {i}"
 
     def __getitem__(self, key):
         if key in self.without:
@@ -204,7 +209,7 @@ def test_score_maps_travel_with_their_images(data, workers):
 def test_missing_maps_are_found_before_the_first_batch(data):
     with pytest.raises(DataError, match=rf"no map of 1 of the 25 images(.|\n)*'{data.key(3)}' is not in it"):
         Loader(data, TRAIN, 5, train=True, maps=FakeStore(without={data.key(3)}))
-    with pytest.raises(DataError, match="no map of any of the 25 images"):
+    with pytest.raises(DataError, match=r"no map of any of the 25 images(.|\n)*such as 'key 0'"):
         Loader(data, TRAIN, 5, train=True, maps=FakeStore(set(data.keys())))
 
 

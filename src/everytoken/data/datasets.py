@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -193,18 +193,6 @@ class Subset(DataSet):
         return self.base.picture(int(self.indices[i]))
 
 
-class Reader(Protocol):
-    """Where the bytes of numbered files are."""
-
-    def read(self, i: int) -> bytes:
-        """The bytes of file i."""
-        ...
-
-    def where(self, i: int) -> str:
-        """What to call file i in messages."""
-        ...
-
-
 class FolderReader:
     """Files of a folder."""
 
@@ -233,7 +221,7 @@ class ReaderSet(DataSet):
     def __init__(
         self,
         name: str,
-        reader: Reader,
+        reader: FolderReader | ArchiveReader,
         positions: Sequence[int],
         keys: Iterable[str],
         labels: Sequence[int] | np.ndarray,
@@ -562,7 +550,7 @@ class FileTree:
         paths = self.reader.paths if self.reader is not None else ()
         return [(path[len(self.prefix) :], i) for i, path in enumerate(paths) if path.startswith(self.prefix)]
 
-    def images(self) -> tuple[Reader, list[tuple[str, int]]]:
+    def images(self) -> tuple[FolderReader | ArchiveReader, list[tuple[str, int]]]:
         """A reader, and (path relative to this tree, number in the reader) of each image, sorted by path."""
         if self.reader is not None:
             members = sorted((path, i) for path, i in self.members() if is_image(path))

@@ -49,6 +49,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import append
 from everytoken.functional import MapBatch, collate_maps
 from everytoken.machine import open_files, shared_memory
+from everytoken.maps.store import Maps
 
 log = logging.getLogger(__name__)
 
@@ -82,20 +83,6 @@ class BatchReader(Protocol):
 
     def __getitems__(self, requests: list[Request]) -> Batch:
         """The batch of some samples; those that could not be read are in its `skipped`, or raise."""
-
-
-class MapStore(Protocol):
-    """What the loader needs of `everytoken.maps.Maps`."""
-
-    @property
-    def manifest(self) -> Any:
-        """With num_classes."""
-
-    def __getitem__(self, key: str) -> Any:
-        """The score map of an image."""
-
-    def __contains__(self, key: object) -> bool:
-        """Whether there is one."""
 
 
 @dataclass
@@ -204,7 +191,7 @@ class _ImageBatches:
     """Makes batches of a dataset's images, for `Loader`; lives in each worker."""
 
     def __init__(
-        self, data: DataSet, transform: Any, seed: int, train: bool, skip: bool, maps: MapStore | None, erased: bool
+        self, data: DataSet, transform: Any, seed: int, train: bool, skip: bool, maps: Maps | None, erased: bool
     ) -> None:
         self.data, self.transform, self.seed, self.train, self.skip = data, transform, seed, train, skip
         self.maps = maps
@@ -281,19 +268,18 @@ class _ImageBatches:
         return collate_maps([self.maps[key] for key in keys], num_classes=self.maps.manifest.num_classes)
 
 
-def _check_maps(data: DataSet, maps: MapStore) -> None:
+def _check_maps(data: DataSet, maps: Maps) -> None:
     """Every image has a score map; found out before the first batch, not in the middle of an epoch."""
     without = [key for key in data.keys() if key not in maps]  # noqa: SIM118
     if not without:
         return
-    where, example = getattr(maps, "path", "the store of score maps"), without[0]
+    where, example = maps.path, without[0]
     if len(without) == len(data):
-        key = getattr(maps, "key", None)
-        such = f" Its keys are paths relative to the annotated folder, such as {key(0)!r}." if key else ""
         raise DataError(
-            f"{where} has no map of any of the {len(data):,} images of {data.name}, such as {example!r}.{such}"
+            f"{where} has no map of any of the {len(data):,} images of {data.name}, such as {example!r}. Its keys are "
+            f"paths relative to the annotated folder, such as {maps.key(0)!r}."
         )
-    why = getattr(maps, "skipped", {}).get(example)
+    why = maps.skipped.get(example)
     first = f"{example!r} was skipped ({why})" if why else f"{example!r} is not in it"
     raise DataError(
         f"{where} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {first}. Images that were "
@@ -542,7 +528,7 @@ class Loader:
         workers: int = 0,
         rank: int = 0,
         world: int = 1,
-        maps: MapStore | None = None,
+        maps: Maps | None = None,
         erased: bool = False,
         bad_images: BadImages | None = None,
         repeats: int = 1,
