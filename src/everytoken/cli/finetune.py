@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everytoken.cli._parse import current_flags, parse
+from everytoken.cli._parse import parse
 from everytoken.cli.train import Train, recipe_of, train
 from everytoken.errors import EverytokenError
 
@@ -28,7 +28,6 @@ OPTIONS = Finetune
 
 def main(argv: list[str], prog: str) -> int:
     """Check that there are weights, train."""
-    argv = current_flags(Finetune, argv)
     words = {word.partition("=")[0] for word in argv}
     if not words & {"--weights", "-h", "--help", "--help-all"} and not recipe_of(argv):
         parse(Finetune, prog, argv)  # a misspelt flag is named first

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import tyro
 
-from everytoken.cli._parse import current_flags, given_options, parse, values_of
+from everytoken.cli._parse import given_options, parse, values_of
 from everytoken.engine.options import AutoOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken.errors import EverytokenError
@@ -87,7 +87,6 @@ def main(argv: list[str], prog: str) -> int:
 
 def train(config: type[Train], argv: list[str], prog: str) -> int:
     """Train, or print the plan."""
-    argv = current_flags(config, argv)
     options = resolve(config, argv, prog)
     from everytoken.tasks import classify
     from everytoken.tasks.start import complete
@@ -119,7 +118,6 @@ def print_plan(facts: Mapping[str, Any]) -> None:
 
 def resolve(config: type[T], argv: list[str], prog: str) -> T:
     """Recipe, then flags, then --set."""
-    argv = current_flags(config, argv)
     base: Any = config()
     recipe = recipe_of(argv)
     if recipe:
