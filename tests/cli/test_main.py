@@ -39,7 +39,7 @@ def test_help_begins_with_examples_and_says_nothing_twice(name, config, capsys):
     assert lines[0].startswith(f"usage: everytoken {name}")
     assert lines[2].startswith(f"  everytoken {name}")
     assert "(default: '')" not in text
-    assert "--out" not in text
+    assert "--output" not in text
     every = [flag for option in options_of(config) for flag in option.flags]
     assert all(any(re.match(rf"  (-\w, )?{flag}|  --\[no-\]{flag[2:]}", line) for line in lines) for flag in every)
     assert not any(re.match(r"  --(?!\[)\S+, --no-", line) for line in lines)

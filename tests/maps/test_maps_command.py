@@ -121,10 +121,10 @@ def test_verify_names_the_damaged_image_and_exits_with_1(data, capsys):
 
 
 def test_export_and_import_are_a_round_trip(data, capsys):
-    assert run("export", data / "maps", data / "pt") == 0
+    assert run("export", data / "maps", "--out", data / "pt") == 0
     assert "released maps have 5 classes per cell" in capsys.readouterr().out
     (data / "pt/cat/bad.pt").write_bytes(b"hello")
-    words = ["import", data / "pt", data / "back", "--images", data / "photos", "--num-classes", 2]
+    words = ["import", data / "pt", "--out", data / "back", "--images", data / "photos", "--num-classes", 2]
     assert run(*words, "--resize-mode", "squash") == 0
     printed = capsys.readouterr().out
     assert "1 images without a label file:\n  dog/5.x.jpg" in printed
@@ -132,7 +132,7 @@ def test_export_and_import_are_a_round_trip(data, capsys):
     before, after = Maps(data / "maps"), Maps(data / "back")
     assert dict(before) == dict(after)
     assert after.manifest.class_names == ["cat", "dog"]
-    assert run("import", data / "pt", data / "bare", "--num-classes", 2, "--resize-mode", "squash") == 0
+    assert run("import", data / "pt", "--out", data / "bare", "--num-classes", 2, "--resize-mode", "squash") == 0
     printed = capsys.readouterr().out
     assert "1 label files refused:\n  cat/bad.pt is no whole file" in printed
     assert "skipped.csv" in printed
