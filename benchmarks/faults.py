@@ -398,7 +398,7 @@ def disks(work: Path, mounts: bool) -> Iterator[Tally]:
     commands: dict[str, list[str]] = {
         "train": [*plain, str(disk / "new")],
         "predict": ["predict", run, str(photos / "val"), "--out", str(disk / "p.csv"), "-j", "0", "--device", "cpu"],
-        "maps export": ["maps", "export", str(maps), str(disk / "export")],
+        "maps export": ["maps", "export", str(maps), "--out", str(disk / "export")],
         "annotate": [
             *("annotate", str(photos), "--out", str(disk / "maps"), "--annotator", "fit", "--fit-model", "cnn"),
             *("--fit-epochs", "1", "--fit-size", "32", "--workers", "0", "--device", "cpu"),

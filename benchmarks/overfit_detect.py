@@ -1,6 +1,6 @@
 """Does a detector learn? A tiny backbone with Cascade Mask R-CNN overfits a handful of real images within minutes.
 
-    python benchmarks/overfit_detect.py COCO_FOLDER_OR_JSON [--images 4] [--updates 200] [--side 144] [--output FOLDER]
+    python benchmarks/overfit_detect.py COCO_FOLDER_OR_JSON [--images 4] [--updates 200] [--side 144] [--out FOLDER]
 
 Takes the images whose smallest object is largest (tiny things cannot be seen at this resolution), at most six objects
 each, trains on them from random weights with `everytoken detect train`, and evaluates on the same images with COCO's
@@ -63,19 +63,19 @@ def run() -> int:
     parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--side", type=int, default=144)
-    parser.add_argument("--output", default="")
+    parser.add_argument("--out", default="")
     chosen = parser.parse_args()
     data = open_instances(chosen.data, "all")
     assert isinstance(data, InstanceSet)
     with tempfile.TemporaryDirectory() as temporary:
-        folder, output = Path(temporary) / "data", Path(chosen.output or Path(temporary) / "run")
+        folder, output = Path(temporary) / "data", Path(chosen.out or Path(temporary) / "run")
         side, epochs = chosen.side, 4
         objects = copy_some(data, choose(data, chosen.images), folder, chosen.updates // epochs)
         print(f"{chosen.images} images, {objects} objects")
         started = time.perf_counter()
         code = everytoken(
             [
-                *("detect", "train", str(folder), "--output", str(output), "--model", "resnet10t", "--drop-path", "0"),
+                *("detect", "train", str(folder), "--out", str(output), "--model", "resnet10t", "--drop-path", "0"),
                 *("--batch-size", str(chosen.images), "--sizes", str(side * 15 // 16), str(side)),
                 *(
                     "--crop",

@@ -1,6 +1,6 @@
 """Does a segmenter learn? A tiny backbone with UperNet overfits a handful of real images within minutes.
 
-    python benchmarks/overfit_segment.py COCO_PANOPTIC_FOLDER [--images 6] [--updates 400] [--output FOLDER]
+    python benchmarks/overfit_segment.py COCO_PANOPTIC_FOLDER [--images 6] [--updates 400] [--out FOLDER]
 
 Takes the images of a COCO panoptic folder whose smallest class is largest (tiny things cannot be drawn at this
 resolution), trains on them from random weights with `everytoken segment train`, and evaluates on the same images at
@@ -60,12 +60,12 @@ def run() -> int:
     parser.add_argument("--images", type=int, default=6)
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--side", type=int, default=160)
-    parser.add_argument("--output", default="")
+    parser.add_argument("--out", default="")
     chosen = parser.parse_args()
     data = open_masks(chosen.data, "all")
     assert isinstance(data, MaskSet)
     with tempfile.TemporaryDirectory() as temporary:
-        folder, output = Path(temporary) / "data", Path(chosen.output or Path(temporary) / "run")
+        folder, output = Path(temporary) / "data", Path(chosen.out or Path(temporary) / "run")
         classes = copy_some(data, choose(data, chosen.images), folder)
         print(f"{chosen.images} images, {classes} classes")
         started = time.perf_counter()
@@ -76,7 +76,7 @@ def run() -> int:
             f"--val-iters {min(100, chosen.updates)} --warmup-iters 20 --lr 0.002 --min-lr 0.00001 --workers 0 "
             f"--device cpu --threads {threads} --log-interval 20"
         )
-        code = everytoken(["segment", "train", str(folder), "--output", str(output), *words.split()])
+        code = everytoken(["segment", "train", str(folder), "--out", str(output), *words.split()])
         seconds = time.perf_counter() - started
         score = json.loads((output / "summary.json").read_text())["best"]["score"]
     print(json.dumps({"mIoU": round(score, 2), "seconds": round(seconds, 1), "updates": chosen.updates}))

@@ -84,12 +84,12 @@ def objectives() -> dict[str, tuple[dict[str, Any], dict[str, Any], float]]:
         "plain, CutMix": ({"hard": {}}, {"cutmix": {}}, 0.0),
         "plain, MixToken": ({"hard": {}}, {"mixtoken": {}}, 0.0),
         "relabel, CutMix": ({"relabel": {}}, {"cutmix": {}}, 0.0),
-        "token, MixToken": ({"token": {}}, {"mixtoken": {}}, head),
+        "token_labeling, MixToken": ({"token_labeling": {}}, {"mixtoken": {}}, head),
         "drloc": ({"hard": {}, "drloc": {}}, {}, mlp),
-        "alignment, CutMix": ({"alignment": {}}, {"cutmix": {}}, labels),
+        "tl_align, CutMix": ({"tl_align": {}}, {"cutmix": {}}, labels),
         "transmix, CutMix": ({"transmix": {}}, {"cutmix": {}}, 0.0),
-        "distill, a ResNet-50": ({"hard": {}, "distill": {}}, {}, teacher),
-        "online-token, a ResNet-50": ({"online-token": {}}, {}, head + teacher),
+        "distillation, a ResNet-50": ({"hard": {}, "distillation": {}}, {}, teacher),
+        "online_token, a ResNet-50": ({"online_token": {}}, {}, head + teacher),
     }
 
 
@@ -100,7 +100,7 @@ def every_objective(batch_size: int, repeats: int) -> bool:
     steps = {}
     for name, (wanted, mixing, _) in objectives().items():
         model = TokenModel(timm.create_model("lvvit_s"), 1000 if "token" in " ".join(wanted) else None)
-        taught = teacher if wanted.keys() & {"distill", "online-token"} else None
+        taught = teacher if wanted.keys() & {"distillation", "online_token"} else None
         steps[name] = TokenStep(model, build_objectives(wanted, model), build_mixer(mixing), taught).train()
         steps[name].grid = (14, 14)
     batch = fake_batch(batch_size)
@@ -120,7 +120,7 @@ def every_objective(batch_size: int, repeats: int) -> bool:
         found.sort()
         low, high, middle = found[0], found[-1], statistics.median(found)
         print(f"{name:28s} {middle:8.3f} {low:8.3f}-{high:.3f} {1 + objectives()[name][2] / (3 * 6.476e9):9.3f}")
-        if name == "token, MixToken":
+        if name == "token_labeling, MixToken":
             held = judge("token labeling in a step of lvvit_s", Ratio(middle, low, high), at_most=LIMIT)
     print()
     return held

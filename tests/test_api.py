@@ -132,7 +132,7 @@ def test_a_run_is_trained_reported_loaded_and_asked(photos, photo_maps, tmp_path
     small = {"model": "vit_nano_patch4_32", "img_size": 32, "batch_size": 12, "workers": 0, "device": "cpu"}
     objectives = {"token_labeling": {"class_target": "truth"}}
     run = et.train(
-        photos, maps=photo_maps, epochs=1, warmup_epochs=0, output=str(tmp_path / "run"), objectives=objectives, **small
+        photos, maps=photo_maps, epochs=1, warmup_epochs=0, out=str(tmp_path / "run"), objectives=objectives, **small
     )
     page = run.report(tmp_path / "report.html")
     assert "vit_nano_patch4_32" in page.read_text()

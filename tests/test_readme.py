@@ -94,7 +94,7 @@ def test_the_objective_of_the_page_trains_by_its_import_path(here, monkeypatch):
     monkeypatch.syspath_prepend(str(here))
     command = next(line for line in text.splitlines() if line.startswith("PYTHONPATH"))
     small = "--model test_vit --img-size 160 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 --device cpu"
-    assert main([*shlex.split(command)[2:], *small.split(), "--output", "run"]) == 0
+    assert main([*shlex.split(command)[2:], *small.split(), "--out", "run"]) == 0
     sys.modules.pop("smooth_tokens")
     rows = (json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines())
     assert any(0 < value < 2 for row in rows for name, value in row.items() if name.endswith("jumps"))

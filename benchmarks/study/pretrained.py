@@ -183,13 +183,13 @@ class Study:
         if "maps" in recipe:
             recipe["maps"] = str(self.maps(recipe["maps"], dataset, per_class, seed))
         annotating = time.process_time() - started
-        recipe["initial_checkpoint"] = str(self.linear(dataset, per_class, seed))
+        recipe["weights"] = str(self.linear(dataset, per_class, seed))
         output = self.work / "runs" / f"{dataset}-{per_class}-seed{seed}-{arm}-{rate:g}".replace(" ", "_")
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         started = time.process_time()
         run = train(
-            self.images(dataset, per_class, seed), recipe=str(output / "recipe.yaml"), seed=seed, output=str(output)
+            self.images(dataset, per_class, seed), recipe=str(output / "recipe.yaml"), seed=seed, out=str(output)
         )
         last = run.history[-1]
         row = {"top1": last["ema_score"], "top1_last": last["score"], "loss": last["ema_val_loss"], "epochs": epochs}

@@ -80,7 +80,7 @@ def train(run: study.Run, work: Path, flowers: str) -> dict:
         maps = maps_of(work, run.data, run.seed, run.maps) if run.maps else None
     folder = work / "runs" / run.key.replace(" ", "-").replace(",", "")
     whole, started, cpu = not folder.exists(), time.time(), time.process_time()
-    result = et.train(images, maps=maps or "", seed=run.seed, output=str(folder), **run.settings)
+    result = et.train(images, maps=maps or "", seed=run.seed, out=str(folder), **run.settings)
     seconds, cpu = time.time() - started, time.process_time() - cpu
     last = result.summary["last"]
     row = {

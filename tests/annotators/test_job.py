@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -336,16 +335,9 @@ def test_the_summary_counts_agreement_by_image_and_by_cell(photos, tmp_path):
     assert foreign.images_agree is None
 
 
-def test_a_store_tells_the_tag_of_its_weights_and_one_without_it_is_continued(data, weights, tmp_path, monkeypatch):
+def test_an_annotator_tells_the_tag_of_its_weights(monkeypatch):
     network = timm.create_model("test_resnet", num_classes=3)
     monkeypatch.setattr(opening, "create_pretrained", lambda name, arguments: (network, {}))
     tagged = build_annotator("timm:test_resnet", (64, 64))
     assert tagged.name == "timm:test_resnet.r160_in1k"
     assert tagged.settings["model"] == "test_resnet.r160_in1k"
-    plain = replace(tagged, name="timm:test_resnet", settings={**tagged.settings, "model": "test_resnet"})
-    tagged.classes = plain.classes = ClassList(3)
-    _interrupt(data, plain, tmp_path / "old", after=6)  # as the first version began it
-    fill_store(data, tmp_path / "old", tagged, QUICK)
-    assert Maps(tmp_path / "old").manifest.annotator["name"] == "timm:test_resnet"
-    fill_store(data, tmp_path / "new", tagged, replace(QUICK, reuse=str(tmp_path / "old")))
-    assert Maps(tmp_path / "new").manifest.annotator["model"] == "test_resnet.r160_in1k"

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from everytoken.cli import COMMANDS, REMOVED, _parse, main, options_of_commands
+from everytoken.cli import COMMANDS, main, options_of_commands
 from everytoken.cli._help import options_of
 
 
@@ -103,14 +103,8 @@ def test_what_is_wrong_with_the_words_is_one_sentence(words, sentence, capsys):
     assert len(message.splitlines()) == 1
 
 
-def test_out_is_the_word_for_results_and_older_words_work(tmp_path, capsys):
+def test_out_is_the_word_for_results():
     assert all(option.name != "output" for config in options_of_commands().values() for option in options_of(config))
-    for words in ([], ["--num-classes", "10"]):
-        for out in (["--out", "y"], ["--output", "y"], ["y"]):
-            assert main(["maps", "import", *words, str(tmp_path / "x"), *out]) == 2
-            assert "with released maps" in capsys.readouterr().err
-    assert main(["train", str(tmp_path), "--output", "y", "--model", "lvvit_t"]) == 2
-    assert "no option" not in capsys.readouterr().err
 
 
 def test_the_version_is_printed(capsys):
@@ -128,24 +122,6 @@ def test_a_wrong_command_gets_a_suggestion(capsys):
     assert "'models'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", sorted(REMOVED))
-def test_a_command_that_is_gone_names_the_new_way(command, capsys):
-    assert main([command]) == 2
-    assert REMOVED[command] in capsys.readouterr().err
-
-
-def test_a_flag_that_is_gone_names_the_new_way(capsys, monkeypatch):
-    monkeypatch.setitem(_parse.REMOVED, "models --old", "Use --img-size")
-    with pytest.raises(SystemExit):
-        main(["models", "lvvit_t", "--old"])
-    assert "there is no option --old. Use --img-size." in capsys.readouterr().err
-
-
-def test_old_names_of_flags_work(photos, capsys):
-    assert main(["train", str(photos), "--labels", "nowhere"]) == 2
-    assert "no store of score maps at nowhere" in capsys.readouterr().err
-
-
 def test_a_wrong_flag_gets_a_suggestion(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["models", "lvvit_t", "--img-sise", "64"])
@@ -154,7 +130,7 @@ def test_a_wrong_flag_gets_a_suggestion(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flag", "first"), [("--lerning-rate", "--lr?"), ("--epoch", "--epochs"), ("--image_size", "--img-size")]
+    ("flag", "first"), [("--wieghts", "--weights?"), ("--epoch", "--epochs"), ("--image_size", "--img-size")]
 )
 def test_the_likeliest_flag_is_suggested_first(flag, first, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -232,7 +208,7 @@ def test_model_takes_arguments_of_the_architecture(capsys):
 def test_an_unknown_or_unsupported_model_is_explained(capsys):
     assert main(["models", "lvvit_x"]) == 2
     assert "lvvit_" in capsys.readouterr().err
-    assert main(["model", "crossvit_tiny_240", "--seconds", "0"]) == 2  # its old name
+    assert main(["models", "crossvit_tiny_240", "--seconds", "0"]) == 2
     assert "no token view" in capsys.readouterr().err
 
 

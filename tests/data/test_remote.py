@@ -108,7 +108,7 @@ def test_training_reads_from_an_address_in_worker_processes(bucket, tmp_path, mo
     monkeypatch.setenv("EVERYTOKEN_CACHE_GB", str(2.5 * len(shard(0)) / 1e9))
     words = ["train", "memory://bucket", "--model", "lvvit_micro_patch4_32", "--img-size", "32", "--epochs", "1"]
     words += ["-b", "8", "-j", "1", "--device", "cpu", "--threads", "1", "--warmup-epochs", "0"]
-    assert main([*words, "--output", str(tmp_path / "run")]) == 0
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0
     assert read_run(tmp_path / "run").summary["updates"] == 2
 
 

@@ -82,7 +82,7 @@ def test_the_table_corrects_labels_and_leaves_images_out(wrong, tmp_path):
     assert "1 images that are not there" in notes[1]
     assert dict(zip(train.keys(), train.labels.tolist(), strict=True))["class-1/x.1.png"] == 1  # as it was
     run = et.train(wrong, corrections=str(table), model="test_vit", img_size=32, epochs=1, workers=0, device="cpu",
-                   batch_size=16, output=str(tmp_path / "run"))  # fmt: skip
+                   batch_size=16, out=str(tmp_path / "run"))  # fmt: skip
     assert "35 training and 12 validation images" in (run.path / "log.txt").read_text()
     table.write_text("path,label\nclass-1/x.1.png,class-7\n")
     with pytest.raises(EverytokenError, match=r"doubtful.csv, line 2: no class is 'class-7'.*Did you mean 'class-"):

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from everytoken.cli import main
-from everytoken.cli._parse import current_flags
-from everytoken.cli.train import Train
 from everytoken.engine.checks import check_device, check_loop, check_objectives
 from everytoken.engine.optim import build_schedule, learning_rate
 from everytoken.engine.options import OptimOptions, TrainOptions
@@ -91,20 +89,6 @@ def test_timms_decay_rate_reaches_the_schedules_that_have_one(sched):
         return optimizer.param_groups[0]["lr"]
 
     assert rate(0.1) != pytest.approx(rate(0.5))
-
-
-@pytest.mark.parametrize(
-    ("flag", "way"), [("--mixup", "mixing.mixup={alpha"), ("--cutmix", "mixing.cutmix"), ("--mixup-prob", "prob=")]
-)
-def test_timms_flags_of_mixing_name_our_way(photos, capsys, flag, way):
-    with pytest.raises(SystemExit):
-        main(["train", str(photos), flag, "0.8"])
-    assert way in capsys.readouterr().err
-
-
-def test_timms_names_of_two_flags_work_too():
-    words = current_flags(Train, ["photos", "--aug-repeats", "3", "--validation-batch-size=7"])
-    assert words == ["photos", "--repeat-augment", "3", "--val-batch-size=7"]
 
 
 def test_a_teacher_that_guides_the_mixing_is_not_called_useless(photos, capsys):

@@ -31,7 +31,7 @@ def settings(start, tmp_path):
     """settings(**changes): arguments of a run from these weights that hardly moves."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: test_resnet\nimg_size: 32\nepochs: 4\nbatch_size: 12\nlr: 1.0e-12\nwarmup_epochs: 0\n")
-    plain = {"recipe": str(recipe), "initial_checkpoint": str(start), "output": str(tmp_path / "run"), **QUIET}
+    plain = {"recipe": str(recipe), "weights": str(start), "out": str(tmp_path / "run"), **QUIET}
     return lambda **changes: {**plain, **changes}
 
 
@@ -57,7 +57,7 @@ def test_a_run_without_progress_stops_early_and_stays_stopped(photos, settings):
 
 
 def test_a_run_that_was_killed_before_its_end_stops_at_the_same_epoch(photos, settings, tmp_path, monkeypatch):
-    whole = train(photos, **settings(val_first=True, patience=2, output=str(tmp_path / "whole")))
+    whole = train(photos, **settings(val_first=True, patience=2, out=str(tmp_path / "whole")))
     real = Classification.train_batches
 
     def cut(self, epoch, start):
@@ -88,4 +88,4 @@ def test_images_of_a_list_are_left_out_of_training(photos, settings, tmp_path):
     train(photos, **settings(epochs=1, exclude=str(names)))
     assert "34 training and 12 validation images" in (tmp_path / "run/log.txt").read_text()
     with pytest.raises(EverytokenError, match="cannot be read"):
-        train(photos, **settings(exclude=str(tmp_path / "no.txt"), output=str(tmp_path / "other")))
+        train(photos, **settings(exclude=str(tmp_path / "no.txt"), out=str(tmp_path / "other")))

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from everytoken.engine.checkpoint import save_checkpoint
 from everytoken.engine.distributed import World
 from everytoken.engine.loop import BadLossError, Loop, Stopped
 from everytoken.engine.options import DataOptions, OptimOptions, RunOptions, TrainOptions
@@ -487,50 +486,6 @@ def test_validating_more_often_does_not_change_where_updates_continue(tmp_path):
     assert (loop.step, loop.epoch, loop.position) == (8, 2, 2)
     loop.run()
     assert [row["step"] for row in read_run(tmp_path).history] == [4, 8, 9, 12]
-
-
-# -- checkpoints of the first version
-
-
-def rewritten(path, change):
-    """The newest checkpoint with another state."""
-    (newest,) = sorted((path / "checkpoints").iterdir())[-1:]
-    state = torch.load(newest / "state.pt", weights_only=True)
-    change(state)
-    shutil.rmtree(path / "checkpoints")
-    save_checkpoint(path / "checkpoints", state["step"], {}, state, {})
-
-
-def test_a_checkpoint_that_says_nothing_about_epochs_continues(undisturbed, tmp_path):
-    with pytest.raises(CutError):
-        make(tmp_path, cut_at(9)).run()
-
-    def change(state):
-        for name in ("epoch", "updates_of_epoch", "updates_per_epoch", "global_batch"):
-            del state[name]
-        state["position"] = 2
-
-    rewritten(tmp_path, change)
-    make(tmp_path).run()
-    assert same(final(undisturbed), final(tmp_path))
-
-
-def test_checkpoints_whose_epochs_lie_between_validations_continue(tmp_path):
-    """The first version called the updates between two validations an epoch, where updates are counted."""
-    updates(tmp_path / "whole", 15, Toy, checkpoint_steps=5).run()
-    updates(tmp_path / "old", 15, Toy, checkpoint_steps=5).run()
-    old = tmp_path / "old"
-    shutil.rmtree(sorted((old / "checkpoints").iterdir())[-1])
-    for name in ("summary.json",):
-        (old / name).unlink()
-
-    def change(state):
-        step = state["step"]
-        state.update(epoch=step // 4, updates_of_epoch=step % 4, updates_per_epoch=4)
-
-    rewritten(old, change)
-    updates(old, 15, Toy, checkpoint_steps=5).run()
-    assert same(final(tmp_path / "whole"), final(old))
 
 
 def test_too_few_batches_are_explained(tmp_path):

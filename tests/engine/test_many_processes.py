@@ -40,8 +40,8 @@ def epochs(folder):
 
 
 def test_two_processes_train_and_validate_as_one_with_the_same_global_batch(photos, tmp_path, start_ranks):
-    assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "one"), "--batch-size", "12"]) == 0
-    finish(start_ranks(2, "train", photos, *TINY, "--output", tmp_path / "two", "--batch-size", "6"))
+    assert main(["train", str(photos), *TINY, "--out", str(tmp_path / "one"), "--batch-size", "12"]) == 0
+    finish(start_ranks(2, "train", photos, *TINY, "--out", tmp_path / "two", "--batch-size", "6"))
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name, value in first.items():
         assert torch.allclose(value, second[name], atol=1e-5), name
@@ -57,7 +57,7 @@ def test_two_processes_train_and_validate_as_one_with_the_same_global_batch(phot
 
 def test_a_killed_rank_ends_the_job_with_a_clear_message_and_it_resumes_under_torchrun(photos, tmp_path, start_ranks):
     out = tmp_path / "r"
-    words = ["train", str(photos), *TINY, "--batch-size", "6", "--checkpoint-steps", "2", "--output", str(out)]
+    words = ["train", str(photos), *TINY, "--batch-size", "6", "--checkpoint-steps", "2", "--out", str(out)]
     first, second = start_ranks(2, *words, "--epochs", "400")
     while not list(out.glob("checkpoints/step-*")):
         assert first.poll() is None
@@ -86,7 +86,7 @@ def test_a_killed_rank_ends_the_job_with_a_clear_message_and_it_resumes_under_to
 
 def test_a_folder_that_is_in_use_stops_every_process_alike(photos, tmp_path, start_ranks):
     with Lock(tmp_path, "run"):
-        programs = start_ranks(2, "train", photos, *TINY, "--output", tmp_path, "--batch-size", "6")
+        programs = start_ranks(2, "train", photos, *TINY, "--out", tmp_path, "--batch-size", "6")
         for program in programs:
             program.wait(120)
     assert all(f"another process is training in {tmp_path}" in program.err for program in programs)

@@ -45,7 +45,7 @@ def maps(undivided, tmp_path_factory):
 
 def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger("everytoken"), "handlers", [])  # as before any command was called
-    run = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, output=str(tmp_path / "run"), **TINY)
+    run = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, out=str(tmp_path / "run"), **TINY)
     assert isinstance(run, Run)
     assert run.path == tmp_path / "run"
     assert run.summary["updates"] == run.history[-1]["step"]
@@ -53,7 +53,7 @@ def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys
     assert run.load().class_names == ("class-0", "class-1", "class-2")
     assert run.config["maps"] == str(maps.path)
     assert capsys.readouterr().out == ""  # a library logs
-    again = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, output=str(tmp_path / "run"), **TINY)
+    again = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, out=str(tmp_path / "run"), **TINY)
     assert again.history == run.history
 
 
@@ -68,7 +68,7 @@ def test_mixed_precision_on_the_cpu_leaves_fused_attention_alone(photos, tmp_pat
         return forward(step, batch)
 
     monkeypatch.setattr(TokenStep, "forward", watched)
-    run = train(photos, amp=amp, grad_checkpointing=again, output=str(tmp_path / "run"), **TINY)
+    run = train(photos, amp=amp, grad_checkpointing=again, out=str(tmp_path / "run"), **TINY)
     assert kernel[0] is (not amp or again)  # torch differentiates it slowly in bfloat16
     assert kernel[-1] is True  # validation
     assert layers
@@ -92,7 +92,7 @@ def test_python_and_the_command_have_the_same_defaults():
 )
 def test_wrong_arguments_are_exceptions_that_name_them(undivided, tmp_path, name, value):
     with pytest.raises(EverytokenError, match=name if name != "objectives" else "smoothing"):
-        train(undivided, output=str(tmp_path / "r"), **{**TINY, name: value})
+        train(undivided, out=str(tmp_path / "r"), **{**TINY, name: value})
     with pytest.raises(SchemaError, match="top_k"):
         annotate(undivided, tmp_path / "m", "fit", top_k="all")
 

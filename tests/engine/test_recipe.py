@@ -84,10 +84,6 @@ def test_values_inside_objectives_and_mixing_are_checked_before_anything_is_read
         check_options(options)
 
 
-def test_labels_is_still_the_name_of_maps():
-    assert apply(TrainOptions(), {"labels": "store"}, "old.yaml").maps == "store"
-
-
 def test_yaml_numbers_without_a_dot_are_still_numbers():
     values = parse_recipe("lr: 1e-3\nweight_decay: 0\nobjectives: {hard: }\nmixing:", "x")
     options = apply(TrainOptions(), values, "x")
@@ -116,11 +112,3 @@ def test_overrides_reach_inner_values_and_remove_entries():
         overrides(["objectives.drloc.weight.x=1"], base)
     with pytest.raises(RecipeError, match="'objectives'"):
         overrides(["objective.drloc.weight=1"], base)
-
-
-def test_old_names_of_objectives_reach_the_ones_that_a_recipe_has():
-    base = {"objectives": {"token": {"beta": 0.5}, "alignment": {}}}
-    changed = overrides(["objectives.token_labeling.beta=1.0", "objectives.alignment=null"], base)
-    assert changed == {"objectives": {"token_labeling": {"beta": 1.0}}}
-    base = {"objectives": {"token_labeling": {"beta": 0.5}}}
-    assert overrides(["objectives.token.beta=2"], base) == {"objectives": {"token_labeling": {"beta": 2}}}

@@ -46,7 +46,7 @@ def test_sharded_and_averaged_weights_train_as_copied_ones_and_go_on_with_any_nu
     photos, tmp_path, start_ranks
 ):
     def train(size, folder):
-        words = ["train", photos, *TINY, "-b", 12 // size, "--output", tmp_path / folder]
+        words = ["train", photos, *TINY, "-b", 12 // size, "--out", tmp_path / folder]
         return finish(start_ranks(size, *words, *(["--fsdp"] if folder != "copied" else [])))
 
     train(2, "copied")
@@ -67,7 +67,7 @@ def test_sharded_and_averaged_weights_train_as_copied_ones_and_go_on_with_any_nu
         (folder / "best.safetensors").unlink()
         shutil.rmtree(folder / "checkpoints" / sharded.name)  # back to the end of the first epoch
         if size == 2:  # and once more to the end of the second, where rank 0 is killed
-            words = ["train", photos, *TINY, "-b", 6, "--output", folder, "--fsdp"]
+            words = ["train", photos, *TINY, "-b", 6, "--out", folder, "--fsdp"]
             first, second = start_ranks(2, *words, first=die_before_the_rename)
             assert first.wait() == -signal.SIGKILL
             assert second.wait() == 2
@@ -150,7 +150,7 @@ def test_processes_that_are_killed_while_they_save_leave_the_last_checkpoint(tmp
 
 
 def test_a_dry_run_of_sharded_weights_times_steps_in_which_they_are_sharded(photos, tmp_path, start_ranks):
-    words = ["train", photos, *TINY, "-b", 6, "--output", tmp_path / "run", "--fsdp", "--dry-run"]
+    words = ["train", photos, *TINY, "-b", 6, "--out", tmp_path / "run", "--fsdp", "--dry-run"]
     programs = start_ranks(2, *words)
     text = finish(programs)
     found = re.search(r"([\d,]+) of\s+([\d,]+) in this one of 2 processes", text)
@@ -221,7 +221,7 @@ def test_machines_that_do_not_share_a_disk_are_told_so(photos, tmp_path, start_r
     disks = [tmp_path / name for name in ("one", "two")]
     for disk in disks:
         disk.mkdir()
-    words = ["train", photos, *TINY, "-b", "6", "--epochs", "1", "--output", "run"]
+    words = ["train", photos, *TINY, "-b", "6", "--epochs", "1", "--out", "run"]
     for program in start_ranks(2, *words, "--fsdp", inside=disks):
         assert program.wait() == 2
         assert "Give an output on a disk that all machines share" in program.err

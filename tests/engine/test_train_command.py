@@ -33,7 +33,7 @@ def rows(folder, kind="epoch"):
 
 def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(photos, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", str(photos), *TINY, "--output", str(out), "--model-ema", "--model-ema-decay", "0.5"]) == 0
+    assert main(["train", str(photos), *TINY, "--out", str(out), "--model-ema", "--model-ema-decay", "0.5"]) == 0
     text = capsys.readouterr().out
     assert "best top-1" in text
     expected = {"config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "log.txt", "summary.json"}
@@ -53,7 +53,7 @@ def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(phot
 @pytest.mark.parametrize(("given", "weight"), [("{}", 0.1), ("{weight: paper}", 0.01)])
 def test_the_log_states_lambda_of_drloc(photos, tmp_path, capsys, given, weight):
     words = ["train", str(photos), *TINY, "--epochs", "1", "--set", f"objectives.drloc={given}"]
-    assert main([*words, "--output", str(tmp_path)]) == 0
+    assert main([*words, "--out", str(tmp_path)]) == 0
     assert f"drloc: weight={weight}, variant='l1', distances divided by the grid's size" in capsys.readouterr().out
 
 
@@ -61,18 +61,18 @@ def test_the_log_states_lambda_of_drloc(photos, tmp_path, capsys, given, weight)
 def test_kills_at_random_moments_do_not_change_the_result(photos, tmp_path, start):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ["train", str(photos), *TINY, "--epochs", "3", "--checkpoint-steps", "1", "--set", "mixing.mixtoken={}"]
-    assert main([*words, "--output", str(whole)]) == 0
+    assert main([*words, "--out", str(whole)]) == 0
     rng = random.Random(1)
     kills = 0
     for attempt in range(3):
-        program = start(*words, "--output", cut, "--workers", attempt % 2)
+        program = start(*words, "--out", cut, "--workers", attempt % 2)
         wanted = sum(1 for _ in rows_or_none(cut)) + rng.randint(1, 3)
         deadline = time.monotonic() + 120
         while program.poll() is None and sum(1 for _ in rows_or_none(cut)) < wanted and time.monotonic() < deadline:
             time.sleep(0.01)
         kills += program.kill() == -signal.SIGKILL
     assert kills >= 2
-    program = start(*words, "--output", cut, "--workers", "2")
+    program = start(*words, "--out", cut, "--workers", "2")
     assert program.wait() == 0, program.err
     assert "continuing from" in program.out
     newest = [sorted((f / "checkpoints").iterdir())[-1] for f in (whole, cut)]
@@ -88,7 +88,7 @@ def rows_or_none(folder):
 
 def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
     """As it is typed: a process that nothing else was done in."""
-    words = [str(photos), *TINY, "--epochs", "200", "--workers", "1", "--output", str(tmp_path / "r")]
+    words = [str(photos), *TINY, "--epochs", "200", "--workers", "1", "--out", str(tmp_path / "r")]
     process = subprocess.Popen(
         [sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -103,7 +103,7 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
 
 
 def test_another_batch_goes_on_with_the_next_epoch(photos, tmp_path, capsys):
-    words = ["train", str(photos), *TINY, "--output", str(tmp_path / "r")]
+    words = ["train", str(photos), *TINY, "--out", str(tmp_path / "r")]
     assert main([*words, "--epochs", "1", "-b", "4"]) == 0
     assert main([*words, "--epochs", "2", "-b", "8"]) == 0
     text = capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_another_batch_goes_on_with_the_next_epoch(photos, tmp_path, capsys):
 
 def test_a_finished_run_without_its_checkpoints_is_not_trained_over(photos, tmp_path, capsys):
     out = tmp_path / "r"
-    words = ["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]
+    words = ["train", str(photos), *TINY, "--epochs", "1", "--out", str(out)]
     assert main(words) == 0
     assert main(words) == 0  # as long as they are there, the command may be repeated
     assert "there is nothing to do" in capsys.readouterr().out
@@ -129,10 +129,10 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_over(photos, tmp_
 
 def test_finetuning_changes_resolution_and_classes(photos, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", str(photos), *TINY, "--epochs", "1", "--output", str(out)]) == 0
+    assert main(["train", str(photos), *TINY, "--epochs", "1", "--out", str(out)]) == 0
     small = ["--workers", "0", "--batch-size", "8", "--threads", "1", "--epochs", "1", "--device", "cpu"]
     larger = ["train", str(photos), "--weights", str(out), "--img-size", "48", *small]
-    assert main([*larger, "--output", str(tmp_path / "large")]) == 0
+    assert main([*larger, "--out", str(tmp_path / "large")]) == 0
     assert "resized to fit: pos_embed" in capsys.readouterr().out
     assert open_model(tmp_path / "large").info.img_size == (48, 48)
     config = (tmp_path / "large/config.yaml").read_text()
@@ -160,15 +160,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--set", "objectives.token={}"], "needs score maps"),
-        (["--set", "objectives.alignment={}"], "nothing is mixed"),
-        (["--set", "objectives.distill={}"], "needs a teacher"),
+        (["--set", "objectives.token_labeling={}"], "needs score maps"),
+        (["--set", "objectives.tl_align={}"], "nothing is mixed"),
+        (["--set", "objectives.distillation={}"], "needs a teacher"),
         (["--set", "objectives.tokens={}"], "no objective 'tokens'"),
         (["--set", "objectives.hard.smoothin=0.1"], "'smoothing'"),
         (["--set", "mixing.cutmix.alpa=1"], "'alpha'"),
         (["--model", "resnet18", "--set", "mixing.mixtoken={}"], "CutMix"),
         (["--model", "vit_tinny"], "Did you mean"),
-        (["--labels", "nowhere"], "no store of score maps at nowhere"),
+        (["--maps", "nowhere"], "no store of score maps at nowhere"),
         (["--recipe", "lvvit_s_tokn"], "lvvit_s_token"),
         (["--epochs", "0"], "epochs is 0"),
         (["--batch-size", "100"], "--batch-size"),
@@ -187,7 +187,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, 
     ],
 )
 def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, words, what):
-    assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "r"), *words]) == 2
+    assert main(["train", str(photos), *TINY, "--out", str(tmp_path / "r"), *words]) == 2
     assert what in capsys.readouterr().err
     assert not list(tmp_path.glob("r/checkpoints/*"))
 
@@ -195,7 +195,7 @@ def test_contradictions_are_explained_before_training(photos, tmp_path, capsys, 
 def test_two_processes_do_not_train_in_one_folder(photos, tmp_path, capsys, start):
     """Nor does a killed one leave anything that keeps the next from going on."""
     out = tmp_path / "r"
-    words = [str(photos), *TINY, "--epochs", "400", "--output", str(out)]
+    words = [str(photos), *TINY, "--epochs", "400", "--out", str(out)]
     program = start("train", *words)
     while not list(out.glob("checkpoints/step-*")):
         time.sleep(0.05)
@@ -220,7 +220,7 @@ def test_missing_data_is_explained(tmp_path, capsys):
 
 
 def test_a_folder_of_another_run_is_named_before_anything_is_loaded(photos, tmp_path, capsys):
-    words = ["train", str(photos), *TINY, "--epochs", "1", "--output", str(tmp_path / "run")]
+    words = ["train", str(photos), *TINY, "--epochs", "1", "--out", str(tmp_path / "run")]
     assert main(words) == 0
     assert "epoch 1/1: validation top-1" in capsys.readouterr().out
     kept = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
@@ -250,5 +250,5 @@ def test_fine_tuning_has_a_folder_of_its_own_for_each_size():
 def test_one_class_is_nothing_to_learn(photos, tmp_path, capsys):
     shutil.copytree(photos / "train/class-0", tmp_path / "one/train/class-0")
     shutil.copytree(photos / "val/class-0", tmp_path / "one/val/class-0")
-    assert main(["train", str(tmp_path / "one"), *TINY, "--output", str(tmp_path / "r")]) == 2
+    assert main(["train", str(tmp_path / "one"), *TINY, "--out", str(tmp_path / "r")]) == 2
     assert "one class only (class-0)" in capsys.readouterr().err

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import yaml
 
 from everytoken.cli import main
 from everytoken.data import open_dataset
@@ -53,8 +52,8 @@ def terms(folder):
 
 @pytest.mark.parametrize("mixing", ["mixtoken: {}", "mixup: {}", "compose: {mixup: {}, mixtoken: {}}"])
 def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, capsys, mixing):
-    words = ["--maps", str(own), "--set", "objectives.token_labeling={weight: 0.5}", "--set", f"mixing={{{mixing}}}"]
-    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
+    words = ["--maps", str(own), "--set", "objectives.token_labeling={beta: 0.5}", "--set", f"mixing={{{mixing}}}"]
+    assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path)]) == 0
     assert {"token_labeling/class", "token_labeling/token"} <= terms(tmp_path)
     assert ("saw no gain" in capsys.readouterr().out) == mixing.startswith("compose")
     loaded = open_model(tmp_path)
@@ -65,7 +64,7 @@ def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, 
 
 def test_a_run_is_validated_and_evaluated_with_its_token_vote(photos, own, tmp_path, capsys):
     words = ["--maps", str(own), "--set", "objectives.token_labeling={beta: 1.0}", "--token-vote", "50"]
-    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path)]) == 0
+    assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path)]) == 0
     validated = read_run(tmp_path).history[-1]["val_loss"]
     capsys.readouterr()
     losses = []
@@ -79,42 +78,25 @@ def test_a_run_is_validated_and_evaluated_with_its_token_vote(photos, own, tmp_p
 
 def test_a_token_vote_without_tokens_that_know_the_classes_is_refused(photos, foreign, tmp_path, capsys):
     for words in ([], ["--maps", str(foreign), "--set", "objectives.token_labeling={}"]):
-        assert main(["train", str(photos), *TINY, *words, "--token-vote", "0.5", "--output", str(tmp_path)]) == 2
+        assert main(["train", str(photos), *TINY, *words, "--token-vote", "0.5", "--out", str(tmp_path)]) == 2
         assert "token_vote is 0.5" in capsys.readouterr().err
-
-
-def test_the_class_token_learns_the_labels_and_an_older_run_keeps_the_annotators(photos, own, tmp_path):
-    words = ["train", str(photos), *TINY, "--maps", str(own), "--output", str(tmp_path)]
-    words += ["--set", "objectives.token_labeling={}"]
-    assert main(words) == 0
-    config = read_run(tmp_path).config
-    assert config["objectives"] == {"token_labeling": {"beta": 0.5, "class_target": "truth"}}
-    older = {**config, "objectives": {"token": {}}}  # as the first version wrote it
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    assert main([*words, "--epochs", "2"]) == 0
-    assert read_run(tmp_path).config["objectives"]["token_labeling"]["class_target"] == "machine"
 
 
 def test_the_released_switch_trains_with_geometric_augmentation_and_wants_square_maps(photos, own, tmp_path, capsys):
     square = make_store(photos, tmp_path / "maps", ["class-0", "class-1", "class-2"], grid=(6, 6))
     released = ["--aa", "rand-m9-mstd0.5-inc1-n3", "--set", "objectives.token_labeling={released: true}"]
-    words = ["train", str(photos), *TINY, *released, "--output", str(tmp_path / "run")]
+    words = ["train", str(photos), *TINY, *released, "--out", str(tmp_path / "run")]
     assert main([*words, "--maps", str(own)]) == 2
     assert "released=true" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main([*words, "--maps", str(square)]) == 0
-    assert read_run(tmp_path / "run").config["objectives"]["token_labeling"] == {
-        "beta": 1.0,
-        "class_target": "machine",
-        "released": True,
-    }
 
 
 def test_erased_tokens_are_left_out_when_that_is_asked_for(photos, own, tmp_path):
     losses = []
     for skip in ("false", "true"):
         words = ["--maps", str(own), "--reprob", "1", "--set", f"objectives.token_labeling={{skip_erased: {skip}}}"]
-        assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / skip)]) == 0
+        assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / skip)]) == 0
         rows = [json.loads(line) for line in (tmp_path / skip / "metrics.jsonl").read_text().splitlines()]
         losses.append((rows[0]["token_labeling/token"], rows[0]["token_labeling/class"]))
     assert losses[0][0] != losses[1][0]
@@ -123,7 +105,7 @@ def test_erased_tokens_are_left_out_when_that_is_asked_for(photos, own, tmp_path
 
 @pytest.mark.parametrize("target", ["", "class_target: both, rho: 0.5"])  # as recipes say for maps of the own classes
 def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos, foreign, tmp_path, capsys, target):
-    words = ["--maps", str(foreign), "--set", f"objectives.token={{{target}}}", "--output", str(tmp_path)]
+    words = ["--maps", str(foreign), "--set", f"objectives.token_labeling={{{target}}}", "--out", str(tmp_path)]
     assert main(["train", str(photos), *TINY, *words]) == 0
     assert "the maps have 9 classes" in capsys.readouterr().out
     description = open_model(tmp_path).info
@@ -132,23 +114,23 @@ def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos
 
 
 def test_relabel_needs_matching_classes_and_says_so(photos, own, foreign, tmp_path, capsys):
-    words = ["--set", "objectives.relabel={}", "--output", str(tmp_path / "r")]
+    words = ["--set", "objectives.relabel={}", "--out", str(tmp_path / "r")]
     assert main(["train", str(photos), *TINY, "--maps", str(own), *words]) == 0
-    assert main(["train", str(photos), *TINY, "--maps", str(foreign), *words, "--output", str(tmp_path / "s")]) == 2
+    assert main(["train", str(photos), *TINY, "--maps", str(foreign), *words, "--out", str(tmp_path / "s")]) == 2
     assert "9 classes" in capsys.readouterr().err
 
 
 def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
-    assert main(["train", str(photos), *TINY, "--output", str(tmp_path / "teacher")]) == 0
+    assert main(["train", str(photos), *TINY, "--out", str(tmp_path / "teacher")]) == 0
     teacher = ["--teacher", "vit_tiny_patch16_224", "--teacher-weights", str(tmp_path / "teacher")]
     for name in ("online_token", "distillation"):
-        words = [*teacher, "--set", f"objectives.{name}={{}}", "--output", str(tmp_path / name)]
+        words = [*teacher, "--set", f"objectives.{name}={{}}", "--out", str(tmp_path / name)]
         assert main(["train", str(photos), *TINY, *words]) == 0
         assert any(key.startswith(name) for key in terms(tmp_path / name))
 
 
 def test_a_store_that_is_not_used_is_mentioned(photos, own, tmp_path, capsys):
-    assert main(["train", str(photos), *TINY, "--maps", str(own), "--output", str(tmp_path)]) == 0
+    assert main(["train", str(photos), *TINY, "--maps", str(own), "--out", str(tmp_path)]) == 0
     assert "not used by any objective" in capsys.readouterr().out
 
 
@@ -156,8 +138,8 @@ def test_the_network_that_fit_has_kept_can_teach(photos, own, tmp_path, capsys):
     fit = ["--annotator", "fit", "--fit-epochs", "1", "--workers", "0", "--device", "cpu"]
     assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
     words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online_token={}"]
-    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "run")]) == 0
+    assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / "run")]) == 0
     assert "online_token/token" in terms(tmp_path / "run")
     words[1] = f"fit:{own}"
-    assert main(["train", str(photos), *TINY, *words, "--output", str(tmp_path / "other")]) == 2
+    assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / "other")]) == 2
     assert "keeps no network of its own" in capsys.readouterr().err

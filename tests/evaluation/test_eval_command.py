@@ -169,7 +169,7 @@ def test_the_held_out_images_are_found_from_anywhere_and_for_any_file_of_the_run
     """The whole way: train on one relative folder of class folders, evaluate elsewhere."""
     shutil.copytree(photos / "train", tmp_path / "here/photos")
     monkeypatch.chdir(tmp_path / "here")
-    assert main(["train", "photos", *TRAIN, "--val-split", "0.3", "--output", "../big/run"]) == 0
+    assert main(["train", "photos", *TRAIN, "--val-split", "0.3", "--out", "../big/run"]) == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     run = tmp_path / "big" / "run"

@@ -56,7 +56,7 @@ def run(here, *argv):
 
 def test_cards_an_overview_and_numbers_are_written_and_named(here, tmp_path, capsys):
     images = [here / "photos/train/cat/one.png", here / "photos/two.jpg", here / "photos/grey.png"]
-    assert run(here, here / "vit.safetensors", *images, "--labels", here / "maps", "--out", tmp_path) == 0
+    assert run(here, here / "vit.safetensors", *images, "--maps", here / "maps", "--out", tmp_path) == 0
     printed = [line.rsplit("/", 1)[-1] for line in capsys.readouterr().out.split()]
     assert printed == ["01-one.png", "02-two.png", "03-grey.png", "overview.png", "explain.json"]
     facts = json.loads((tmp_path / "explain.json").read_text())
@@ -149,7 +149,7 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
 @pytest.mark.parametrize(("more", "message"), [
     (["--class", "dgo"], "has no class 'dgo'. Did you mean 'dog'"),
     (["--class", "4"], "a number from 0 to 3"),
-    (["--labels", "MAPS"], "has no map of any of the images"),
+    (["--maps", "MAPS"], "has no map of any of the images"),
     (["--mix"], "exactly two images, got 1"),
     (["--untrained"], "untrained goes with timm:NAME"),
     (["--weights", "x.pt"], "go with timm:NAME"),

@@ -88,15 +88,6 @@ def test_a_sheet_shows_what_is_worth_looking_at_or_what_is_named(data, capsys):
     assert "two.jpg" in capsys.readouterr().out
 
 
-def test_old_names_of_the_commands_work_or_name_the_new_way(data, capsys):
-    assert main(["labels", "info", str(data / "maps"), "--sample", "0"]) == 0
-    capsys.readouterr()
-    assert main(["labels", "show", str(data / "maps")]) == 2
-    assert "maps sheet MAPS KEY" in capsys.readouterr().err
-    assert main([]) == 0
-    assert "labels " not in capsys.readouterr().out.replace("labels for", "")
-
-
 def test_mistakes_are_explained_without_a_traceback(data, capsys):
     for words, expected in (
         (["sheet", data / "maps", "dog/0.jpg"], "Did you mean 'dog/0.x.jpg'"),
@@ -106,7 +97,7 @@ def test_mistakes_are_explained_without_a_traceback(data, capsys):
         (["sheet", data / "maps", "--out", data / "x.nonsense"], "cannot write"),
         (["info", data / "photos"], "not a store"),
         (["verfy", data / "maps"], "Did you mean 'verify'"),
-        (["export", data / "maps", data / "photos"], "not empty"),
+        (["export", data / "maps", "--out", data / "photos"], "not empty"),
     ):
         assert run(*words) == 2
         assert expected in capsys.readouterr().err
@@ -130,10 +121,10 @@ def test_verify_names_the_damaged_image_and_exits_with_1(data, capsys):
 
 
 def test_export_and_import_are_a_round_trip(data, capsys):
-    assert run("export", data / "maps", data / "pt") == 0
+    assert run("export", data / "maps", "--out", data / "pt") == 0
     assert "released maps have 5 classes per cell" in capsys.readouterr().out
     (data / "pt/cat/bad.pt").write_bytes(b"hello")
-    words = ["import", data / "pt", data / "back", "--images", data / "photos", "--num-classes", 2]
+    words = ["import", data / "pt", "--out", data / "back", "--images", data / "photos", "--num-classes", 2]
     assert run(*words, "--resize-mode", "squash") == 0
     printed = capsys.readouterr().out
     assert "1 images without a label file:\n  dog/5.x.jpg" in printed
@@ -141,7 +132,7 @@ def test_export_and_import_are_a_round_trip(data, capsys):
     before, after = Maps(data / "maps"), Maps(data / "back")
     assert dict(before) == dict(after)
     assert after.manifest.class_names == ["cat", "dog"]
-    assert run("import", data / "pt", data / "bare", "--num-classes", 2, "--resize-mode", "squash") == 0
+    assert run("import", data / "pt", "--out", data / "bare", "--num-classes", 2, "--resize-mode", "squash") == 0
     printed = capsys.readouterr().out
     assert "1 label files refused:\n  cat/bad.pt is no whole file" in printed
     assert "skipped.csv" in printed

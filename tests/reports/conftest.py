@@ -19,9 +19,12 @@ def trained(photos, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("trained")
     annotate = ["annotate", str(photos), "--out", str(root / "maps"), "--annotator", "fit", "--fit-epochs", "1"]
     assert main([*annotate, "--workers", "0", "--device", "cpu"]) == 0
-    kinds = {"plain": [], "token": ["--labels", str(root / "maps"), "--set", "objectives.token={class_target: both}"]}
+    kinds = {
+        "plain": [],
+        "token": ["--maps", str(root / "maps"), "--set", "objectives.token_labeling={class_target: both}"],
+    }
     for seed in ("1", "2"):
         for kind, words in kinds.items():
             place = root / "runs" / f"{kind}-seed{seed}"
-            assert main(["train", str(photos), *COMMON, *words, "--seed", seed, "--output", str(place)]) == 0
+            assert main(["train", str(photos), *COMMON, *words, "--seed", seed, "--out", str(place)]) == 0
     return root

@@ -15,7 +15,7 @@ from everytoken.stats import mean, t_quantile
 
 def write_run(path, score: float, seed: int, epochs: int = 2, done: int = 2, **config):
     folder = RunFolder(path)
-    folder.write_config({"epochs": epochs, "seed": seed, "data": "photos", "output": str(path), **config})
+    folder.write_config({"epochs": epochs, "seed": seed, "data": "photos", "out": str(path), **config})
     for epoch in range(1, done + 1):
         folder.record({"kind": "step", "step": epoch, "epoch": epoch, "lr": 0.1, "loss": 1.0, "images_per_second": 9})
         folder.record({"kind": "epoch", "step": epoch, "epoch": epoch, "seconds": 3.0 * epoch, "score": score})
@@ -27,13 +27,13 @@ def write_run(path, score: float, seed: int, epochs: int = 2, done: int = 2, **c
 def test_runs_that_differ_in_the_seed_only_are_one_group_named_without_it(tmp_path):
     places = [write_run(tmp_path / f"plain-seed{s}", 50 + s, s, lr=1.0) for s in (1, 2, 3)]
     places += [
-        write_run(tmp_path / f"token-seed{s}", 52 + 2 * s, s, lr=1.0, objectives={"token": {"beta": 1}})
+        write_run(tmp_path / f"token-seed{s}", 52 + 2 * s, s, lr=1.0, objectives={"token_labeling": {"beta": 1}})
         for s in (1, 2, 3)
     ]
     groups = group_runs(find_runs(places))
     assert [g.name for g in groups] == ["plain", "token"]
     assert groups[0].accuracy.values == (51, 52, 53)
-    assert config_differences(groups) == [("objectives.token.beta", [None, 1])]
+    assert config_differences(groups) == [("objectives.token_labeling.beta", [None, 1])]
     found = difference(*groups)
     assert found.estimate.values == (3, 4, 5)
     half = 4.303 * 1 / math.sqrt(3)

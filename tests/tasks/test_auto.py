@@ -69,14 +69,14 @@ def folder(photos, tmp_path_factory):
 def result(folder, weights, tmp_path_factory):
     """A whole run on data with validation photos, with score maps."""
     output = tmp_path_factory.mktemp("runs") / "photos"
-    return train(folder, weights=weights, output=str(output), epochs=2, maps="auto", **QUIET)
+    return train(folder, weights=weights, out=str(output), epochs=2, maps="auto", **QUIET)
 
 
 @pytest.fixture(scope="module")
 def crossed(folder, weights, tmp_path_factory):
     """A whole run on the same photos without validation photos; too little time to fine-tune."""
     output = tmp_path_factory.mktemp("runs") / "photos"
-    return train(folder / "train", weights=weights, output=str(output), linear=True, **QUIET)
+    return train(folder / "train", weights=weights, out=str(output), linear=True, **QUIET)
 
 
 def story(run) -> dict:
@@ -174,7 +174,7 @@ def test_fine_tuning_without_validation_photos_holds_out_a_fifth_and_its_rival_h
         "fit_features",
         lambda features, *a, **k: (fitted.append(len(features.values)), real(features, *a, **k))[1],
     )
-    run = train(folder / "train", weights=weights, output=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
+    run = train(folder / "train", weights=weights, out=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
     values = yaml.safe_load((run.path / "recipe.yaml").read_text())
     assert values["val_split"] == 0.2
     train_set, val_set, _ = auto_module.open_splits(auto_module._fine_tuning(run.path, TrainOptions()))
@@ -195,7 +195,7 @@ def test_the_fine_tuned_model_is_kept_only_if_it_is_better_beyond_chance(
         top = np.where(correct, 0, 1)[:, None]
         return Predictions(np.arange(20), label, top, np.full(20, 0.9), np.full(20, 0.1))
 
-    run = train(folder, weights=weights, output=str(tmp_path / "run"), linear=True, **QUIET)
+    run = train(folder, weights=weights, out=str(tmp_path / "run"), linear=True, **QUIET)
     rival = answers(np.arange(20) >= 10)
     rival.save(run.path / "linear/on-held-out.npz", "")
     monkeypatch.setattr(auto_module, "evaluated", lambda *_: answers(right))
@@ -231,7 +231,7 @@ def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder,
     assert values["epochs"] == 2
     assert "# First model: a linear head" in text
     (tmp_path / "mine.yaml").write_text(text.replace("epochs: 2", "epochs: 1"))
-    again = train(folder, recipe=str(tmp_path / "mine.yaml"), output=str(tmp_path / "run"), workers=0, device="cpu")
+    again = train(folder, recipe=str(tmp_path / "mine.yaml"), out=str(tmp_path / "run"), workers=0, device="cpu")
     assert [row["epoch"] for row in again.history] == [1]
 
 
@@ -240,18 +240,18 @@ def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, mo
     monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here"})
     for epochs, decay in ((2, 0.95), (200, round(1 - 5 / 600, 4))):  # of three updates
         out = tmp_path / f"run{epochs}"
-        train(folder, weights=weights, output=str(out), epochs=epochs, minutes=5, **QUIET)
+        train(folder, weights=weights, out=str(out), epochs=epochs, minutes=5, **QUIET)
         assert yaml.safe_load((out / "recipe.yaml").read_text())["model_ema_decay"] == decay
 
 
 def test_the_same_call_again_does_nothing_and_decides_nothing(result, folder, weights, monkeypatch):
     monkeypatch.setattr(auto_module, "_decide", None)
-    again = train(folder, weights=weights, output=str(result.path), epochs=2, maps="auto", **QUIET)
+    again = train(folder, weights=weights, out=str(result.path), epochs=2, maps="auto", **QUIET)
     assert again.history == result.history
 
 
 def test_a_run_that_was_killed_while_it_kept_its_model_keeps_it_again(folder, weights, tmp_path):
-    call = lambda: train(folder, weights=weights, output=str(tmp_path / "run"), linear=True, **QUIET)  # noqa: E731
+    call = lambda: train(folder, weights=weights, out=str(tmp_path / "run"), linear=True, **QUIET)  # noqa: E731
     run = call()
     kept = (run.path / "best.safetensors").read_bytes()
     (run.path / "best.safetensors").write_bytes(b"killed while it was copied")
@@ -265,7 +265,7 @@ def test_a_run_that_was_killed_while_it_kept_its_model_keeps_it_again(folder, we
 def test_two_at_once_are_told_apart(folder, weights, tmp_path):
     folder_of = auto_module.RunFolder(tmp_path / "run")
     with folder_of.open(), pytest.raises(EverytokenError, match="another process is training"):
-        train(folder, weights=weights, output=str(tmp_path / "run"), linear=True, **QUIET)
+        train(folder, weights=weights, out=str(tmp_path / "run"), linear=True, **QUIET)
 
 
 def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weights, tmp_path, monkeypatch, caplog):
@@ -285,7 +285,7 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
 
     monkeypatch.setattr(features_module.FeatureCache, "add", add)
     with caplog.at_level(logging.INFO):
-        run = train(more, weights=weights, output=str(result.path), linear=True, **QUIET)
+        run = train(more, weights=weights, out=str(result.path), linear=True, **QUIET)
     assert run.path == result.path.with_name("photos-2")
     assert "Continuing" in caplog.text
     assert sum(computed) == 8
@@ -296,7 +296,7 @@ def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, 
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (5.0, 0.0))[1])
     monkeypatch.setattr(auto_module, "train_with", lambda options: None)
     monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here"})
-    train(folder, weights=weights, output=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
+    train(folder, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
     assert 14 <= values["epochs"] <= 40  # an epoch of three updates takes 15 s and more
     assert "maps" not in values
@@ -337,7 +337,7 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
 def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (500.0, 0.0))[1])
     with caplog.at_level(logging.INFO):
-        run = train(folder, weights=weights, output=str(tmp_path / "run"), minutes=1, **QUIET)
+        run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=1, **QUIET)
     assert "Skipping fine-tuning: the 14 epochs that it takes at least" in caplog.text
     assert story(run)["result"]["kept"] == "linear"
     assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
@@ -348,7 +348,7 @@ def test_a_disk_without_room_for_checkpoints_is_not_filled(folder, weights, tmp_
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (0.01, 0.0))[1])
     monkeypatch.setattr(auto_module, "free_disk", lambda path: 10_000)
     with caplog.at_level(logging.INFO):
-        run = train(folder, weights=weights, output=str(tmp_path / "run"), minutes=5, **QUIET)
+        run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=5, **QUIET)
     assert "checkpoints need" in caplog.text
     assert "mostly about 40 x 36 px" in caplog.text
     assert not (run.path / "fine-tuned").exists()
@@ -356,7 +356,7 @@ def test_a_disk_without_room_for_checkpoints_is_not_filled(folder, weights, tmp_
 
 def test_many_held_out_photos_choose_the_epoch_and_the_start_is_the_first(folder, weights, tmp_path, monkeypatch):
     monkeypatch.setattr(auto_module, "FEW_HELD_OUT", 5)
-    run = train(folder, weights=weights, output=str(tmp_path / "run"), epochs=2, minutes=5, lr=1e-9, **QUIET)
+    run = train(folder, weights=weights, out=str(tmp_path / "run"), epochs=2, minutes=5, lr=1e-9, **QUIET)
     content, tuned = story(run)["result"], read_run(run.path / "fine-tuned")
     assert tuned.history[0]["epoch"] == 0
     assert tuned.summary["best"]["step"] == 0  # such a rate changes nothing
@@ -369,7 +369,7 @@ def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, we
     for path in sorted((unequal / "train/class-2").iterdir())[4:]:
         path.unlink()
     with caplog.at_level(logging.INFO):
-        run = train(unequal, weights=weights, output=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
+        run = train(unequal, weights=weights, out=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
     assert "Imbalance: the largest class" in caplog.text
     assert yaml.safe_load((run.path / "recipe.yaml").read_text())["logit_adjustment"] == 0.5
     setup = auto_module.build(auto_module._fine_tuning(run.path, TrainOptions()), auto_module.World(0, 1, "cpu"))
@@ -418,7 +418,7 @@ def test_a_budget_with_a_recipe_is_a_contradiction(folder, capsys):
 def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(features_module, "available_weights", list)
     with pytest.raises(EverytokenError, match="the extra `registry`"):
-        train(folder, output=str(tmp_path / "run"), **QUIET)
+        train(folder, out=str(tmp_path / "run"), **QUIET)
 
 
 def test_the_card_of_a_linear_head_tells_what_happened(crossed, tmp_path):

@@ -11,9 +11,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from torchvision.models.detection.image_list import ImageList
-from torchvision.ops import MultiScaleRoIAlign
 
 import everytoken  # noqa: F401
 from everytoken.cli import main
@@ -50,7 +47,7 @@ def run(shapes, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run") / "r"
     length = ["--epochs", "8", "--decay-milestones", "7", "--val-interval", "8", "--warmup-iters", "8", "-b", "2"]
     length += ["--max-detections", "3", "--score-thresh", "0.1", "--crop", "0"]
-    assert main(["detect", "train", str(shapes), *TINY, "--detector", "mask", *length, "--output", str(out)]) == 0
+    assert main(["detect", "train", str(shapes), *TINY, "--detector", "mask", *length, "--out", str(out)]) == 0
     return out
 
 
@@ -84,7 +81,7 @@ def test_a_table_is_printed_and_other_sizes_can_be_asked(run, shapes, capsys):
 
 def test_predictions_are_pictures_and_a_file(run, shapes, tmp_path, capsys):
     image = shapes / "val" / "images" / "0.png"
-    assert main(["detect", "predict", str(run), str(image), "--output", str(tmp_path), "--device", "cpu"]) == 0
+    assert main(["detect", "predict", str(run), str(image), "--out", str(tmp_path), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("0.png: ")
     assert "disc" in said
@@ -109,7 +106,7 @@ def test_predictions_never_overwrite_images_and_never_each_other(run, shapes, tm
     image = Image.open(shapes / "val" / "images" / "0.png")
     for name in ("a.png", "a.jpg"):
         image.save(tmp_path / name)
-    words = ["detect", "predict", str(run), str(tmp_path), "--device", "cpu", "--output"]
+    words = ["detect", "predict", str(run), str(tmp_path), "--device", "cpu", "--out"]
     assert main([*words, str(tmp_path / "out")]) == 0
     made = {p.name for p in (tmp_path / "out").iterdir()}
     assert made == {"a.png.objects.jpg", "a.jpg.objects.jpg", "predictions.json"}
@@ -161,27 +158,6 @@ def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
     assert Inference.of(detector, info).find == info.find
     other = Inference.of(detector, info, FindOptions(size=80, max_detections=9)).find
     assert other == FindOptions(80, 128, 0.1, 0.5, 9)
-    old = {  # as older versions wrote it
-        "backbone": {"architecture": "resnet10t",
-                     "arguments": {"num_classes": 0, "stem_width": 8, "channels": [16, 24, 32, 48]},
-                     "img_size": [64, 64]},
-        "detector": {"detector": "mask", "box_head": "mlp", "channels": 16, "hidden": 48, "anchor_scale": 4,
-                     "proposals": 100, "regions": 32, "masks": True, "class_agnostic": None, "norm_eval": False},
-        "class_names": ["disc", "square"], "taps": [],
-        "find": {"size": 64, "max_size": 128, "score_thresh": 0.05, "nms_thresh": 0.5, "max_detections": 100},
-    }  # fmt: skip
-    state = load_file(run / "best.safetensors")
-    save_file(state, tmp_path / "old.safetensors", metadata={"everytoken-detect": json.dumps(old)})
-    before, info = load_detector(tmp_path / "old.safetensors")
-    assert info.find.max_detections == 100
-    assert (detector.options.rule, before.options.rule) == ("mmdet", "torchvision")  # which it keeps
-    assert before.heads.aligned is before.heads.mean_of_logits is False
-    image = torch.randn(1, 3, 64, 96)
-    levels, padded = before.levels(image)
-    proposals, _ = before.rpn(ImageList(padded, [(64, 96)]), levels)
-    pooled = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, 2)(levels, proposals, [(64, 96)])
-    torch.testing.assert_close(before.heads.pool(levels, proposals, 7), pooled)
-    assert not torch.allclose(detector.heads.pool(levels, proposals, 7), pooled, atol=1e-2)
 
 
 @pytest.mark.parametrize("amp", [False, True])
@@ -231,24 +207,17 @@ def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, make_objects, ru
     shapes = make_objects(tmp_path / "shapes", {"train": 5, "val": 1}, size=(64, 48), empty=0)
     words = ["detect", "train", str(shapes), *TINY, "--epochs", "3", "--warmup-iters", "2", "-b", "2", "--keep", "1"]
     words += ["--checkpoint-steps", "1", "--sizes", "32", "48", "--regions", "16", "--model-ema"]
-    assert main([*words, "--output", str(tmp_path / "whole")]) == 0
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
     # within an epoch, and one epoch later
-    run_with_kills(DetectTask, (1, 2), [*words, "--output", str(tmp_path / "cut")])
+    run_with_kills(DetectTask, (1, 2), [*words, "--out", str(tmp_path / "cut")])
     a, b = (sorted((tmp_path / n / "checkpoints").iterdir())[-1] for n in ("whole", "cut"))
     assert a.name == b.name == "step-00000006"
     for name in ("model.safetensors", "ema.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes()
 
 
-def test_an_unfinished_run_of_an_older_version_is_not_continued_by_other_rules(shapes, tmp_path, capsys):
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "config.yaml").write_text(f"data: {shapes}\nmodel: resnet10t\nepochs: 4\ndetector: mask\n")
-    assert main(["detect", "train", str(shapes), *TINY, "--output", str(tmp_path / "r")]) == 2
-    assert "older version" in capsys.readouterr().err
-
-
 def test_mistakes_are_named(run, shapes, tmp_path, capsys):
-    train = ["detect", "train", str(shapes), *TINY, "--output", str(tmp_path / "r")]
+    train = ["detect", "train", str(shapes), *TINY, "--out", str(tmp_path / "r")]
 
     def error(*words: str) -> str:
         assert main([*words]) == 2

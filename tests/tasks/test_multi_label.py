@@ -53,7 +53,7 @@ SMALL = {"model": "test_vit", "img_size": 32, "device": "cpu", "workers": 0, "ba
 def run(photos, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "several"
     settings = SMALL | {"epochs": 12, "lr": 4e-3, "scale": (0.8, 1.0), "aa": "", "warmup_epochs": 1}
-    return et.train(photos, output=str(out), mixing={"cutmix": {"prob": 0.3}}, **settings)
+    return et.train(photos, out=str(out), mixing={"cutmix": {"prob": 0.3}}, **settings)
 
 
 def test_the_loss_of_mixed_images_is_the_binary_cross_entropy_of_mixed_labels():
@@ -85,13 +85,13 @@ def test_objectives_that_learn_one_class_refuse_several_by_name(photos):
         with pytest.raises(ContradictionError, match=f"objective '{name}' learns one class per image"):
             build(options, World(0, 1, torch.device("cpu")))
     with pytest.raises(EverytokenError, match="leave --maps out"):
-        et.train(photos, maps="auto", output=str(photos.parent / "none"))
+        et.train(photos, maps="auto", out=str(photos.parent / "none"))
     with pytest.raises(EverytokenError, match="`fit` learns one class per image"):
         et.annotate(photos, photos.parent / "maps", annotator="fit")
 
 
 def test_alignment_and_drloc_train_on_several_labels(photos, tmp_path):
-    settings = SMALL | {"epochs": 1, "output": str(tmp_path / "run"), "mixing": {"cutmix": {}}}
+    settings = SMALL | {"epochs": 1, "out": str(tmp_path / "run"), "mixing": {"cutmix": {}}}
     done = et.train(photos, objectives={"tl_align": {}, "drloc": {"weight": 0.1}}, **settings)
     assert done.metric == "mAP"
     assert done.classifies
@@ -143,7 +143,7 @@ def test_a_model_of_one_label_is_not_measured_by_several_and_the_other_way_round
     lines = [f"photos/{path},{min(labels)}\n" for path, labels in truth(photos).items() if labels]
     single.write_text("path,label\n" + "".join(lines))
     assert 0 < et.evaluate(run.path, single, split="all", device="cpu", workers=0).numbers["mAP"] <= 100
-    other = et.train(single, output=str(tmp_path / "one"), **SMALL | {"epochs": 1})
+    other = et.train(single, out=str(tmp_path / "one"), **SMALL | {"epochs": 1})
     assert other.metric == "top-1"
     with pytest.raises(EverytokenError, match="was trained to answer one per image"):
         et.evaluate(other.path, photos, device="cpu", workers=0)
@@ -204,7 +204,7 @@ def test_training_without_a_recipe_fits_a_head_for_several_labels_and_fine_tunes
     weights = tmp_path / "tiny.safetensors"
     about = Description("test_resnet", {"num_classes": 7}, img_size=(32, 32), crop_pct=1.0)
     write_weights(weights, timm.create_model("test_resnet", num_classes=7).state_dict(), about.to_metadata())
-    done = et.train(photos, weights=str(weights), minutes=2, epochs=1, output=str(tmp_path / "run"), workers=0,
+    done = et.train(photos, weights=str(weights), minutes=2, epochs=1, out=str(tmp_path / "run"), workers=0,
                     device="cpu", val_split=0.3, batch_size=16)  # fmt: skip
     result = json.loads((done.path / "auto.json").read_text())["result"]
     assert result["mAP"] > 40

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from everytoken.classes import map_to_dataset
 from everytoken.cli import main
@@ -46,7 +46,7 @@ def run(shapes, tmp_path_factory) -> Path:
     length = ["--iters", "100", "--val-iters", "100", "--warmup-iters", "10", "--lr", "0.003"]
     length += ["--scale", "0.75", "1.25", "--test-scales", "1.0", "1.5"]
     length += ["--mode", "slide", "--stride", "20", "--scales", "0.75", "1.0", "--flip"]
-    assert main(["segment", "train", str(shapes), *TINY, *length, "--output", str(out)]) == 0
+    assert main(["segment", "train", str(shapes), *TINY, *length, "--out", str(out)]) == 0
     return out
 
 
@@ -97,29 +97,6 @@ def test_several_scales_of_the_recipe_are_tested_with_one_flag(run, shapes, caps
     assert found[0] == found[1]
 
 
-def test_weights_of_older_versions_open(run, tmp_path):
-    state = load_file(run / "best.safetensors")
-    old = {
-        "backbone": {
-            "architecture": "vit_tiny_patch16_224",
-            "arguments": {"patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3, "num_classes": 0,
-                          "img_size": [48, 48], "dynamic_img_size": True},
-            "class_names": [], "token_class_names": [], "img_size": [48, 48], "mean": [0.5, 0.5, 0.5],
-            "std": [0.5, 0.5, 0.5], "crop_pct": 0.875, "interpolation": "bicubic",
-        },
-        "decoder": {"head": "upernet", "channels": 24, "convs": 2, "dropout": 0.1, "aux_weight": 0.4,
-                    "aux_channels": 16, "pyramid_channels": 32},
-        "class_names": ["ground", "disc", "square"],
-        "taps": [0, 1, 2, 3],
-        "evaluation": {"mode": "slide", "stride": 0, "scales": [1.0], "flip": False, "resize": 0},
-    }  # fmt: skip
-    save_file(state, tmp_path / "old.safetensors", metadata={"everytoken-segment": json.dumps(old)})
-    segmenter, _ = load_segmenter(tmp_path / "old.safetensors")
-    assert inference(tmp_path / "old.safetensors").options.mode == "slide"
-    image = torch.randn(1, 3, 48, 48)
-    assert torch.equal(segmenter(image), load_segmenter(run)[0](image))
-
-
 def test_windows_scales_and_mirrors_work_from_the_command_line(run, shapes, tmp_path, capsys):
     words = ["--mode", "whole", "--stride", "30", "--scales", "1.0", "1.25", "--no-flip", "--split", "train"]
     more = ["--pictures", str(tmp_path / "p.jpg"), "--picture-count", "2", "--out", str(tmp_path / "n.json")]
@@ -135,7 +112,7 @@ def test_windows_scales_and_mirrors_work_from_the_command_line(run, shapes, tmp_
 
 def test_predictions_are_masks_that_programs_can_read(run, shapes, tmp_path, capsys):
     image = shapes / "images" / "val" / "0.png"
-    assert main(["segment", "predict", str(run), str(image), "--output", str(tmp_path), "--device", "cpu"]) == 0
+    assert main(["segment", "predict", str(run), str(image), "--out", str(tmp_path), "--device", "cpu"]) == 0
     assert "0.png: ground" in capsys.readouterr().out
     mask = Image.open(tmp_path / "0.png")
     truth = np.asarray(Image.open(shapes / "masks" / "val" / "0.png"))
@@ -149,7 +126,7 @@ def test_predictions_never_overwrite_images_and_never_each_other(run, shapes, tm
     image = Image.open(shapes / "images" / "val" / "0.png")
     image.save(tmp_path / "a.png")
     before = (tmp_path / "a.png").read_bytes()
-    words = ["segment", "predict", str(run), str(tmp_path), "--device", "cpu", "--output"]
+    words = ["segment", "predict", str(run), str(tmp_path), "--device", "cpu", "--out"]
     assert main([*words, str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "would overwrite the image" in said
@@ -240,9 +217,9 @@ def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with
     words = ["segment", "train", str(shapes), *TINY, "--iters", "9", "--val-iters", "3", "--warmup-iters", "2"]
     words += ["--checkpoint-steps", "1", "--model-ema", "--grad-accum-steps", "2", "--batch-size", "3"]
     words += ["--head", "fcn", "--keep", "1"]
-    assert main([*words, "--output", str(tmp_path / "whole")]) == 0
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
     # in the midst of an update, and at the end of a pass
-    run_with_kills(SegmentTask, (3, 6, 4), [*words, "--output", str(tmp_path / "cut")])
+    run_with_kills(SegmentTask, (3, 6, 4), [*words, "--out", str(tmp_path / "cut")])
     a, b = (sorted((tmp_path / n / "checkpoints").iterdir())[-1] for n in ("whole", "cut"))
     assert a.name == b.name == "step-00000009"
     for name in ("model.safetensors", "ema.safetensors"):
@@ -255,7 +232,7 @@ def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with
 
 
 def test_mistakes_are_named(shapes, tmp_path, capsys, make_shapes):
-    train = ["segment", "train", str(shapes), *TINY, "--output", str(tmp_path / "r")]
+    train = ["segment", "train", str(shapes), *TINY, "--out", str(tmp_path / "r")]
 
     def error(*words: str) -> str:
         assert main([*words]) == 2
@@ -340,7 +317,7 @@ def test_segment_eval_reads_a_token_head_without_training(classifier, shapes, tm
     assert "class_map" in capsys.readouterr().err
     (tmp_path / "map.json").write_text(json.dumps({"ground": "a", "disc": "b", "square": "*"}))
     assert main([*words, "--head", "class", "--class-map", str(tmp_path / "map.json")]) == 0
-    out = ["--output", str(tmp_path / "p"), "--head", "class", "--class-map", str(tmp_path / "map.json")]
+    out = ["--out", str(tmp_path / "p"), "--head", "class", "--class-map", str(tmp_path / "map.json")]
     assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 0
     assert np.asarray(Image.open(tmp_path / "p" / "3.png")).max() <= 2
     out[-1] = str(tmp_path / "missing.json")

@@ -16,7 +16,7 @@ def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(
         *("segment", "train", str(shapes), "--model", "mobilenetv3_small_050", "--channels", "8"),
         *("--aux-channels", "8"),
         *("--crop-size", "32", "--iters", "3", "--val-iters", "3", "--warmup-iters", "1", "--batch-size", "2"),
-        *("--workers", "0", "--threads", "1", "--device", "cpu", "--output", str(out)),
+        *("--workers", "0", "--threads", "1", "--device", "cpu", "--out", str(out)),
     ]
     assert [program.wait(500) for program in start_ranks(2, *words)] == [0, 0]
     assert "global batch 4" in (out / "log.txt").read_text()

@@ -11,14 +11,13 @@ import torch
 
 import everytoken  # noqa: F401
 from everytoken.data.batch import Batch
-from everytoken.engine.checkpoint import load_state
 from everytoken.engine.options import ModelOptions, TrainOptions
 from everytoken.errors import EverytokenError
 from everytoken.functional import CompactTarget, from_labels
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import Drloc, HardLabels, build_objectives, canonical
+from everytoken.objectives import Drloc, HardLabels, build_objectives
 from everytoken.tasks.build import build_backbone
 from everytoken.tasks.step import FrozenTeacher, TokenStep
 from everytoken.tasks.timm_task import TokenTask
@@ -40,13 +39,13 @@ def test_hard_labels_are_added_when_nothing_else_teaches_the_class_token():
     assert list(build_objectives({"drloc": {}}, model())) == ["hard", "drloc"]
     assert list(build_objectives({"tl_align": {}}, model())) == ["tl_align"]
     assert list(build_objectives({"token_labeling": {"class_term": False}}, model(4))) == ["hard", "token_labeling"]
-    online = {"online-token": {"class_target": "none"}}
+    online = {"online_token": {"class_target": "none"}}
     assert list(build_objectives(online, model(4))) == ["hard", "online_token"]
     assert list(build_objectives({}, model())) == ["hard"]
 
 
 def test_the_papers_way_of_writing_the_token_weight_is_understood():
-    objective = build_objectives({"token_labeling": {"weight": 0.3}}, model(4))["token_labeling"]
+    objective = build_objectives({"token_labeling": {"beta": 0.3}}, model(4))["token_labeling"]
     assert objective.beta == 0.3
     assert objective.weight == 1.0
 
@@ -195,30 +194,6 @@ def test_processes_draw_other_pairs_other_participants_and_other_mixes():
         assert losses[1] == losses[3]
 
 
-@pytest.mark.parametrize(
-    ("old", "name", "settings"),
-    [
-        ({"token": {"beta": 0.2, "legacy": True}}, "token_labeling", {"beta": 0.2, "released": True}),
-        ({"online-token": {}}, "online_token", {}),
-        ({"distill": {"kind": "soft"}}, "distillation", {"kind": "soft"}),
-        ({"alignment": {"legacy": False}}, "tl_align", {"released": False}),
-        ({"drloc": {"released": "all", "norm": False, "sides": None}}, "drloc", {"released": True}),
-        ({"drloc": {"released": [], "direction": True}}, "drloc", {"released": False, "signed": True}),
-        ({"token": {"beta": 0.2}, "token_labeling": {"rho": 0.5}}, "token_labeling", {"beta": 0.2, "rho": 0.5}),
-    ],
-)
-def test_older_names_and_settings_of_recipes_are_read(old, name, settings):
-    assert canonical(old) == {name: settings}
-    objective = build_objectives(old, model(4))[name]
-    assert all(getattr(objective, field) == value for field, value in settings.items())
-
-
-@pytest.mark.parametrize("gone", [{"norm": True}, {"sides": 14}, {"released": ["offsets"]}])
-def test_settings_that_are_gone_say_what_to_do_instead(gone):
-    with pytest.raises(EverytokenError, match=f"drloc: {next(iter(gone))}"):
-        build_objectives({"drloc": gone}, model())
-
-
 class Sparse(torch.nn.Module):
     """Somebody's own objective: no base class, parameters of its own, wants to see the model."""
 
@@ -251,31 +226,6 @@ def test_an_objective_without_a_loss_is_named():
     step.objectives["mine"].forward = lambda view, batch: {"size": view.grid.mean()}
     with pytest.raises(EverytokenError, match=r"'mine'.*\"loss\""):
         step(batch())
-
-
-def test_state_of_an_older_run_still_loads(tmp_path):
-    m = model()
-    step = TokenStep(m, build_objectives({"drloc": {}}, m))
-    names = [n for n, _ in step.named_parameters()]
-    old = {n: n.replace("objectives.drloc.heads.", "brought.drloc.") for n in names}
-    assert sum(a != b for a, b in old.items()) == 6
-    state = {
-        "module": {old.get(n, n): v for n, v in step.state_dict().items()},
-        "optimizer": {
-            "state": {o: {"step": 1} for o in old.values()},
-            "param_groups": [{"params": list(old.values())}],
-        },
-        "step": 3,
-    }
-    torch.save(state, tmp_path / "state.pt")
-    read = load_state(tmp_path)
-    twin = copy.deepcopy(step)
-    for parameter in twin.parameters():
-        parameter.data.zero_()
-    twin.load_state_dict(read["module"])
-    assert all(torch.equal(a, b) for a, b in zip(step.parameters(), twin.parameters(), strict=True))
-    assert list(read["optimizer"]["state"]) == read["optimizer"]["param_groups"][0]["params"] == names
-    assert read["step"] == 3
 
 
 def test_a_head_that_nothing_trains_is_frozen():

@@ -20,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,7 +203,7 @@ def fill_store(
     annotator.to(world.device)
     grid = annotator.grid(world.device)
     amp_dtype = options.amp_dtype if options.amp else ""
-    settings = _as_begun({**annotator.describe(), "amp": amp_dtype, **plan.describe()}, out)
+    settings = {**annotator.describe(), "amp": amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
     older = open_older(Path(options.reuse), out, meta) if options.reuse else None
     with MapWriter(
@@ -247,23 +247,12 @@ def fill_store(
     return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world, apart)
 
 
-def _as_begun(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Settings with the annotator's name in the store at `folder`, if that was made with the same weights.
-
-    The first version named timm's models without the tag of their weights.
-    """
-    begun = Manifest.read(folder).annotator if (folder / MANIFEST).is_file() else {}
-    if "weights_sha256" not in settings or begun.get("weights_sha256") != settings["weights_sha256"]:
-        return dict(settings)
-    return {**settings, **{key: begun[key] for key in ("name", "model") if key in begun}}
-
-
 def open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
     """The store `source`, if its maps can stand beside those that `meta` describes."""
     if source.resolve() == out.resolve():
         raise EverytokenError(f"reuse {source} is the store that shall be written; name another output folder.")
     store = Maps(source, check=True)
-    differences = store.manifest.differences(replace(meta, annotator=_as_begun(meta.annotator, source)))
+    differences = store.manifest.differences(meta)
     if differences:
         raise EverytokenError(
             f"reuse {source}: its maps were made in another way, so they cannot stand beside new ones:\n  "

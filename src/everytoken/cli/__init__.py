@@ -50,10 +50,6 @@ EXAMPLES = (
     "everytoken train photos                 # one folder per class; everything else is decided",
     "everytoken predict runs/photos new.jpg  # what is it?",
 )
-ALIASES = {"labels": "maps", "model": "models"}  # old names, which work and are not shown
-REMOVED = {  # commands that are gone -> the way now
-    "plan": "docs/scale.md has the figures and the arithmetic; `everytoken train ... --dry-run` times your own machine",
-}
 
 Command = tuple[str, Callable[[list[str], str], int | None]]
 """What a command of a command does, and its function of (words, program)."""
@@ -169,9 +165,7 @@ def dispatch(
 
         print(f"everytoken {version()}")
         return 0
-    name = ALIASES.get(argv[0], argv[0])
-    if name in REMOVED and prog == "everytoken":
-        raise EverytokenError(f"`everytoken {name}` is gone: {REMOVED[name]}.")
+    name = argv[0]
     commands = [command for group in groups.values() for command in group]
     if name not in commands:
         raise EverytokenError(

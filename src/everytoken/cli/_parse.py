@@ -17,47 +17,6 @@ from everytoken.cli._help import examples, help_text, options_of, usage
 
 T = TypeVar("T")
 
-ELSEWHERE = {  # what other programs call our flags
-    "arch": "model",
-    "batch": "batch-size",
-    "gpu": "device",
-    "image-size": "img-size",
-    "learning-rate": "lr",
-    "num-epochs": "epochs",
-    "num-workers": "workers",
-    "optimizer": "opt",
-    "optim": "opt",
-    "out-dir": "out",
-    "output-dir": "out",
-    "resolution": "img-size",
-    "scheduler": "sched",
-}
-RENAMED = {
-    "checkpoint": "weights",
-    "compare-checkpoint": "compare-weights",
-    "from": "weights",
-    "initial-checkpoint": "weights",
-    "teacher-checkpoint": "teacher-weights",
-}
-"""Old names of flags, which work and say what they are called now; `--pretrained` is `--weights timm`."""
-ALSO = {
-    "aug-repeats": "repeat-augment",
-    "validation-batch-size": "val-batch-size",
-    "labels": "maps",
-    "output": "out",
-    "classes": "table",
-}
-"""timm's names of flags, and old ones of ours, which work too."""
-_MIXING = {
-    "mixup": "Mixing is a setting with inner names: --set 'mixing.mixup={alpha: 0.8}'",
-    "cutmix": "Mixing is a setting with inner names: --set 'mixing.cutmix={alpha: 1.0}'",
-    "mixup-prob": "Every way of mixing has its own: --set mixing.cutmix.prob=0.5",
-    "mixup-switch-prob": "Ways of mixing take turns by their odds: --set mixing.cutmix.odds=2",
-    "mixup-mode": "Every way of mixing has its own: --set mixing.cutmix.mode=pair",
-}
-REMOVED = {f"train --{flag}": way for flag, way in _MIXING.items()}
-"""Flags that are not there, as "command --flag" or "--flag" -> the way to do it."""
-
 
 def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = None) -> T:
     """Fill the dataclass `config` from `argv`; its field docstrings are the help.
@@ -67,7 +26,6 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
 
     Wrong flags exit with code 2 and a suggestion.
     """
-    argv = current_flags(config, argv)
     asked = {"-h", "--help", "--help-all"} & set(argv)
     if asked:
         print(help_text(config, prog, default, everything="--help-all" in asked))
@@ -123,31 +81,6 @@ def _sentence(config: type, prog: str, text: str) -> str:
     return f"{words.rstrip('.')}. Usage: {usage(config, prog)}; `{prog} --help` explains it."
 
 
-def current_flags(config: type, argv: Sequence[str]) -> list[str]:
-    """The words with flags by the names that they have now; a line on stderr for each old one."""
-    known, words = set(flags(config)), []
-    for i, word in enumerate(argv):
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name in known:
-            words.append(word)
-        elif name in ("pretrained", "no-pretrained") and {"weights", "recipe"} <= known:
-            off = name.startswith("no-") or value == "False" or argv[i + 1 : i + 2] == ["False"]
-            words.append(f"--weights={'' if off else 'timm'}")
-            _tell_renamed(word, "--weights ''" if off else "--weights timm")
-        elif ALSO.get(name) in known:
-            words.append(f"--{ALSO[name]}{equals}{value}")
-        elif RENAMED.get(name) in known:
-            words.append(f"--{RENAMED[name]}{equals}{value}")
-            _tell_renamed(f"--{name}", f"--{RENAMED[name]}")
-        else:
-            words.append(word)
-    return words
-
-
-def _tell_renamed(old: str, new: str) -> None:
-    print(f"note: {old} is called {new} now", file=sys.stderr)
-
-
 def given_options(argv: Sequence[str]) -> set[str]:
     """Names of the options whose flags are among the words."""
     names = {"data", *(long for short, long in (("-b", "batch_size"), ("-j", "workers")) if short in argv)}
@@ -180,17 +113,15 @@ def _explain_unknown(prog: str, argv: Sequence[str], known: set[str]) -> None:
     if not unknown:
         return
     for word in unknown:
-        gone = REMOVED.get(f"{prog.removeprefix('everytoken ')} --{word}") or REMOVED.get(f"--{word}")
         names = " or ".join(f"--{name}" for name in _nearest(word, known))
-        hint = f" {gone}." if gone else f" Did you mean {names}?" if names else ""
+        hint = f" Did you mean {names}?" if names else ""
         print(f"{prog}: there is no option --{word}.{hint}", file=sys.stderr)
     print(f"`{prog} --help` lists all options.", file=sys.stderr)
     raise SystemExit(2)
 
 
 def _nearest(word: str, known: set[str]) -> list[str]:
-    """The flags that were perhaps meant, the likeliest first; also by the names that they have elsewhere."""
-    names = {other: name for other, name in ELSEWHERE.items() if name in known} | {name: name for name in known}
-    close = difflib.get_close_matches(word, names, n=6, cutoff=0.6)
-    longer = sorted((name for name in names if name.startswith(f"{word}-")), key=len)
-    return list(dict.fromkeys(names[name] for name in [*close, *longer]))[:3]
+    """The flags that were perhaps meant, the likeliest first."""
+    close = difflib.get_close_matches(word, known, n=6, cutoff=0.6)
+    longer = sorted((name for name in known if name.startswith(f"{word}-")), key=len)
+    return list(dict.fromkeys([*close, *longer]))[:3]

@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from everytoken.cli import Command, call
-from everytoken.cli._help import options_of
 from everytoken.cli._parse import parse
-from everytoken.errors import EverytokenError
 from everytoken.maps.check import verify
 from everytoken.maps.merge import merge_maps
 from everytoken.maps.released import ExportOptions, ImportOptions, export_released, import_released
@@ -26,8 +24,6 @@ from everytoken.progress import Progress
 
 def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
-    if argv[:1] == ["show"]:
-        raise EverytokenError(f"`{prog} sheet MAPS KEY ...` draws the images you name; there is no `{prog} show`.")
     return call(_COMMANDS, argv, prog, OPTIONS)
 
 
@@ -135,7 +131,7 @@ class Import(ImportOptions):
 
 
 def import_maps(argv: list[str], prog: str) -> int:
-    options = parse(Import, prog, _with_out(Import, argv))
+    options = parse(Import, prog, argv)
     with Progress("import", "maps") as progress:
         result = import_released(options, progress)
     print(f"{result.store}: {result.maps:,} maps")
@@ -165,26 +161,13 @@ class Export(ExportOptions):
 
 
 def export_maps(argv: list[str], prog: str) -> int:
-    options = parse(Export, prog, _with_out(Export, argv))
+    options = parse(Export, prog, argv)
     with Progress("export", "maps") as progress:
         notes = export_released(options, progress)
     print(f"{options.out}: {len(Maps(options.maps)):,} maps")
     for note in notes:
         print(f"  note: {note}")
     return 0
-
-
-def _with_out(config: type, argv: list[str]) -> list[str]:
-    """The words with --out before a second word that is no flag: OUT once had no flag."""
-    switches = {flag for option in options_of(config) if not option.value for flag in option.flags}
-    places, flag = [], ""
-    for i, word in enumerate(argv):
-        if not word.startswith("-") and (not flag or flag in switches or "=" in flag):
-            places.append(i)
-        flag = word if word.startswith("-") else ""
-    if len(places) != 2 or any(word.partition("=")[0] in ("--out", "--output") for word in argv):
-        return argv
-    return [*argv[: places[1]], "--out", *argv[places[1] :]]
 
 
 @dataclass(frozen=True)

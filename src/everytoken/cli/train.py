@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import tyro
 
-from everytoken.cli._parse import current_flags, given_options, parse, values_of
+from everytoken.cli._parse import given_options, parse, values_of
 from everytoken.engine.options import AutoOptions, TrainOptions
 from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken.errors import EverytokenError
@@ -82,7 +82,6 @@ OPTIONS = Train
 
 def main(argv: list[str], prog: str) -> int:
     """Parse, then train or print the plan."""
-    argv = current_flags(Train, argv)
     options = resolve(Train, argv, prog)
     from everytoken.tasks import classify
     from everytoken.tasks.start import complete
@@ -114,7 +113,6 @@ def print_plan(facts: Mapping[str, Any]) -> None:
 
 def resolve(config: type[T], argv: list[str], prog: str) -> T:
     """Recipe, then flags, then --set."""
-    argv = current_flags(config, argv)
     base: Any = config()
     recipe = recipe_of(argv)
     if recipe:

@@ -151,7 +151,7 @@ def train_words(
     learn = {
         "plain": ["--set", "objectives.hard={}"],
         "every-token": [
-            *("--labels", str(maps), "--set", "objectives.token_labeling={beta: 1.0, class_target: truth}"),
+            *("--maps", str(maps), "--set", "objectives.token_labeling={beta: 1.0, class_target: truth}"),
         ],
     }[kind]
     return [

@@ -310,7 +310,7 @@ def _saved(kind: type[Any], path: Path, note: str) -> tuple[dict[str, np.ndarray
             skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
             return {field.name: arrays[field.name] for field in fields(kind)}, skipped
     except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
-        return None  # torn or of an older version: it is made again
+        return None  # torn: it is made again
 
 
 def real_accuracy(

@@ -302,18 +302,4 @@ def load_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the state of a run and was not opened: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not the state of a run: it holds {type(state).__name__}")
-    state = dict(present_names(state))
-    if "ema" in state:  # with several processes, older versions averaged DDP's wrapper
-        state["ema"] = {name.removeprefix("module."): value for name, value in state["ema"].items()}
-    return state
-
-
-def present_names(state: Any) -> Any:
-    """A state in which weights have the names that this version gives them; older ones kept objectives elsewhere."""
-    if isinstance(state, dict):
-        return {present_names(name): present_names(value) for name, value in state.items()}
-    if isinstance(state, list):
-        return [present_names(value) for value in state]
-    if isinstance(state, str) and state.startswith("brought.drloc."):
-        return state.replace("brought.drloc.", "objectives.drloc.heads.", 1)
     return state

@@ -18,7 +18,7 @@ from everytoken.engine.recipe import check_settings, flat
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import COMPOSE, MIXERS, build_mixer, mixer_settings
 from everytoken.models import family_of_name
-from everytoken.objectives import OBJECTIVES, canonical, find_objective, required_by
+from everytoken.objectives import OBJECTIVES, find_objective, required_by
 
 SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
 _LEAST = {
@@ -95,7 +95,7 @@ def check_options(options: TrainOptions) -> list[str]:
         if name in MIXERS:
             check_settings(MIXERS[name], settings, f"mixing {name}")
     build_mixer(options.mixing)
-    for name, settings in canonical(options.objectives).items():
+    for name, settings in options.objectives.items():
         if name in OBJECTIVES:
             check_settings(find_objective(name), settings, f"objective {name}")
     return notes

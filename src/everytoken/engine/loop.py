@@ -72,7 +72,6 @@ from everytoken.engine.track import build_trackers
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken.keyed import StepKey, generator
-from everytoken.models.open import find_weights
 from everytoken.models.weights import WeightsError, check_weights
 
 _QUICK = 120  # seconds: the report evaluates the best weights once more if a validation takes less
@@ -625,12 +624,12 @@ class Loop:
 
         With another batch an epoch has another number of updates. Epochs that are done stay done, and of the current
         one the images that were shown count: the order of the images does not depend on the batch. Where updates are
-        counted, and in the oldest checkpoints, the number of updates decides.
+        counted, the number of updates decides.
         """
-        before = state.get("global_batch", self.global_batch)
+        before = state["global_batch"]
         if before != self.global_batch:
             self.folder.log(f"note: the global batch is {self.global_batch} now and was {before}")
-        if self.options.optim.iters or "epoch" not in state:
+        if self.options.optim.iters:
             self.epoch, self.position = divmod(self.step * self.accumulate, self.batches_per_epoch)
             return
         done: int = state["updates_of_epoch"]
@@ -657,12 +656,8 @@ class Loop:
             )
 
     def _changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What the run in the folder had, and what it would get now; harmless changes are left out.
-
-        A checkpoint knows its options; of older ones `config.yaml` has to be believed, which nothing protects.
-        """
-        before = json.loads(state["options"]) if "options" in state else self.folder.read().config
-        now = flat(self.options)
+        """What the run in the folder had, and what it would get now; harmless changes are left out."""
+        before, now = json.loads(state["options"]), flat(self.options)
         return {
             name: (before[name], now[name])
             for name in now
@@ -682,15 +677,9 @@ class Loop:
 
 
 def _means_the_same(name: str, before: Any, now: Any) -> bool:
-    """Whether an option may mean the same as before: a path that has moved, a model with the tag of its weights."""
-    if name == "model":
-        return str(before).partition(".")[0] == str(now).partition(".")[0]
-    if name not in _PATHS or not before or not now:
+    """Whether an option may mean the same as before: a path that has moved."""
+    if name not in _PATHS or not before or not now or str(now).startswith(PUBLISHED):
         return False
-    if str(now).startswith(PUBLISHED):  # the first version did not record which of timm's weights it took
-        return bool(before == "timm")
-    if name == "weights" and Path(now).is_dir():  # which recorded the file in a run folder
-        now = find_weights(now) if Path(before).is_file() else now
     return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
 
 

@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 _DICTS = ("objectives", "mixing", "model_kwargs")
-ALIASES = {
-    "labels": "maps",
-    "output": "out",
-    "initial_checkpoint": "weights",
-    "checkpoint": "weights",
-    "teacher_checkpoint": "teacher_weights",
-}
-"""Names of options in recipes and run folders of the first version; see `current_names` for `pretrained`."""
 
 
 class RecipeError(SchemaError):
@@ -85,15 +77,6 @@ def parse_recipe(text: str, where: str) -> dict[str, Any]:
     return schema.parse(dict[str, Any], {} if content is None else content, where)
 
 
-def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a recipe, a run folder or a call with the names that they have now."""
-    gone = {"pretrained", *(["cooldown_epochs"] if not values.get("cooldown_epochs") else [])}  # no longer an option
-    renamed = {ALIASES.get(key, key): value for key, value in values.items() if key not in gone}
-    if "pretrained" in values and not renamed.get("weights"):  # a file took precedence
-        renamed["weights"] = "timm" if values["pretrained"] else ""
-    return renamed
-
-
 def header(name: str) -> str:
     """The comment block on top of a shipped recipe: cost, result, source, and whether it was run."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), recipe_text(name).splitlines())
@@ -109,7 +92,7 @@ def apply(options: T, values: Mapping[str, Any], where: str) -> T:
     for name, group in groups.items():
         owner.update(typing.get_type_hints(type(group), include_extras=False))
         home.update({f.name: name for f in dataclasses.fields(group)})
-    values = current_names(values)
+    values = dict(values)
     for key in values:
         if key not in home:
             raise RecipeError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
@@ -170,9 +153,6 @@ def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, 
         if first not in _DICTS:
             raise RecipeError(f"{text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
         node = values.setdefault(first, copy.deepcopy(dict(base.get(first) or {})))
-        if first == "objectives":
-            node = values[first] = registry.canonical(node)
-            rest[0] = registry.ALIASES.get(rest[0], rest[0])
         for name in rest[:-1]:
             inner = node.get(name)
             if inner is not None and not isinstance(inner, dict):

@@ -39,7 +39,6 @@ import yaml
 from everytoken import schema
 from everytoken._version import version
 from everytoken.data.datasets import DEFAULT_VAL_SPLIT, SUBSET, network_address
-from everytoken.engine.recipe import current_names
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
 
@@ -257,7 +256,6 @@ def read_run(path: Path, name: str = "") -> Run:
     """One run folder."""
     troubles: list[str] = []
     config = _read(path / "config.yaml", dict[str, Any], troubles)
-    config = None if config is None else current_names(config)
     summary = _read(path / "summary.json", dict[str, Any], troubles, optional=True)
     starts = _read(path / "environment.json", list[dict[str, Any]], troubles, optional=True)
     rows = _rows(path / "metrics.jsonl", troubles)

@@ -108,7 +108,7 @@ def _training(run: Run | None, facts: Mapping[str, Any]) -> str:
     images = f": {facts['train']:,} images to train on, {facts['val']:,} held out" if "train" in facts else ""
     objectives = ", ".join(_code(name) for name in config.get("objectives") or {}) or "plain labels"
     mixing = ", ".join(_code(name) for name in config.get("mixing") or {}) or "none"
-    start = config.get("weights") or config.get("initial_checkpoint") or config.get("pretrained")
+    start = config.get("weights")
     lines = [
         "## Training",
         f"- data: {_code(facts['data'])}{images}",

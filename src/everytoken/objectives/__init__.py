@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from everytoken.objectives.hard import HardLabels
     from everytoken.objectives.online_token import OnlineTokenLabeling
     from everytoken.objectives.registry import (
-        ALIASES,
         OBJECTIVES,
         build_objectives,
-        canonical,
         find_objective,
         required_by,
     )
@@ -40,10 +38,8 @@ __getattr__, __dir__ = lazy(
         "everytoken.objectives.hard": ["HardLabels"],
         "everytoken.objectives.online_token": ["OnlineTokenLabeling"],
         "everytoken.objectives.registry": [
-            "ALIASES",
             "OBJECTIVES",
             "build_objectives",
-            "canonical",
             "find_objective",
             "required_by",
         ],
@@ -53,7 +49,6 @@ __getattr__, __dir__ = lazy(
     },
 )
 __all__ = [
-    "ALIASES",
     "OBJECTIVES",
     "Distillation",
     "Drloc",
@@ -66,7 +61,6 @@ __all__ = [
     "TransMix",
     "aligned",
     "build_objectives",
-    "canonical",
     "find_objective",
     "required_by",
 ]

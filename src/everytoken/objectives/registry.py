@@ -1,6 +1,6 @@
 """Objectives by name, for recipes. This file does not import torch until something is built.
 
-A name is one of OBJECTIVES, an older name of one (ALIASES), or the import path of somebody's own class,
+A name is one of OBJECTIVES, or the import path of somebody's own class,
 `package.module:Class`: anything with `forward(view, batch) -> dict with "loss"`. If its constructor has a parameter
 `model`, it gets the TokenModel that is trained; the other parameters are its settings.
 """
@@ -29,76 +29,7 @@ OBJECTIVES: dict[str, str] = {
     "tl_align": "everytoken.objectives.tl_align:TLAlign",
     "transmix": "everytoken.objectives.tl_align:TransMix",
 }
-ALIASES = {
-    "token": "token_labeling",
-    "online-token": "online_token",
-    "distill": "distillation",
-    "alignment": "tl_align",
-}
-# Settings of older recipes and run configurations: objective -> old name -> new name.
-_MAPS = {"legacy": "released"}
-_OLD_SETTINGS: dict[str, dict[str, str]] = {
-    "relabel": _MAPS,
-    "token_labeling": _MAPS,
-    "tl_align": _MAPS,
-    "transmix": _MAPS,
-    "drloc": {"direction": "signed"},
-}
 Settings = Mapping[str, Mapping[str, Any] | None]
-
-
-def canonical(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Settings of objectives under their present names; an objective that is named twice gets both settings."""
-    out: dict[str, dict[str, Any]] = {}
-    for given, fields in settings.items():
-        name = ALIASES.get(given, given)
-        renamed = _OLD_SETTINGS.get(name, {})
-        fields = {renamed.get(field, field): value for field, value in (fields or {}).items()}
-        if given == "token_labeling" and "weight" in fields:
-            fields["beta"] = fields.pop("weight")  # as the papers write it: the weight of the token term
-        if name == "drloc":
-            fields = _older_drloc(fields)
-        out.setdefault(name, {}).update(fields)
-    return out
-
-
-def resolved(settings: Settings, begun: Any = None) -> dict[str, dict[str, Any]]:
-    """Settings under their present names, in which `token_labeling` states what its default was when the run began.
-
-    Args:
-        settings: of a run that starts or goes on.
-        begun: the settings that its folder holds, if any; those of the first version do not state their defaults.
-    """
-    out = canonical(settings)
-    if "token_labeling" in out:
-        given = out["token_labeling"]
-        by_machine = given.get("released") or given.get("class_map") is not None
-        defaults = {
-            "beta": 1.0 if given.get("released") else 0.5,
-            "class_target": "machine" if by_machine else "truth",
-        }
-        for name, fields in begun.items() if isinstance(begun, dict) else ():
-            if ALIASES.get(name, name) == "token_labeling" and isinstance(fields, dict):
-                first_version = {"beta": 0.5, "class_target": "machine"}
-                defaults = {field: fields.get(field, value) for field, value in first_version.items()}
-        out["token_labeling"] = defaults | given
-    return out
-
-
-def _older_drloc(fields: dict[str, Any]) -> dict[str, Any]:
-    """`released` was a list of parts, and two of the settings are gone."""
-    if fields.get("released") in ("all", [], (), ""):
-        fields = {**fields, "released": fields["released"] == "all"}
-    if "released" in fields and not isinstance(fields["released"], bool):
-        raise EverytokenError(
-            f"drloc: released={fields['released']!r} names parts of the authors' code; now it is true, for all of "
-            "them, or false."
-        )
-    if fields.get("norm"):
-        raise EverytokenError("drloc: norm=true doubled the loss; double the weight instead.")
-    if fields.get("sides") is not None:
-        raise EverytokenError("drloc: sides is gone; released=true counts the classes as the authors' code does.")
-    return {name: value for name, value in fields.items() if name not in ("norm", "sides")}
 
 
 def refuse_code(values: Mapping[str, Any], where: str) -> None:
@@ -113,12 +44,12 @@ def refuse_code(values: Mapping[str, Any], where: str) -> None:
 
 
 def find_objective(name: str) -> type[nn.Module]:
-    """The class of an objective by its name, old name or import path."""
-    path = OBJECTIVES.get(ALIASES.get(name, name), name)
+    """The class of an objective by its name or import path."""
+    path = OBJECTIVES.get(name, name)
     module, colon, attribute = path.partition(":")
     if not colon:
         raise EverytokenError(
-            f"there is no objective {name!r}.{did_you_mean(name, [*OBJECTIVES, *ALIASES])} One of your own is named by "
+            f"there is no objective {name!r}.{did_you_mean(name, OBJECTIVES)} One of your own is named by "
             "its import path, package.module:Class."
         )
     try:
@@ -158,8 +89,8 @@ def build_objectives(settings: Settings, model: TokenModel, smoothing: float = 0
         smoothing: label smoothing of those that have it and do not say their own.
     """
     out: dict[str, nn.Module] = {}
-    for name, fields in canonical(settings).items():
-        kind = find_objective(name)
+    for name, given in settings.items():
+        kind, fields = find_objective(name), given or {}
         allowed = settings_of(kind)
         for field in fields:
             if allowed is not None and field not in allowed - {"model"}:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from everytoken.engine.run_folder import Run
-from everytoken.objectives.registry import ALIASES
 from everytoken.reports.charts import describe
 from everytoken.reports.collect import Classes, Report
 from everytoken.reports.groups import Difference, Group
@@ -161,7 +160,7 @@ def group_words(group: Group) -> str:
 def learns(config: Mapping[str, Any]) -> str:
     """What a run's network is asked to learn."""
     names = [str(name) for name in config.get("objectives") or {}] or ["hard"]
-    parts = [OBJECTIVES.get(ALIASES.get(name, name), name) for name in names]
+    parts = [OBJECTIVES.get(name, name) for name in names]
     mixing = ", ".join(METHODS.get(str(name), str(name)) for name in config.get("mixing") or {})
     return "; and ".join(parts) + (f" (images mixed by {mixing})" if mixing else "")
 

@@ -40,7 +40,7 @@ from everytoken.models.open import (
     with_own_head,
 )
 from everytoken.models.weights import load_weights
-from everytoken.objectives import Drloc, build_objectives, canonical, required_by
+from everytoken.objectives import Drloc, build_objectives, required_by
 from everytoken.tasks.step import FrozenTeacher, TokenStep
 
 logger = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ def _resolve_class_targets(
     options: TrainOptions, store: Maps | None, train_set: DataSet
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """With maps of other classes, the class token learns the data's own labels; say so."""
-    settings = canonical(options.objectives)
+    settings = {name: dict(fields) for name, fields in options.objectives.items()}
     notes: list[str] = []
     if store is None or list(store.manifest.class_names) == list(train_set.class_names):
         return settings, notes

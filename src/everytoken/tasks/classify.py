@@ -20,7 +20,7 @@ from everytoken.engine.loop import run
 from everytoken.engine.options import AutoOptions, TrainOptions
 from everytoken.engine.progress import watched
 from everytoken.engine.recipe import apply, read_recipe
-from everytoken.engine.run_folder import Run, RunFolder, read_run
+from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
@@ -28,8 +28,7 @@ from everytoken.maps import Maps
 from everytoken.mixing import MIXERS, GuidedMixer
 from everytoken.models.common import make_attention_explicit
 from everytoken.models.open import timm_config
-from everytoken.objectives import ALIASES, required_by
-from everytoken.objectives.registry import resolved
+from everytoken.objectives import required_by
 from everytoken.tasks.batch_picture import batch_picture
 from everytoken.tasks.build import ClassifierSetup, build
 from everytoken.tasks.start import complete, default_output
@@ -177,8 +176,6 @@ def train_with(options: TrainOptions) -> Run:
     """Train a classifier as the options say, or continue the run that their output folder holds."""
     options = complete(options)
     output = options.run.out or default_output(options)
-    begun = read_run(Path(output)).config.get("objectives")
-    options = dataclasses.replace(options, objectives=resolved(options.objectives, begun))
 
     def task(world: World, folder: RunFolder) -> Task:
         setup = build(options, world)
@@ -225,8 +222,7 @@ def train(
     given = {"data": str(data), **({"maps": str(store)} if store else {}), **options}
     for name, changes in (("objectives", objectives), ("mixing", mixing)):
         if changes is not None:
-            aliases = ALIASES if name == "objectives" else {}
-            merged = {aliases.get(k, k): v for k, v in [*getattr(settings, name).items(), *changes.items()]}
+            merged = {**getattr(settings, name), **changes}
             given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
     automatic = AutoOptions(given.pop("minutes", 0.0), given.pop("linear", False))
     settings = apply(settings, given, "train()")

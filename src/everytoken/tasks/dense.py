@@ -44,7 +44,7 @@ from everytoken.engine.loop import run
 from everytoken.engine.optim import default_scaling
 from everytoken.engine.progress import watched
 from everytoken.engine.recipe import apply, flat, overrides
-from everytoken.engine.run_folder import Run, RunFolder, read_run
+from everytoken.engine.run_folder import Run, RunFolder
 from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, plain_json, write_picture
@@ -189,11 +189,6 @@ class DenseInfo:
         """As safetensors keeps it, in one entry."""
         return {self.METADATA: json.dumps(asdict(self))}
 
-    @classmethod
-    def upgrade(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What older versions wrote, as it is written now."""
-        return values
-
 
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
 
@@ -204,8 +199,6 @@ def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features
     values = parse_metadata(read_metadata(path), info_type.METADATA, path)
     if values is None:
         raise EverytokenError(f"{path} {info_type.HINT}")
-    if isinstance(values, dict):
-        values = info_type.upgrade(values)
     info = schema.parse(info_type, values, f"{path}, description of the weights")
     Description.from_values(values["backbone"], str(path))  # which checks architecture and arguments
     model = build(rebuild_features(info.backbone, info.taps), info)
@@ -407,11 +400,8 @@ def _completed(
     options = replace(options, model=name_weights(options.model, "model" in asked))
     options = apply(options, overrides(assignments, flat(options)), "--set")
     output = _checked_output(task_type, options)
-    begun = read_run(Path(output)).config
-    scaling = default_scaling(options.optim, options.recipe)
-    if begun and not options.optim.lr_scaling:
-        scaling = begun.get("lr_scaling", "linear")  # as the first version did
-    return replace(options, optim=replace(options.optim, lr_scaling=scaling)), output
+    optim = replace(options.optim, lr_scaling=default_scaling(options.optim, options.recipe))
+    return replace(options, optim=optim), output
 
 
 def _checked_output(task_type: type[DenseTask], options: DenseOptions) -> str:

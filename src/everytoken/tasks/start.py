@@ -21,7 +21,7 @@ from everytoken.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
 from everytoken.models.open import Weights, open_weights, source_of
-from everytoken.objectives.registry import refuse_code, resolved
+from everytoken.objectives.registry import refuse_code
 
 DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
 FINETUNE = {"finetune": "other classes", "finetune_resolution": "the same classes"}
@@ -97,17 +97,14 @@ def _fine_tuning(options: TrainOptions, weights: Weights, source: str) -> dict[s
     values = {"recipe": recipe, **read_recipe(recipe)}
     run = read_run(Path(source)).config if Path(source).is_dir() else {}
     values |= {name: run[name] for name in _INHERITED if name in run}
-    if "objectives" in values:
-        values["objectives"] = resolved(values["objectives"], values["objectives"])
     return values
 
 
 def _recorded(options: TrainOptions, decisions: Iterable[str]) -> tuple[Path, dict[str, Any]]:
-    """The output folder, and what was decided when its run began, if any; the first version scaled linearly."""
+    """The output folder, and what was decided when its run began, if any."""
     folder = Path(options.run.out or default_output(options))
     config = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
-    known = {"lr_scaling": "linear", **{k: config[k] for k in decisions if k in config}} if config else {}
-    return folder, known
+    return folder, {name: config[name] for name in decisions if name in config}
 
 
 def default_output(options: TrainOptions) -> str:

@@ -20,7 +20,6 @@ from timm.task import TrainingTask
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
-from everytoken.engine.checkpoint import present_names
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
 from everytoken.mixing import Mixer, build_mixer
@@ -125,7 +124,6 @@ class TokenTask(TrainingTask):
         """The reverse of `get_task_state`; with `strict`, an error unless the state has exactly this task's names."""
         if not state:
             return
-        state = present_names(state)
         differing = (state.keys() ^ self.get_task_state(module, ema).keys()) - {"step"}
         if strict and differing:
             raise EverytokenError(

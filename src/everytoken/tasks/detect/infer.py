@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from everytoken.data.batch import Batch, normalise
 from everytoken.data.datasets import DataSet
@@ -76,13 +75,6 @@ class Inference:
         resolved = resolve(fill(find, validated), DetectAugment())
         return Inference(model, resolved, info.backbone.mean, info.backbone.std)
 
-    def paste(self, mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> torch.Tensor:
-        """A mask put into its box on an image of (height, width), by the detector's rule: bool [height, width]."""
-        if self.model.options.rule == "mmdet":
-            return paste(mask, box, size)
-        whole: torch.Tensor = paste_masks_in_image(mask[None, None].float(), torch.tensor([box]), size)[0, 0]
-        return whole >= 0.5
-
     @property
     def transform(self) -> DetectTransform:
         """Makes the views that it needs."""
@@ -107,7 +99,7 @@ class Inference:
             masks = None
             if "masks" in answer:
                 pairs = zip(answer["masks"].cpu(), boxes.tolist(), strict=True)
-                masks = [run_lengths(self.paste(mask, box, size).numpy()[None])[0] for mask, box in pairs]
+                masks = [run_lengths(paste(mask, box, size).numpy()[None])[0] for mask, box in pairs]
             scores, labels = answer["scores"].cpu().numpy().astype(np.float64), answer["labels"].cpu().numpy() - 1
             detections.append(Detections(boxes, scores, labels, masks))
         return detections

@@ -19,8 +19,7 @@ of its likeliest class if it has none. No gradient flows through the refined box
 
 Matching, RoIAlign, losses and initial weights are those of mmdet and of Swin's detectors, with which the papers'
 numbers were made; docs/detect.md lists what is not. Layers, sampling and coding of boxes are torchvision's. What is
-computed from box coordinates stays in float32 under mixed precision. Detectors of the first version had torchvision's
-rules, which their weights keep (`DetectorOptions.rule`).
+computed from box coordinates stays in float32 under mixed precision.
 """
 
 from __future__ import annotations
@@ -88,12 +87,10 @@ def assign(iou: Tensor, low: float, high: float, best_from: float | None) -> Ten
     return match
 
 
-def pool_regions(levels: dict[str, Tensor], boxes: Sequence[Tensor], size: int, aligned: bool = True) -> Tensor:
+def pool_regions(levels: dict[str, Tensor], boxes: Sequence[Tensor], size: int) -> Tensor:
     """RoIAlign of the boxes [n, 4] of each image on the level that fits their size: [sum n, D, size, size].
 
-    Args:
-        aligned: cells lie between whole coordinates, and large regions are sampled densely; False: the first version's
-            half a cell beside it, and 2 x 2 samples.
+    Cells lie between whole coordinates, and large regions are sampled densely.
     """
     rois = _rois(boxes)
     side = (rois[:, 3:] - rois[:, 1:3]).clamp(min=0).prod(1).sqrt()
@@ -101,7 +98,7 @@ def pool_regions(levels: dict[str, Tensor], boxes: Sequence[Tensor], size: int, 
     counts = torch.stack([(level == k).sum() for k in range(len(LEVELS))]).tolist()  # a GPU is waited for only here
     out = levels[LEVELS[0]].new_zeros(len(rois), levels[LEVELS[0]].shape[1], size, size)
     for name, stride, some in zip(LEVELS, STRIDES, level.argsort(stable=True).split(counts), strict=True):
-        out[some] = roi_align(levels[name], rois[some], size, 1 / stride, -1 if aligned else 2, aligned).to(out.dtype)
+        out[some] = roi_align(levels[name], rois[some], size, 1 / stride, -1, aligned=True).to(out.dtype)
     return out
 
 
@@ -115,19 +112,13 @@ def _rois(boxes: Sequence[Tensor], numbers: Sequence[Tensor] | None = None) -> T
 
 
 class Anchors(nn.Module):
-    """Anchors at exact strides, in float32: squares of `scale` cells and shapes of the same area around each cell.
+    """Anchors at exact strides, in float32: squares of `scale` cells and shapes of the same area around each cell."""
 
-    Args:
-        rounded: to whole pixels, as in the first version.
-    """
-
-    def __init__(self, strides: Sequence[int], scale: float, rounded: bool = False) -> None:
+    def __init__(self, strides: Sequence[int], scale: float) -> None:
         super().__init__()
         self.strides = list(strides)
         shapes = torch.tensor([[-1 / math.sqrt(r), -math.sqrt(r), 1 / math.sqrt(r), math.sqrt(r)] for r in RATIOS])
         self.cells = [scale * stride * shapes / 2 for stride in strides]
-        if rounded:
-            self.cells = [cell.round() for cell in self.cells]
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         """[n, 4] for each image."""
@@ -233,9 +224,7 @@ class Stage(nn.Module):
         self.iou, self.weight = IOUS[number], LOSS_WEIGHTS[number]
         self.agnostic, self.box_loss = bool(options.class_agnostic), options.box_loss
         self.best_from = self.iou if options.detector == "mask" else None
-        first_version = options.rule == "torchvision" and number == 2
-        deviations = (1 / 30, 1 / 30, 1 / 15, 1 / 15) if first_version else DEVIATIONS[number]
-        self.coder = parts.BoxCoder(tuple(1 / v for v in deviations))
+        self.coder = parts.BoxCoder(tuple(1 / v for v in DEVIATIONS[number]))
         if options.box_head == "conv":
             self.head = FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [hidden], nn.BatchNorm2d)
         else:
@@ -305,11 +294,6 @@ class CascadeHeads(nn.Module):
         count = 3 if options.detector == "cascade" else 1
         self.stages = nn.ModuleList([Stage(k, classes, options) for k in range(count)])
         self.sampler = parts.BalancedPositiveNegativeSampler(options.regions, POSITIVE)
-        self.aligned = self.mean_of_logits = options.rule == "mmdet"
-
-    def pool(self, levels: dict[str, Tensor], boxes: Sequence[Tensor], size: int) -> Tensor:
-        """See `pool_regions`."""
-        return pool_regions(levels, boxes, size, self.aligned)
 
     def sample(self, stage: Stage, proposals: Tensor, truth: dict[str, Tensor]) -> Sampled:
         """Some of the proposals of an image and of its true boxes, matched."""
@@ -335,7 +319,7 @@ class CascadeHeads(nn.Module):
             stage: Any = module
             name = str(k + 1) if len(self.stages) > 1 else ""
             regions = [self.sample(stage, p, t) for p, t in zip(proposals, truth, strict=True)]
-            logits, codes = stage(self.pool(levels, [r.boxes for r in regions], 7))
+            logits, codes = stage(pool_regions(levels, [r.boxes for r in regions], 7))
             labels, boxes = torch.cat([r.labels for r in regions]), torch.cat([r.boxes for r in regions])
             terms[f"class{name}"] = stage.weight * F.cross_entropy(logits, labels)
             targets = torch.cat([_with_none(t["boxes"])[r.matched + 1] for r, t in zip(regions, truth, strict=True)])
@@ -356,7 +340,7 @@ class CascadeHeads(nn.Module):
         """Cross-entropy inside the regions with an object, whose masks are sampled as the regions are."""
         some = [torch.where(r.labels > 0)[0] for r in regions]
         boxes = [r.boxes[where] for r, where in zip(regions, some, strict=True)]
-        logits = stage.mask(self.pool(levels, boxes, 14)).float()
+        logits = stage.mask(pool_regions(levels, boxes, 14)).float()
         labels = torch.cat([r.labels[where] for r, where in zip(regions, some, strict=True)])
         if not len(labels):
             return logits.sum() * 0
@@ -377,16 +361,15 @@ class CascadeHeads(nn.Module):
         final, answers = boxes[:, None], []
         for k, module in enumerate(self.stages):
             stage: Any = module
-            logits, codes = stage(self.pool(levels, list(boxes.split(counts)), 7))
-            answers.append((logits if self.mean_of_logits else logits.softmax(-1)) / len(self.stages))
+            logits, codes = stage(pool_regions(levels, list(boxes.split(counts)), 7))
+            answers.append(logits / len(self.stages))
             if k + 1 < len(self.stages):
                 moved = stage.refine(logits, codes, boxes).split(counts)
                 boxes = torch.cat([clip_boxes_to_image(b, s) for b, s in zip(moved, sizes, strict=True)])
             else:
                 flat = stage.decode(codes.flatten(0, 1), boxes.repeat_interleave(codes.shape[1], 0))
                 final = flat.unflatten(0, codes.shape[:2])
-        total = sum(answers[1:], answers[0])
-        scores = total.softmax(-1) if self.mean_of_logits else total
+        scores = sum(answers[1:], answers[0]).softmax(-1)
         images = zip(scores.split(counts), final.split(counts), sizes, strict=True)
         detections = [_suppress(score[:, 1:], box, size, find) for score, box, size in images]
         self._add_masks(levels, detections)
@@ -397,7 +380,7 @@ class CascadeHeads(nn.Module):
         if not stages:
             return
         labels = torch.cat([image["labels"] for image in detections])
-        pooled = self.pool(levels, [image["boxes"] for image in detections], 14)
+        pooled = pool_regions(levels, [image["boxes"] for image in detections], 14)
         rows = torch.arange(len(labels), device=labels.device)
         each_stage = [stage.mask(pooled).float().sigmoid()[rows, labels - 1] for stage in stages]
         masks = torch.stack(each_stage).mean(0).split([len(image["labels"]) for image in detections])
@@ -490,12 +473,10 @@ class Detector(nn.Module):
                 f"{name} gives feature maps at strides {strides}, and the detector wants {STRIDES}: take a transformer "
                 "with patches of 16 pixels, or a network with stages at these strides"
             )
-        before, after = _BEFORE_NMS, {"training": options.proposals, "testing": min(options.proposals, 1000)}
-        if options.rule == "torchvision":
-            before = after = {"training": options.proposals, "testing": max(options.proposals // 2, 1)}
-        anchors = Anchors([*strides, 64], options.anchor_scale, rounded=options.rule == "torchvision")
+        after = {"training": options.proposals, "testing": min(options.proposals, 1000)}
+        anchors = Anchors([*strides, 64], options.anchor_scale)
         head = ProposalHead(channels, len(RATIOS))
-        self.rpn = Proposals(anchors, head, before, after, inside=cascade, beta=1 / 9 if cascade else 0)
+        self.rpn = Proposals(anchors, head, _BEFORE_NMS, after, inside=cascade, beta=1 / 9 if cascade else 0)
         self.heads = CascadeHeads(classes, options)
 
     def train(self, mode: bool = True) -> Detector:
@@ -562,12 +543,6 @@ class DetectorInfo(DenseInfo):
     detector: DetectorOptions
     find: FindOptions
 
-    @classmethod
-    def upgrade(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Detectors of the first version, which did not name its rule, keep it."""
-        detector = values.get("detector")
-        return {**values, "detector": {"rule": "torchvision", **detector}} if isinstance(detector, dict) else values
-
 
 def build_detector(
     backbone: BackboneOptions,
@@ -581,8 +556,6 @@ def build_detector(
     Args:
         size: of the position embeddings, if the backbone has any; they are resized for every image.
     """
-    if options.rule != "mmdet":
-        raise EverytokenError('rule "torchvision" is that of older detectors, which can be used but not trained')
     features, info = build_features(backbone, -(-size // STRIDES[-1]) * STRIDES[-1])
     model = Detector(features, options, len(class_names))
     taps = tuple(features.indices) if features.plain else ()

@@ -38,9 +38,6 @@ class DetectorOptions:
     """Proposals per image that each stage is trained on, at most a quarter of them objects."""
     norm_eval: bool = False
     """Keep the backbone's batch norms as they are (pretrained ResNets with few images per process)."""
-    rule: tyro.conf.Suppress[Literal["mmdet", "torchvision"]] = "mmdet"
-    """Whose matching, RoIAlign and averaging of scores it is; torchvision: of detectors of the first version, which can
-    be used but not trained."""
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,6 @@ class DetectTask(DenseTask):
     options: DetectOptions
 
     def __init__(self, options: DetectOptions, world: World, folder: RunFolder) -> None:
-        if "epochs" in (config := folder.read().config) and "rule" not in config:
-            raise EverytokenError(
-                f"{folder.path} was started by an older version, whose detectors were trained by other rules: train it "
-                "with that version to its end, or choose another output. Its weights can be evaluated and used."
-            )
         training, validation = _open_data(options, folder)
         names, side = tuple(training.class_names), options.augment.sizes[-1]
         detector, info = build_detector(options.model, options.detector, side, names, options.find)
