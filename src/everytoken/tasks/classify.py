@@ -28,7 +28,7 @@ from everytoken.maps import Maps
 from everytoken.mixing import MIXERS, GuidedMixer
 from everytoken.models.common import make_attention_explicit
 from everytoken.models.open import timm_config
-from everytoken.objectives import ALIASES, required_by
+from everytoken.objectives import ALIASES
 from everytoken.objectives.registry import resolved
 from everytoken.tasks.batch_picture import batch_picture
 from everytoken.tasks.build import ClassifierSetup, build
@@ -53,7 +53,6 @@ class Classification(Task):
             train=True,
             maps=setup.store,
             repeats=data.repeat_augment,
-            erased=any("erased" in required_by(objective) for objective in setup.step.objectives.values()),
         )
         size = data.val_batch_size or data.batch_size
         self.val_loader = self.loader(setup.val_set, setup.eval_view, size, train=False)
