@@ -326,9 +326,6 @@ def test_without_pretrained_weights_fit_says_what_to_install(data, tmp_path, mon
         ({"model": "test_resnet"}, "must be registry:NAME, timm:NAME"),
         ({"folds": 1}, "folds is 1; it must be at least 2"),
     ],
-        ({"model": "test_resnet"}, "must be registry:NAME, timm:NAME"),
-        ({"folds": 1}, "folds is 1; it must be at least 2"),
-    ],
 )
 def test_a_backbone_without_a_prefix_and_a_single_fold_are_refused(data, tmp_path, chosen, said):
     with pytest.raises(EverytokenError, match=said):
