@@ -172,15 +172,10 @@ def make_shapes(root: Path) -> Path:
 
 
 def store_state(folder: Path) -> bytes:
-    """Every file of a store but the diary, and in the notes of fitted networks all but their seconds."""
+    """Every file of a store but the diary."""
     parts = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != RUNS):
-        data = path.read_bytes()
-        if path.parent.name == "annotator" and path.suffix == ".json":
-            content = json.loads(data)
-            content.get("facts", {}).pop("seconds", None)
-            data = json.dumps(content, sort_keys=True).encode()
-        parts.append(path.relative_to(folder).as_posix().encode() + b"\n" + data)
+        parts.append(path.relative_to(folder).as_posix().encode() + b"\n" + path.read_bytes())
     return b"".join(parts)
 
 
@@ -250,7 +245,7 @@ def kills(work: Path, share: float, rng: random.Random, only: str = "") -> Itera
         return ["small-shards", str(photos), str(out), str(teacher), str(workers)]
 
     def fit(out: Path, workers: int) -> list[str]:
-        words = ["--annotator", "fit", "--fit-model", "cnn", "--fit-epochs", "2", "--fit-size", "32", "--folds", "2"]
+        words = ["--annotator", "fit", "--fit-model", str(teacher)]
         return ["annotate", str(photos), "--out", str(out), *words, "--workers", str(workers), "--device", "cpu"]
 
     def segment(out: Path, workers: int) -> list[str]:
@@ -400,8 +395,8 @@ def disks(work: Path, mounts: bool) -> Iterator[Tally]:
         "predict": ["predict", run, str(photos / "val"), "--out", str(disk / "p.csv"), "-j", "0", "--device", "cpu"],
         "maps export": ["maps", "export", str(maps), "--out", str(disk / "export")],
         "annotate": [
-            *("annotate", str(photos), "--out", str(disk / "maps"), "--annotator", "fit", "--fit-model", "cnn"),
-            *("--fit-epochs", "1", "--fit-size", "32", "--workers", "0", "--device", "cpu"),
+            *("annotate", str(photos), "--out", str(disk / "maps"), "--annotator", "fit", "--fit-model", run),
+            *("--workers", "0", "--device", "cpu"),
         ],
         "report": ["report", run, "--out", str(disk / "page.html"), "--samples", "0"],
         "eval": ["eval", run, str(photos), "--out", str(disk / "result"), "-j", "0", "--device", "cpu"],
@@ -473,6 +468,8 @@ def scarce(work: Path, mounts: bool) -> Iterator[Tally]:
     train = ["train", str(photos), *TINY, "--epochs", "2", "--out"]
     tally = Tally("tiny shared memory")
     if mounts:
+        teacher = str(work / "teacher")
+        assert Job([*train, teacher, "--workers", "0"], work / "log.txt").wait() == 0, (work / "log.txt").read_text()
         for number, size in enumerate(("64k", "200k", "64m")):
 
             def tiny(size: str = size) -> None:
@@ -482,7 +479,7 @@ def scarce(work: Path, mounts: bool) -> Iterator[Tally]:
             words = [*train, str(work / f"shm-{number}"), "--workers", "2", "--img-size", "64"]
             in_words(tally, f"train with {size} of shared memory", Job(words, work / "log.txt", tiny), has="shm-size")
             words = ["annotate", str(photos), "--out", str(work / f"shm-maps-{number}"), "--annotator", "fit"]
-            words += ["--fit-model", "cnn", "--fit-epochs", "1", "--workers", "2", "--device", "cpu"]
+            words += ["--fit-model", teacher, "--workers", "2", "--device", "cpu"]
             in_words(
                 tally, f"annotate with {size} of shared memory", Job(words, work / "log.txt", tiny), has="shm-size"
             )

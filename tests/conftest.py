@@ -184,3 +184,25 @@ def photo_maps(photos, tmp_path_factory) -> Path:
             writer.write({key: ScoreMap(scores, classes, (40, 36))})
         writer.finalize()
     return path
+
+
+@pytest.fixture(scope="session")
+def backbone(tmp_path_factory) -> str:
+    """A tiny network with random weights in the place of a pretrained one, in a file that describes itself."""
+    import timm
+    import torch
+
+    from everytoken.engine.checkpoint import write_weights
+    from everytoken.models.open import Description
+
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=7)
+    for part in model.modules():
+        if isinstance(part, torch.nn.BatchNorm2d):
+            part.momentum = None
+    with torch.no_grad():
+        model.train()(torch.randn(16, 3, 32, 32))
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    about = Description("test_resnet", {"num_classes": 7}, img_size=(32, 32), crop_pct=1.0)
+    write_weights(path, model.state_dict(), about.to_metadata())
+    return str(path)

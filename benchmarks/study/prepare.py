@@ -8,8 +8,8 @@
 Maps are made by `everytoken annotate`. `linear-S`: `fit`, a linear classifier of the images' own classes on the frozen
 features of an ImageNet network (EfficientNet-Lite0, images enlarged to S pixels), applied at each of its S/32 x S/32
 cells, every image annotated by a head that was not fitted on it. Variants: `-mean`, the mean of all cells at every
-cell; `-coarse`, the mean over blocks of 2x2 cells; `-truth`, the image's own label at every cell. `cnn`: `fit` with a
-small CNN that is trained on the same images alone. `foreign-S`: the ImageNet network's own 1000 classes.
+cell; `-coarse`, the mean over blocks of 2x2 cells; `-truth`, the image's own label at every cell. `foreign-S`: the
+ImageNet network's own 1000 classes.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def maps_of(work: Path, data: str, seed: int, kind: str) -> Path:
     if (out / "done").exists():
         return out
     name, _, rest = kind.partition("-")
-    if name == "cnn":
-        et.annotate(images, out, "fit", fit_model="cnn", workers=0, device="cpu")
-    elif name == "foreign":
+    if name == "foreign":
         et.annotate(images, out, NETWORK, img_size=int(rest), foreign_classes=True, workers=0, device="cpu")
     elif rest.isdigit():
         size = int(rest)

@@ -26,6 +26,7 @@ from everytoken.annotators.linear import fit_linear, stratified_folds
 from everytoken.data.datasets import open_dataset
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.distributed import World
+from everytoken.errors import EverytokenError
 from everytoken.evaluation.run import eval_view
 from everytoken.maps import Maps
 from everytoken.models.open import Description, open_model, timm_config
@@ -312,19 +313,36 @@ def test_a_fitted_head_is_used_again_and_refuses_other_settings(data, backbone, 
         fit_annotator(data, out, options(), ALONE)
 
 
-def test_without_pretrained_weights_a_network_is_trained(data, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fit_module, "available_weights", list)
-    monkeypatch.setattr(fit_module, "train_annotator", lambda *_: "trained")
-    with caplog.at_level("INFO"):
-        assert fit_annotator(data, tmp_path / "a", options(), ALONE) == "trained"
-    assert "no pretrained weights" in caplog.text
-    monkeypatch.setattr(fit_module, "available_weights", lambda: ["registry:efficientnet_lite0"])
-    assert fit_annotator(data, tmp_path / "a", options("cnn"), ALONE) == "trained"
-    assert fit_annotator(data, tmp_path / "a", options(fit_epochs=3), ALONE) == "trained"
-    begun = tmp_path / "b/annotator"
-    begun.mkdir(parents=True)
-    (begun / "fold-0.json").touch()  # of the first version
-    assert fit_annotator(data, tmp_path / "b", options(), ALONE) == "trained"
+def test_without_pretrained_weights_fit_says_what_to_install(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(features_module, "available_weights", list)
+    with pytest.raises(AnnotatorError, match=r"the extra `registry`.*timm:NAME"):
+        fit_annotator(data, tmp_path / "maps", options(), ALONE)
+    assert not (tmp_path / "maps").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"model": "test_resnet"}, "must be registry:NAME, timm:NAME"),
+        ({"folds": 1}, "folds is 1; it must be at least 2"),
+    ],
+)
+def test_a_backbone_without_a_prefix_and_a_single_fold_are_refused(data, tmp_path, chosen, said):
+    with pytest.raises(EverytokenError, match=said):
+        fit_annotator(data, tmp_path, options(**chosen), ALONE)
+
+
+def test_one_class_is_not_enough_to_learn(photos_of, tmp_path):
+    data = open_dataset(photos_of(colours={"red": (200, 0, 0)}))
+    with pytest.raises(EverytokenError, match="tell classes apart"):
+        fit_annotator(data, tmp_path / "maps", options(), ALONE)
+
+
+def test_unreadable_images_do_not_stop_fit(photos, backbone, tmp_path):
+    (photos / "red/0.red.png").write_bytes(b"broken")
+    data, out = open_dataset(photos), tmp_path / "maps"
+    fill_store(data, out, fit_annotator(data, out, options(backbone), ALONE), options())
+    assert list(Maps(out).skipped) == ["red/0.red.png"]
 
 
 def test_digests_are_those_of_the_bytes(data, photos):

@@ -19,7 +19,6 @@ from everytoken.data import (
     PipelineError,
     RandAugment,
     collate,
-    create_loader,
     open_dataset,
     randaugment,
     with_maps,
@@ -361,29 +360,3 @@ def test_our_randaugment_stands_in_a_pipeline_on_any_kind_of_image(photos, maps,
     late = with_maps(photos, maps, v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32), RandAugment("rand-m9-n9-p1")]))
     with pytest.raises(PipelineError, match="ToDtype"):
         late[0]
-
-
-def test_a_loader_with_timms_arguments_yields_normalised_batches_with_maps(folder):
-    where = {"num_workers": 0, "device": "cpu", "mean": (0.5,) * 3, "std": (0.25,) * 3}
-    photos = open_dataset(folder / "photos", "all")
-    train = create_loader(
-        photos,
-        (3, 32, 24),
-        4,
-        True,
-        maps=folder / "maps",
-        scale=(0.5, 1),
-        auto_augment="rand-m9-inc1",
-        re_prob=0.2,
-        **where,
-    )
-    batches = list(train)
-    assert len(batches) == len(train) == 3
-    batch = batches[0].plan((4, 3))
-    assert batch.images.shape == (4, 3, 32, 24)
-    assert batch.images.abs().max() <= 2
-    assert label_tokens(batch.maps, batch.placement, (4, 3), batch.sampling).tokens.weight.max() == 1
-    assert [b.keys for b in train] != [b.keys for b in batches]  # the next epoch
-    evaluation = list(create_loader(photos, 32, 8, crop_pct=1.0, **where))
-    assert [len(b) for b in evaluation] == [8, 4]
-    assert evaluation[0].maps is None

@@ -35,7 +35,7 @@ class Traveller:
 
 
 def test_a_batch_moves_with_all_its_parts_and_keeps_what_is_no_tensor():
-    parts = ("labels", "placement", "indices", "targets", "erased", "maps", "token_target", "class_target", "mix")
+    parts = ("labels", "placement", "indices", "targets", "maps", "token_target", "class_target", "mix")
     batch = Batch(Traveller(), keys=("a",), skipped=(("b", "c"),), key=StepKey(), **{p: Traveller() for p in parts})
     for moved, where in ((batch.to("cuda:1", True), ("cuda:1", True)), (batch.pin_memory(), "pinned")):
         assert all(getattr(moved, part).where == where for part in ("images", *parts))

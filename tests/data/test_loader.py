@@ -92,17 +92,16 @@ def collect(batches):
         for k, key in enumerate(batch.keys):
             assert key not in found
             parts = (batch.images[k], batch.placement[k], batch.labels[k], batch.indices[k])
-            parts += () if batch.erased is None else (batch.erased[k],)
             found[key] = tuple(part.numpy().tobytes() for part in parts)
     return found
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_sample_is_the_same_with_any_number_of_workers_in_any_order_and_after_a_restart(data):
-    want = collect(Loader(data, TRAIN, 1, train=True, seed=5, erased=True).epoch(2))
+    want = collect(Loader(data, TRAIN, 1, train=True, seed=5).epoch(2))
     assert len(want) == 25
     for workers in (1, 4):
-        loader = Loader(data, TRAIN, 5, train=True, seed=5, workers=workers, erased=True)
+        loader = Loader(data, TRAIN, 5, train=True, seed=5, workers=workers)
         first = collect(loader.epoch(1))
         assert first != want  # another epoch looks different
         assert collect(loader.epoch(2)) == want  # the workers of epoch 1 live on
@@ -110,12 +109,12 @@ def test_a_sample_is_the_same_with_any_number_of_workers_in_any_order_and_after_
         assert len(rest) == 25 - 3 * 5
         assert all(want[key] == value for key, value in rest.items())
         loader.close()
-    other = collect(Loader(data, TRAIN, 7, train=True, seed=5, erased=True).epoch(2))
+    other = collect(Loader(data, TRAIN, 7, train=True, seed=5).epoch(2))
     assert all(want[key] == value for key, value in other.items())  # another batch size
     fewer = data.subset(range(0, 25, 2))
     some = collect(Loader(fewer, TRAIN, 5, train=True, seed=5).epoch(2))
     assert all(want[key][:2] == value[:2] for key, value in some.items())  # other samples around it
-    assert collect(Loader(data, TRAIN, 5, train=True, seed=6, erased=True).epoch(2)) != want
+    assert collect(Loader(data, TRAIN, 5, train=True, seed=6).epoch(2)) != want
 
 
 def test_every_pass_over_the_loader_is_the_next_epoch(data):
@@ -180,7 +179,6 @@ def test_evaluation_is_in_order_and_needs_no_generator(data):
     want, placement = EVAL(data.picture(4))
     assert np.array_equal(batch.images[4].permute(1, 2, 0).numpy(), want)
     assert np.allclose(batch.placement[4].numpy(), placement)
-    assert batch.erased is None
     assert batch.labels.tolist() == data.labels[:10].tolist()
     loader.close()
 

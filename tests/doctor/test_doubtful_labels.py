@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 import everytoken as et
-from everytoken.annotators.fit_network import keys_hash
 from everytoken.cli import main
 from everytoken.data import open_dataset
+from everytoken.data.datasets import keys_hash
 from everytoken.doctor import labels as doubtful
 from everytoken.engine.accuracy import MultiLabelPredictions, Predictions
 from everytoken.errors import EverytokenError

@@ -27,7 +27,6 @@ TINY = {
     "device": "cpu",
     "warmup_epochs": 0,
 }
-FIT = {"fit_size": (32, 32), "fit_epochs": 1, "fit_batch_size": 8, "workers": 0, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,9 @@ def undivided(photos, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def maps(undivided, tmp_path_factory):
-    return annotate(undivided, tmp_path_factory.mktemp("maps") / "maps", "fit", **FIT)
+def maps(undivided, backbone, tmp_path_factory):
+    out = tmp_path_factory.mktemp("maps") / "maps"
+    return annotate(undivided, out, "fit", fit_model=backbone, workers=0, device="cpu")
 
 
 def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys, monkeypatch):

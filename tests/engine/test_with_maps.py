@@ -92,17 +92,6 @@ def test_the_released_switch_trains_with_geometric_augmentation_and_wants_square
     assert main([*words, "--maps", str(square)]) == 0
 
 
-def test_erased_tokens_are_left_out_when_that_is_asked_for(photos, own, tmp_path):
-    losses = []
-    for skip in ("false", "true"):
-        words = ["--maps", str(own), "--reprob", "1", "--set", f"objectives.token_labeling={{skip_erased: {skip}}}"]
-        assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / skip)]) == 0
-        rows = [json.loads(line) for line in (tmp_path / skip / "metrics.jsonl").read_text().splitlines()]
-        losses.append((rows[0]["token_labeling/token"], rows[0]["token_labeling/class"]))
-    assert losses[0][0] != losses[1][0]
-    assert losses[0][1] == losses[1][1]
-
-
 @pytest.mark.parametrize("target", ["", "class_target: both, rho: 0.5"])  # as recipes say for maps of the own classes
 def test_foreign_classes_teach_the_tokens_and_the_folders_the_class_token(photos, foreign, tmp_path, capsys, target):
     words = ["--maps", str(foreign), "--set", f"objectives.token_labeling={{{target}}}", "--out", str(tmp_path)]
@@ -134,8 +123,8 @@ def test_a_store_that_is_not_used_is_mentioned(photos, own, tmp_path, capsys):
     assert "not used by any objective" in capsys.readouterr().out
 
 
-def test_the_network_that_fit_has_kept_can_teach(photos, own, tmp_path, capsys):
-    fit = ["--annotator", "fit", "--fit-epochs", "1", "--workers", "0", "--device", "cpu"]
+def test_the_network_that_fit_has_kept_can_teach(photos, own, backbone, tmp_path, capsys):
+    fit = ["--annotator", "fit", "--fit-model", backbone, "--workers", "0", "--device", "cpu"]
     assert main(["annotate", str(photos), "--out", str(tmp_path / "maps"), *fit]) == 0
     words = ["--teacher", f"fit:{tmp_path / 'maps'}", "--set", "objectives.online_token={}"]
     assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path / "run")]) == 0

@@ -29,7 +29,6 @@ from everytoken.objectives import (
     TokenLabeling,
     find_objective,
 )
-from everytoken.objectives.token_labeling import erased_part
 
 B, GRID, K = 4, (6, 4), 9
 
@@ -346,41 +345,6 @@ def test_targets_from_labels_and_maps_mix_alike():
     image = from_labels(torch.tensor([0, 1, 2, 3]), K)
     assert mix_image_target(image, mix).shape == (B,)
     assert mix_token_target(targets(a_batch())[1], mix).shape == (B, *GRID)
-
-
-def test_erased_tokens_can_be_left_out():
-    batch, view = a_batch(), a_view()
-    # in the first image the whole left half, in the second less than half of one patch and all of none
-    boxes = torch.zeros(B, 2, 4)
-    boxes[0, 0] = torch.tensor([0.0, 0.0, 0.5, 1.0])
-    boxes[1, 1] = torch.tensor([0.0, 0.0, 0.2, 0.08])
-    part = erased_part(boxes, GRID)
-    assert part[0, :, :2].min() == pytest.approx(1)
-    assert part[0, :, 2:].max() == 0
-    assert part[1, 0, 0] == pytest.approx(0.8 * 0.08 * 6)
-    skipping = TokenLabeling(skip_erased=True, beta=1.0)
-    assert "erased" in skipping.requires
-    _, tokens = targets(batch)
-    weight = tokens.weight.clone()
-    weight[0, :, :2] = 0
-    expected = compact_cross_entropy(view.token_logits, tokens, weight=weight)
-    torch.testing.assert_close(skipping(view, replace(batch, erased=boxes))["token"], expected)
-    with pytest.raises(EverytokenError, match="erased"):
-        skipping(view, batch)
-
-
-def test_erased_tokens_of_a_partner_are_left_out_where_it_is_shown():
-    mix = draw(CutMix())
-    batch, view = a_batch(mix), a_view()
-    everything = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(B, 1, 1)
-    everything[0] = 0  # only the first image, which is the last one's partner, shows something
-    own = mix.at(GRID).expand(B, *GRID)
-    _, tokens = targets(batch)
-    weight = torch.zeros_like(tokens.weight)
-    weight[0], weight[3] = own[0] * tokens.weight[0], (1 - own[3]) * tokens.weight[0]
-    skipping = TokenLabeling(skip_erased=True, beta=1.0)(view, replace(batch, erased=everything))["token"]
-    rows = -(view.token_logits.log_softmax(-1) * tokens.dense()[[0, 1, 2, 0]]).sum(-1)
-    torch.testing.assert_close(skipping, (rows * weight).sum() / weight.sum())
 
 
 def test_the_class_target_of_the_maps_is_not_made_a_second_time(monkeypatch):

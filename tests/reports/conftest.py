@@ -14,10 +14,10 @@ COMMON = [
 
 
 @pytest.fixture(scope="session")
-def trained(photos, tmp_path_factory) -> Path:
+def trained(photos, backbone, tmp_path_factory) -> Path:
     """A folder with runs plain-seed1, plain-seed2, token-seed1 and token-seed2, and the maps that were used."""
     root = tmp_path_factory.mktemp("trained")
-    annotate = ["annotate", str(photos), "--out", str(root / "maps"), "--annotator", "fit", "--fit-epochs", "1"]
+    annotate = ["annotate", str(photos), "--out", str(root / "maps"), "--annotator", "fit", "--fit-model", backbone]
     assert main([*annotate, "--workers", "0", "--device", "cpu"]) == 0
     kinds = {
         "plain": [],

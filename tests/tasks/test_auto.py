@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import timm
 import torch
 import yaml
 from PIL import Image
@@ -18,16 +17,15 @@ from PIL import Image
 import everytoken
 from everytoken import EverytokenError, train
 from everytoken.annotators import features as features_module
-from everytoken.annotators.fit_network import keys_hash
 from everytoken.cli import main
-from everytoken.data.datasets import open_dataset
+from everytoken.data.datasets import keys_hash, open_dataset
 from everytoken.engine.accuracy import Predictions
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.options import AutoOptions, DataOptions, ModelOptions, TrainOptions
 from everytoken.engine.run_folder import read_run
 from everytoken.evaluation.calibrated import read_calibration
 from everytoken.maps import Maps
-from everytoken.models.open import Description, open_model
+from everytoken.models.open import open_model
 from everytoken.reports.predictions import predict_run
 from everytoken.tasks import auto as auto_module
 from everytoken.tasks.classify import decides_itself
@@ -36,19 +34,8 @@ QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """A tiny network with random weights in the place of a pretrained one."""
-    torch.manual_seed(0)
-    model = timm.create_model("test_resnet", num_classes=7)
-    for part in model.modules():
-        if isinstance(part, torch.nn.BatchNorm2d):
-            part.momentum = None
-    with torch.no_grad():
-        model.train()(torch.randn(16, 3, 32, 32))
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    about = Description("test_resnet", {"num_classes": 7}, img_size=(32, 32), crop_pct=1.0)
-    write_weights(path, model.state_dict(), about.to_metadata())
-    return str(path)
+def weights(backbone):
+    return backbone
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Annotators (a timm classifier, one trained on your classes, the model itself, your function) and the job that fills a
 store with their score maps.
 
-    maps = annotate("photos", "maps", annotator="fit", folds=5)
+    maps = annotate("photos", "maps", annotator="fit")
 
 Names are imported when they are first used.
 """

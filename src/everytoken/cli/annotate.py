@@ -15,7 +15,7 @@ from everytoken.annotators.options import AnnotateOptions
 from everytoken.cli._parse import parse, values_of
 
 if TYPE_CHECKING:
-    from everytoken.annotators import Annotator, Outcome
+    from everytoken.annotators import Outcome
     from everytoken.maps import Maps
     from everytoken.maps.summary import StoreSummary
 
@@ -104,7 +104,7 @@ def _report(options: Annotate, outcome: Outcome) -> int:
     Console().print(table)
     for key, reason in summary.skipped_examples:
         print(f"skipped {key}: {reason}")
-    for note in [*outcome.notes, *_advice(outcome.annotator, summary, manifest.grid)]:
+    for note in [*outcome.notes, *_advice(summary, manifest.grid)]:
         print(f"note: {note}")
     if not summary.maps:
         print("none of the images could be read, so there are no maps.", file=sys.stderr)
@@ -127,16 +127,9 @@ def _usual_side(store: Maps) -> int:
     return 32 if side < 48 else 64 if side < 80 else 96
 
 
-def _advice(annotator: Annotator, summary: StoreSummary, grid: tuple[int, int]) -> Iterator[str]:
+def _advice(summary: StoreSummary, grid: tuple[int, int]) -> Iterator[str]:
     """What the numbers suggest."""
-    held_out = annotator.settings.get("held_out_accuracy")
-    if held_out is not None and summary.images_agree is not None and len(annotator.settings["weights_sha256"]) == 1:
-        if summary.images_agree > held_out + 0.1:
-            yield (
-                f"the annotator has memorised its training images ({summary.images_agree:.0%} right, {held_out:.0%} of "
-                "those it has not seen), so their maps say little more than the folder. --folds 5 avoids that."
-            )
-    elif summary.images_agree is not None and summary.images_agree < 0.3:
+    if summary.images_agree is not None and summary.images_agree < 0.3:
         yield (
             f"only {summary.images_agree:.0%} of the maps agree with their folders. Look at them before you train; "
             "another annotator, --img-size or --class-map may be needed."

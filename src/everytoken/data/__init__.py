@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from everytoken._lazy import lazy
 
 if TYPE_CHECKING:
-    from everytoken.data.adapter import PipelineError, RandAugment, collate, create_loader, with_maps
-    from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform, View
+    from everytoken.data.adapter import PipelineError, RandAugment, collate, with_maps
+    from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform
     from everytoken.data.batch import Batch, Prefetcher, normalise, to_device
     from everytoken.data.datasets import DataSet, open_dataset, open_splits
     from everytoken.data.decode import ImageError, Picture
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "everytoken.data.adapter": ["PipelineError", "RandAugment", "collate", "create_loader", "with_maps"],
-        "everytoken.data.augment": ["AugmentOptions", "EvalTransform", "TrainTransform", "View"],
+        "everytoken.data.adapter": ["PipelineError", "RandAugment", "collate", "with_maps"],
+        "everytoken.data.augment": ["AugmentOptions", "EvalTransform", "TrainTransform"],
         "everytoken.data.batch": ["Batch", "Prefetcher", "normalise", "to_device"],
         "everytoken.data.datasets": ["DataSet", "open_dataset", "open_splits"],
         "everytoken.data.decode": ["ImageError", "Picture"],
@@ -45,9 +45,7 @@ __all__ = [
     "Prefetcher",
     "RandAugment",
     "TrainTransform",
-    "View",
     "collate",
-    "create_loader",
     "normalise",
     "open_dataset",
     "open_splits",

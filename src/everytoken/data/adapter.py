@@ -24,11 +24,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
@@ -39,10 +38,7 @@ from torchvision.transforms.v2 import functional as F
 
 from everytoken.data import placement as pl
 from everytoken.data import randaugment
-from everytoken.data.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentOptions, EvalTransform, TrainTransform
-from everytoken.data.batch import Batch, Prefetcher
-from everytoken.data.datasets import DataSet, open_dataset
-from everytoken.data.loader import Loader
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps
 from everytoken.maps import Maps, ScoreMap
@@ -285,8 +281,8 @@ def _check_pipeline(transform: Any) -> None:
             )
         if module.startswith("timm."):
             raise PipelineError(
-                f"{name} of timm takes images alone, so its geometry cannot be followed. everytoken.data.create_loader "
-                "has the same options as timm's and reads maps; or use transforms of torchvision.transforms.v2."
+                f"{name} of timm takes images alone, so its geometry cannot be followed. Use transforms of "
+                "torchvision.transforms.v2, and everytoken.data.RandAugment."
             )
 
 
@@ -625,98 +621,3 @@ class RandAugment(v2.Transform):
         shear = [slope if name == "ShearX" else 0.0, slope if name == "ShearY" else 0.0]
         shift = [-value * width if name == "TranslateXRel" else 0, -value * height if name == "TranslateYRel" else 0]
         return F.affine(inpt, 0.0, shift, 1.0, shear, center=[0.0, 0.0], **how)
-
-
-class DeviceLoader(Prefetcher):
-    """A `Loader` whose batches are on the device and normalised; each iteration is the next epoch."""
-
-    def __len__(self) -> int:
-        """Batches of an epoch on this rank."""
-        return len(self.batches)  # type: ignore[arg-type]
-
-
-def create_loader(
-    dataset: DataSet | str | os.PathLike[str],
-    input_size: int | Sequence[int],
-    batch_size: int,
-    is_training: bool = False,
-    *,
-    maps: Maps | str | os.PathLike[str] | None = None,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    hflip: float = 0.5,
-    vflip: float = 0.0,
-    color_jitter: float = 0.4,
-    auto_augment: str | None = None,
-    re_prob: float = 0.0,
-    re_mode: Literal["const", "rand", "pixel"] = "const",
-    re_count: int = 1,
-    num_aug_repeats: int = 0,
-    train_interpolation: Literal["random", "bilinear", "bicubic"] = "random",
-    interpolation: str = "bicubic",
-    crop_pct: float = 0.875,
-    crop_mode: str = "center",
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-    num_workers: int = 1,
-    distributed: bool = False,
-    pin_memory: bool = False,
-    img_dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-    seed: int = 0,
-) -> DeviceLoader:
-    """`timm.data.create_loader` with score maps: the same names, our augmentation, which follows its own geometry.
-
-    Args:
-        dataset: a folder, an archive or a name as `open_dataset` reads them (its training part in training, else its
-            validation part), or what it returned.
-        maps: the store of the images' score maps, or its folder; in training only.
-        seed: of order and augmentation.
-        The others are timm's.
-
-    Returns:
-        An iterable of normalised `Batch`es on the device.
-
-    Example:
-        >>> loader = create_loader("photos", 224, 64, is_training=True, maps="maps", auto_augment="rand-m9-inc1")
-        >>> for batch in loader: loss = token_labeling(model(batch.images), batch)["loss"]
-    """
-    if not isinstance(dataset, DataSet):
-        dataset = open_dataset(dataset, "train" if is_training else "val")
-    size = (input_size,) if isinstance(input_size, int) else tuple(input_size)[-2:]
-    img_size = (size[0], size[-1])
-    transform: TrainTransform | EvalTransform
-    if is_training:
-        options = AugmentOptions(
-            scale=scale,
-            ratio=ratio,
-            hflip=hflip,
-            vflip=vflip,
-            aa=auto_augment or "",
-            color_jitter=color_jitter,
-            reprob=re_prob,
-            remode=re_mode,
-            recount=re_count,
-            train_interpolation=train_interpolation,
-        )
-        transform = TrainTransform(img_size, options, mean=mean, std=std)
-    else:
-        transform = EvalTransform(img_size, crop_pct, crop_mode, interpolation, tuple(mean), tuple(std))
-    if maps is not None and not isinstance(maps, Mapping):
-        maps = Maps(maps)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-    loader = Loader(
-        dataset,
-        transform,
-        batch_size,
-        train=is_training,
-        seed=seed,
-        workers=num_workers,
-        rank=rank,
-        world=world,
-        maps=maps if is_training else None,
-        repeats=max(1, num_aug_repeats),
-        pin_memory=pin_memory,
-    )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return DeviceLoader(loader, device, mean, std, img_dtype)

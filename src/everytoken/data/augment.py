@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from PIL import Image
@@ -126,20 +126,6 @@ def mean_colour(mean: Sequence[float]) -> tuple[int, int, int]:
     return red, green, blue
 
 
-class View(NamedTuple):
-    """What the network gets to see of one image.
-
-    Attributes:
-        pixels: uint8 [h, w, 3].
-        placement: float64 [2, 3], network fractions -> source fractions.
-        erased: rectangles (x0, y0, x1, y1) in network fractions where there is nothing to see.
-    """
-
-    pixels: np.ndarray
-    placement: pl.Affine
-    erased: list[tuple[float, float, float, float]]
-
-
 # Training -----------------------------------------------------------------------------------------------------------
 
 
@@ -168,12 +154,7 @@ class TrainTransform:
         self.jitter = options.color_jitter if not options.aa or "3a" in options.aa else 0.0
 
     def __call__(self, image: Image.Image | Picture, rng: np.random.Generator) -> tuple[np.ndarray, pl.Affine]:
-        """(pixels uint8 [h, w, 3], placement float64 [2, 3]) of one view."""
-        pixels, placement, _ = self.view(image, rng)
-        return pixels, placement
-
-    def view(self, image: Image.Image | Picture, rng: np.random.Generator) -> View:
-        """One view, with its erased rectangles."""
+        """(pixels uint8 [h, w, 3], placement float64 [2, 3]: network to source fractions) of one view."""
         from everytoken.data.warp import render  # needs torch, which the options do without
 
         options, (height, width) = self.options, self.size
@@ -203,7 +184,7 @@ class TrainTransform:
             for step in colours:
                 small = randaugment.recolour(small, step)
             pixels = np.array(small)
-        erased = erase(
+        erase(
             pixels,
             rng,
             prob=options.reprob,
@@ -212,7 +193,7 @@ class TrainTransform:
             mean=self.mean,
             std=self.std,
         )
-        return View(pixels, pl.from_pixels(used, (width, height), picture.size), erased)
+        return pixels, pl.from_pixels(used, (width, height), picture.size)
 
 
 def random_crop(
@@ -250,17 +231,12 @@ def erase(
     count: int,
     mean: Sequence[float],
     std: Sequence[float],
-) -> list[tuple[float, float, float, float]]:
-    """Erase rectangles of `pixels`, uint8 [h, w, 3], in place.
-
-    Returns:
-        The rectangles as (x0, y0, x1, y1), fractions of the image.
-    """
+) -> None:
+    """Erase rectangles of `pixels`, uint8 [h, w, 3], in place."""
     if prob <= 0 or rng.random() >= prob:
-        return []
+        return
     height, width = pixels.shape[:2]
     number = int(rng.integers(1, count + 1))
-    boxes = []
     for _ in range(number):
         for area, aspect, u, v in rng.random((_ATTEMPTS, 4)).tolist():
             area = (_ERASED_AREA[0] + (_ERASED_AREA[1] - _ERASED_AREA[0]) * area) * height * width / number
@@ -270,9 +246,7 @@ def erase(
                 continue
             top, left = int(u * (height - h + 1)), int(v * (width - w + 1))
             pixels[top : top + h, left : left + w] = _erased_pixels(mode, h, w, mean, std, rng)
-            boxes.append((left / width, top / height, (left + w) / width, (top + h) / height))
             break
-    return boxes
 
 
 def _erased_pixels(

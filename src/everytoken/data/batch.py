@@ -49,8 +49,6 @@ class Batch:
         keys: the samples' names.
         indices: int64 [B], the samples' numbers in the dataset.
         targets: of dense tasks: masks int16 [B, H, W], or objects.
-        erased: float32 [B, R, 4], rectangles (x0, y0, x1, y1) in network fractions that random erasing covered; unused
-            rows are 0. None unless somebody asked for them.
         skipped: (key, reason) of samples that should have been here and could not be read.
         sampling: from `plan`; without it, sampling maps on a GPU waits for the placements.
         token_target, class_target: ready-made targets [B, h, w] and [B], instead of maps.
@@ -66,7 +64,6 @@ class Batch:
     keys: tuple[str, ...] = ()
     indices: Tensor | None = None
     targets: Any = None
-    erased: Tensor | None = None
     skipped: tuple[tuple[str, str], ...] = ()
     sampling: SamplingPlan | None = None
     token_target: CompactTarget | None = None
@@ -131,7 +128,7 @@ class Prefetcher:
     Args:
         batches: of a loader's epoch.
         device: where they go. On CUDA the copy and the normalisation run on a stream of their own.
-        mean, std, dtype, channels_last: as for `to_device`.
+        mean, std, channels_last: as for `to_device`.
     """
 
     def __init__(
@@ -140,11 +137,10 @@ class Prefetcher:
         device: torch.device | str,
         mean: Sequence[float],
         std: Sequence[float],
-        dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
     ) -> None:
         self.batches, self.device = batches, torch.device(device)
-        self.mean, self.std, self.dtype, self.channels_last = mean, std, dtype, channels_last
+        self.mean, self.std, self.channels_last = mean, std, channels_last
 
     def __iter__(self) -> Iterator[Batch]:
         if self.device.type != "cuda":
@@ -162,7 +158,7 @@ class Prefetcher:
             yield ready
 
     def _ready(self, batch: Batch) -> Batch:
-        return to_device(batch, self.device, self.mean, self.std, self.dtype, self.channels_last)
+        return to_device(batch, self.device, self.mean, self.std, channels_last=self.channels_last)
 
     def _send(self, batch: Batch | None, stream: torch.cuda.Stream) -> Batch | None:
         if batch is None:

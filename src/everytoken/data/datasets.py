@@ -22,6 +22,7 @@ share the memory instead of slowly copying it.
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 import logging
 import os
@@ -362,6 +363,14 @@ def split_off(data: DataSet, fraction: float, seed: int) -> tuple[np.ndarray, np
         elif held_out[members].all():
             held_out[members[np.argmax(draws[members])]] = False
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def keys_hash(data: DataSet) -> str:
+    """Changes with the names of the images and their labels."""
+    content = hashlib.sha256()
+    for key, label in zip(data.keys(), data.labels.tolist(), strict=True):
+        content.update(f"{label} {key}\n".encode("utf-8", "surrogateescape"))
+    return content.hexdigest()
 
 
 def _read_class_list(class_list: str | os.PathLike[str] | Sequence[str] | None) -> list[str] | None:

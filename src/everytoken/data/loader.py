@@ -190,12 +190,9 @@ class BatchSampler(Sampler[list[Request]]):
 class _ImageBatches:
     """Makes batches of a dataset's images, for `Loader`; lives in each worker."""
 
-    def __init__(
-        self, data: DataSet, transform: Any, seed: int, train: bool, skip: bool, maps: Maps | None, erased: bool
-    ) -> None:
+    def __init__(self, data: DataSet, transform: Any, seed: int, train: bool, skip: bool, maps: Maps | None) -> None:
         self.data, self.transform, self.seed, self.train, self.skip = data, transform, seed, train, skip
         self.maps = maps
-        self.rectangles = transform.options.recount if erased else 0
         self.tiny: dict[int, Picture] = {}
         self.tiny_pixels = 0
 
@@ -210,28 +207,25 @@ class _ImageBatches:
                 self.tiny_pixels += pixels
         return picture
 
-    def view(self, request: Request) -> tuple[np.ndarray, np.ndarray, Sequence[Sequence[float]]]:
-        """(pixels uint8 [H, W, 3], placement [2, 3], erased rectangles) of one sample."""
+    def view(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
+        """(pixels uint8 [H, W, 3], placement [2, 3]) of one sample."""
         epoch, index, copy = request
         picture = self.picture(index)
         rng = None
         if self.train:
             again = (copy,) if copy else ()
             rng = keyed.generator(self.seed, epoch, self.data.key(index), "augment", *again)
-        if self.rectangles:
-            return self.transform.view(picture, rng)
         pixels, placement = self.transform(picture, rng)
-        return pixels, placement, ()
+        return pixels, placement
 
     def __getitems__(self, requests: list[Request]) -> Batch:
         images: np.ndarray | None = None
         placement = np.zeros((len(requests), 2, 3), dtype=np.float32)
-        erased = np.zeros((len(requests), self.rectangles, 4), dtype=np.float32)
         kept: list[int] = []
         skipped: list[tuple[str, str]] = []
         for request in requests:
             try:
-                pixels, where, boxes = self.view(request)
+                pixels, where = self.view(request)
             except ImageError as error:
                 if not self.skip:
                     raise ImageError(
@@ -244,8 +238,6 @@ class _ImageBatches:
             k = len(kept)
             np.copyto(images[k], pixels.transpose(2, 0, 1))
             placement[k] = where
-            if boxes:
-                erased[k, : len(boxes)] = boxes
             kept.append(request.sample)
         if images is None:
             images = np.empty((0, 3, 1, 1), dtype=np.uint8)
@@ -256,7 +248,6 @@ class _ImageBatches:
             placement=torch.from_numpy(placement[:n]),
             indices=torch.tensor(kept, dtype=torch.int64),
             keys=keys,
-            erased=torch.from_numpy(erased[:n]) if self.rectangles else None,
             maps=self.read_maps(keys) if n else None,
             skipped=tuple(skipped),
         )
@@ -501,8 +492,8 @@ class Loader:
     """Batches of a dataset.
 
     Args:
-        data: the samples; or a `BatchReader`, which reads batches itself (`transform`, `maps`, `erased` are then its
-            own business).
+        data: the samples; or a `BatchReader`, which reads batches itself (`transform` and `maps` are then its own
+            business).
         transform: `TrainTransform`, `EvalTransform`, or any callable (Picture, generator or None) -> (uint8 [H, W, 3],
             placement [2, 3]).
         batch_size: samples per step and process.
@@ -511,7 +502,6 @@ class Loader:
         workers: processes that make batches; 0: this one.
         rank, world: this process and the number of processes; the top of this file says who gets what.
         maps: score maps by key; every image must have one.
-        erased: fill `Batch.erased` with the rectangles that random erasing covered.
         bad_images: what happens to unreadable images.
         repeats: repeated augmentation.
         pin_memory: page-locked batches, for CUDA.
@@ -529,7 +519,6 @@ class Loader:
         rank: int = 0,
         world: int = 1,
         maps: Maps | None = None,
-        erased: bool = False,
         bad_images: BadImages | None = None,
         repeats: int = 1,
         pin_memory: bool = False,
@@ -540,7 +529,7 @@ class Loader:
         if isinstance(data, DataSet):
             self.data = data
             skip = self.bad_images.policy == "skip"
-            reader = _ImageBatches(data, transform, seed, train, skip, maps, erased)
+            reader = _ImageBatches(data, transform, seed, train, skip, maps)
         else:
             self.data = data.data
         self.sampler = BatchSampler(

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from everytoken._version import version
-from everytoken.data.datasets import DataSet, dataset_title
+from everytoken.data.datasets import DataSet, dataset_title, keys_hash
 from everytoken.doctor.findings import Finding, counted, some
 from everytoken.doctor.images import Images
 from everytoken.errors import EverytokenError
@@ -89,7 +89,6 @@ def _todo(folder: Path) -> str:
 
 def _kept_doubts(images: Images) -> tuple[list[Doubt], str] | None:
     """From the answers that `train` without a recipe kept about the same training images, in its usual folder."""
-    from everytoken.annotators.fit_network import keys_hash
     from everytoken.engine.accuracy import MultiLabelPredictions, Predictions
 
     folder = Path("runs") / (Path(dataset_title(images.spec)).stem or "photos")

@@ -30,8 +30,8 @@ class Objective(nn.Module):
 
     Attributes:
         name: in recipes and in the log.
-        requires: what must be there, of "labels", "maps", "token_logits", "distill_logits", "teacher", "progress" (of
-            the training, in the batch's key) and "erased", so that training can complain before the first batch.
+        requires: what must be there, of "labels", "maps", "token_logits", "distill_logits", "teacher" and "progress"
+            (of the training, in the batch's key), so that training can complain before the first batch.
         teaches_class: it has a term for the class token; otherwise recipes add `hard`.
         multi_label: it can learn from images with several labels, [B, K].
     """

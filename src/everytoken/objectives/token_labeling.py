@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-import torch
 from torch import Tensor
 
 from everytoken.data.batch import Batch
@@ -34,7 +33,6 @@ class TokenLabeling(FromMaps):
         beta: β; None: 0.5 (paper), with `released` 1.0.
         participation: part of each image's tokens that count (the paper's ablation); 1 = all.
         class_term: False leaves H(cls) to another objective.
-        skip_erased: tokens whose patch was mostly erased (random erasing, CutOut) do not count.
         settings: those of `FromMaps`; `class_target` is "truth" (paper) unless it is said, "machine" with `released` or
             `class_map`.
 
@@ -51,17 +49,16 @@ class TokenLabeling(FromMaps):
         beta: float | None = None,
         participation: float = 1.0,
         class_term: bool = True,
-        skip_erased: bool = False,
         **settings: Unpack[MapSettings],
     ) -> None:
         by_machine = settings.get("released") or settings.get("class_map") is not None
         settings.setdefault("class_target", "machine" if by_machine else "truth")
         super().__init__(**settings)
         self.beta = (1.0 if self.released else 0.5) if beta is None else beta
-        self.participation, self.teaches_class, self.skip_erased = participation, class_term, skip_erased
+        self.participation, self.teaches_class = participation, class_term
         if not class_term:
             self.requires, self.multi_label = frozenset({"maps"}), True
-        self.requires |= {"token_logits", "erased"} if skip_erased else {"token_logits"}
+        self.requires |= {"token_logits"}
 
     def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
         """{"token": β · mean H(token), "class": H(cls)}"""
@@ -87,32 +84,9 @@ class TokenLabeling(FromMaps):
         if target is None:
             sampled = self.map_targets(batch, grid)
             target = sampled.tokens
-        if self.skip_erased:
-            if batch.erased is None:
-                raise EverytokenError(
-                    f"{self.name} with skip_erased needs the erased rectangles in the batch (Batch.erased, [B, R, 4])."
-                )
-            target = replace(target, weight=target.weight * (erased_part(batch.erased, grid) <= 0.5))
         shown = None if batch.mix is None else batch.mix.shown
         if shown is not None:
             if self.released and shown.level == "pixels":  # one ratio for all tokens, wherever the box is
                 shown = replace(shown, mask=shown.ratio[:, None, None], moves=None)
             target = mix_token_target(target, shown)
         return target, sampled
-
-
-def erased_part(rectangles: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The part of every token's patch that was erased, [B, h, w] in 0..1 (rectangles that overlap count twice).
-
-    Args:
-        rectangles: [B, R, 4], (x0, y0, x1, y1) in network fractions.
-        grid: (h, w).
-    """
-    covered = []
-    for side, low, high in ((grid[0], 1, 3), (grid[1], 0, 2)):
-        edges = torch.arange(side + 1, device=rectangles.device) / side
-        top = torch.minimum(rectangles[..., high, None], edges[1:])
-        covered.append(
-            (top - torch.maximum(rectangles[..., low, None], edges[:-1])).clamp(min=0) * side
-        )  # [B, R, side]
-    return torch.einsum("brh,brw->bhw", covered[0], covered[1]).clamp(max=1)

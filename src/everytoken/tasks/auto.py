@@ -51,13 +51,12 @@ from everytoken.annotators.features import (
     compute_features,
     fit_features,
 )
-from everytoken.annotators.fit import save_heads
-from everytoken.annotators.fit_network import FOLDER, keys_hash
+from everytoken.annotators.fit import FOLDER, save_heads
 from everytoken.annotators.job import run_job, summarise
 from everytoken.annotators.linear import FOLDS, LinearHead
 from everytoken.annotators.options import AnnotateOptions
 from everytoken.calibration import calibrate, calibrate_several
-from everytoken.data.datasets import DataSet, dataset_title, network_address
+from everytoken.data.datasets import DataSet, dataset_title, keys_hash, network_address
 from everytoken.data.duplicates import alike, read_facts
 from everytoken.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions, predictions_of
 from everytoken.engine.checkpoint import write_weights

@@ -28,7 +28,6 @@ from everytoken.maps import Maps
 from everytoken.mixing import MIXERS, GuidedMixer
 from everytoken.models.common import make_attention_explicit
 from everytoken.models.open import timm_config
-from everytoken.objectives import required_by
 from everytoken.tasks.batch_picture import batch_picture
 from everytoken.tasks.build import ClassifierSetup, build
 from everytoken.tasks.start import complete, default_output
@@ -52,7 +51,6 @@ class Classification(Task):
             train=True,
             maps=setup.store,
             repeats=data.repeat_augment,
-            erased=any("erased" in required_by(objective) for objective in setup.step.objectives.values()),
         )
         size = data.val_batch_size or data.batch_size
         self.val_loader = self.loader(setup.val_set, setup.eval_view, size, train=False)
