@@ -8,7 +8,7 @@
 
 Where all values or draws are equal there is no interval, rather than one of width zero.
 
-`compared` words a difference; every sentence of the package that compares two models is made by it.
+`compared` words a difference: "better" and "worse" only where the interval leaves zero out.
 """
 
 from __future__ import annotations

@@ -763,7 +763,7 @@ def _keep(output: Path, options: TrainOptions, story: Story) -> dict[str, Any]:
     text = "Kept: the linear head"
     source, answers = output / "linear", first
     if story.epochs:
-        decided = _fine_tuning(output, options, trust_code=True)  # which is only evaluated here
+        decided = _fine_tuning(output, options, True)  # its objectives are not built: it is only evaluated
         _, val, _ = open_splits(decided)
         last = evaluated(output / "fine-tuned", val, decided)
         rival = _answers(output / "linear" / "on-held-out.npz")
