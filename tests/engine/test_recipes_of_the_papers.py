@@ -18,8 +18,8 @@ from everytoken.tasks.detect.options import DetectOptions
 from everytoken.tasks.segment.options import SegmentOptions
 
 OURS = {  # of no paper
-    *("small_32", "small_32_align", "small_32_drloc", "small_32_token", "small_64", "small_64_token"),
-    *("small_96", "small_96_token", "small_224_token"),
+    *("small_32", "small_32_align", "small_32_drloc", "small_32_token", "small_64", "small_64_drloc", "small_64_token"),
+    *("small_96", "small_96_token", "small_224_token", "detect_small"),
 }
 SPEED = {"amp"}  # what a recipe may set besides
 

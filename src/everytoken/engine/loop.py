@@ -206,7 +206,7 @@ class Loop:
     def run(self) -> None:
         """Begin or continue the run, and train to the end."""
         newest, state = self.newest_checkpoint()
-        changes = self._changes(state or {})
+        changes = self._changes(state) if state else {}
         if checkpoints_in(self.folder.checkpoints):
             self._refuse_another_run(changes)
         try:
