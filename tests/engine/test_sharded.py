@@ -160,11 +160,6 @@ def test_a_dry_run_of_sharded_weights_times_steps_in_which_they_are_sharded(phot
     assert not (tmp_path / "run").exists()
 
 
-def test_an_average_that_was_saved_with_the_wrapper_of_many_processes_is_read(tmp_path):
-    torch.save({"ema": {"module.model.w": torch.ones(2)}}, tmp_path / "state.pt")
-    assert ck.load_state(tmp_path)["ema"].keys() == {"model.w"}
-
-
 def save(root, step, value=1.0):
     tensors = {"module.w": torch.full((40, 3), value), "optimizer.state.w.step": torch.tensor(float(step))}
     ck.save_sharded_checkpoint(root, step, tensors, {"step": step, "values": {}}, ALONE)
