@@ -79,7 +79,6 @@ def test_every_mode_of_supervision_has_a_name():
     names = {"hard", "relabel", "token_labeling", "online_token", "distillation", "drloc", "tl_align", "transmix"}
     assert set(OBJECTIVES) == names
     assert all(find_objective(name).name == name for name in OBJECTIVES)
-    assert find_objective("token") is TokenLabeling
 
 
 def test_hard_labels_are_torchs_cross_entropy():
