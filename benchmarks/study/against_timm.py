@@ -36,7 +36,7 @@ import numpy as np
 ROWS = Path(__file__).with_name("against-timm.jsonl")
 DATASETS, SIZES, SEEDS = ("flowers", "caltech", "grocery"), (8, 20), (1, 2, 3)
 NETWORKS = {"efficientnet_lite0": 224, "efficientnet_lite1": 240, "efficientnet_lite2": 260}
-PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 MINUTES, RATE, TESTED = 5.0, 5e-4, 1000
 
 
@@ -239,6 +239,9 @@ def ours(cell: Cell) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(cell.classes)}
     answers = {}
     for name, source in (("answers", output), ("linear", output / "linear")):
+        if name == "linear" and story["result"]["kept"] == "linear":
+            answers[name] = answers["answers"]  # the same model
+            continue
         found = et.load(source).predict([str(p) for p, _ in cell.test], workers=0)
         by_path = {Path(image.path): numbers[image.classes[0]] for image in found}
         answers[name] = np.array([by_path[p] for p, _ in cell.test])
