@@ -30,10 +30,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from everytoken.functional.shares import aligned_cross_entropy
-from everytoken.machine import keep_freed_memory
 from everytoken.mixing import CutMix, Mix, apply_to_pixels
 from everytoken.models.align import Aligner
 from everytoken.models.align.fused import attend
+from everytoken_lab.machine import keep_freed_memory
 
 MODELS = ("deit_small_patch16_224", "swin_tiny_patch4_window7_224")
 TIME, MEMORY = 1.05, 1.02  # goals

@@ -34,13 +34,13 @@ from ratios import Ratio, judge
 from rich.console import Console
 from rich.table import Table
 
-from everytoken.annotators import AnnotateOptions, Annotator, Preprocessing, fill_store
-from everytoken.annotators.annotator import CellScores, FunctionAnnotator, NetworkAnnotator
-from everytoken.annotators.job import fill
-from everytoken.annotators.reading import BatchReader, ImageBatch, batches, store_order
-from everytoken.classes import ClassList, plan_classes
-from everytoken.data.datasets import DataSet, open_dataset
 from everytoken.maps import MapWriter, StoreMeta
+from everytoken_lab.annotators import AnnotateOptions, Annotator, Preprocessing, fill_store
+from everytoken_lab.annotators.annotator import CellScores, FunctionAnnotator, NetworkAnnotator
+from everytoken_lab.annotators.job import fill
+from everytoken_lab.annotators.reading import BatchReader, ImageBatch, batches, store_order
+from everytoken_lab.classes import ClassList, plan_classes
+from everytoken_lab.data.datasets import DataSet, open_dataset
 
 CPU = torch.device("cpu")
 CLASSES = 1000

@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 
 from everytoken import keyed
-from everytoken.robust.corruptions import CORRUPTIONS, SEVERITIES, STANDARD, corrupt
-from everytoken.robust.filters import gaussian
+from everytoken_lab.robust.corruptions import CORRUPTIONS, SEVERITIES, STANDARD, corrupt
+from everytoken_lab.robust.filters import gaussian
 
 
 def scene(size: int) -> np.ndarray:

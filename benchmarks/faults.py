@@ -42,13 +42,10 @@ import torchvision  # noqa: F401
 from fuzz import Tally, make_photos, photo
 from PIL import Image
 
-import everytoken
-import everytoken.tasks.classify
-import everytoken.tasks.detect.task
-import everytoken.tasks.segment.task
-from everytoken import cli
-from everytoken.data.loader import _close_all
+import everytoken_lab
 from everytoken.maps.format import RUNS
+from everytoken_lab import cli
+from everytoken_lab.data.loader import _close_all
 
 LONGEST = 300.0  # seconds after which a process counts as hanging
 NOBODY = 65534
@@ -119,7 +116,7 @@ def _annotate_in_small_shards(words: Sequence[str]) -> int:
     """`annotate` with four images per shard, which the command line does not offer."""
     data, out, weights, workers = words
     more = {"shard_size": 4, "batch_size": 4, "img_size": 128, "device": "cpu", "workers": int(workers)}
-    everytoken.annotate(data, out, "timm:vit_tiny_patch16_224", weights=weights, **more)
+    everytoken_lab.annotate(data, out, "timm:vit_tiny_patch16_224", weights=weights, **more)
     return 0
 
 

@@ -29,7 +29,7 @@ from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives
-from everytoken.tasks.step import TokenStep, probe
+from everytoken.step import TokenStep, probe
 
 # From the vendors' data sheets, dense: (bfloat16 FLOP/s, bytes/s).
 DEVICES = {"A100 80GB": (312e12, 2.04e12), "H100 SXM": (989e12, 3.35e12)}

@@ -30,11 +30,11 @@ import yaml
 from PIL import Image
 
 from everytoken import files
-from everytoken.data.augment import EvalTransform, TrainTransform
-from everytoken.data.decode import FORMATS, ImageError, Picture
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken.maps.format import MANIFEST, RUNS
+from everytoken_lab.data.augment import EvalTransform, TrainTransform
+from everytoken_lab.data.decode import FORMATS, ImageError, Picture
 
 Trial = tuple[str, Callable[[], bool]]
 """What is tried, and a call that says whether its result is right."""
@@ -148,7 +148,7 @@ def train(photos: Path, output: Path, **more: Any) -> None:
 
 def run_command(*words: str) -> str:
     """A command, as from the shell but in this process; its errors are raised here."""
-    from everytoken import cli
+    from everytoken_lab import cli
 
     out = io.StringIO()
     plain = cli._run_module
@@ -363,7 +363,7 @@ def lying_jpeg(side: int) -> bytes:
 
 
 def _zip_bomb(work: Path) -> bool:
-    from everytoken.data.datasets import open_dataset
+    from everytoken_lab.data.datasets import open_dataset
 
     path = work / "bomb.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -473,14 +473,14 @@ def _build(*words: str) -> None:
     import itertools
     from dataclasses import replace
 
-    from everytoken.cli._parse import values_of
-    from everytoken.cli.train import Train, resolve
-    from everytoken.engine.distributed import World
-    from everytoken.engine.options import TrainOptions
-    from everytoken.engine.run_folder import RunFolder
     from everytoken.keyed import StepKey
-    from everytoken.tasks.build import build
-    from everytoken.tasks.classify import Classification
+    from everytoken_lab.cli._parse import values_of
+    from everytoken_lab.cli.train import Train, resolve
+    from everytoken_lab.engine.distributed import World
+    from everytoken_lab.engine.options import TrainOptions
+    from everytoken_lab.engine.run_folder import RunFolder
+    from everytoken_lab.training.build import build
+    from everytoken_lab.training.classify import Classification
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
@@ -498,8 +498,8 @@ def _build(*words: str) -> None:
 
 def coco(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
     """COCO's instances: read, and every object of every image looked at."""
-    from everytoken.tasks.detect.data import InstanceSet, open_instances
-    from everytoken.tasks.detect.options import CocoOptions
+    from everytoken_lab.dense.detect.data import InstanceSet, open_instances
+    from everytoken_lab.dense.detect.options import CocoOptions
 
     root = work / "coco"
     (root / "images").mkdir(parents=True, exist_ok=True)
@@ -559,7 +559,7 @@ def coco(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
 
 def panoptic(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
     """COCO's panoptic masks: read, and every mask looked at."""
-    from everytoken.tasks.segment.data import mask_of, open_masks
+    from everytoken_lab.dense.segment.data import mask_of, open_masks
 
     root = work / "panoptic"
     for folder in ("images", "panoptic_train"):
@@ -599,9 +599,9 @@ def panoptic(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
 
 def class_files(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
     """Class files of segmentation, class maps, class lists, labels in shards."""
-    from everytoken.classes import ClassList, read_class_map
-    from everytoken.data.datasets import open_dataset
-    from everytoken.tasks.segment.data import read_classes
+    from everytoken_lab.classes import ClassList, read_class_map
+    from everytoken_lab.data.datasets import open_dataset
+    from everytoken_lab.dense.segment.data import read_classes
 
     names = ["sky", "dog", "tree"]
     photos = work / "listed"
@@ -653,8 +653,8 @@ def descriptions(count: int, rng: random.Random, work: Path, weights: Path) -> I
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from everytoken.models.open import DESCRIPTION, open_model
     from everytoken.models.weights import encode_weights
+    from everytoken_lab.models.open import DESCRIPTION, open_model
 
     tensors = load_file(weights)
     with safe_open(weights, framework="pt") as file:
@@ -712,7 +712,7 @@ def manifests(count: int, rng: random.Random, work: Path, maps: Path) -> Iterato
 
 def run_texts(count: int, rng: random.Random, work: Path, run: Path) -> Iterator[Trial]:
     """The diary of a run: whoever reads it goes on."""
-    from everytoken.engine.run_folder import find_runs
+    from everytoken_lab.engine.run_folder import find_runs
 
     copy = work / "diary"
     names = [
@@ -770,7 +770,7 @@ def flips_in_maps(count: int, rng: random.Random, work: Path, maps: Path) -> Ite
 
 def flips_in_weights(count: int, rng: random.Random, work: Path, weights: Path) -> Iterator[Trial]:
     """One bit of a weights file, which is then opened: refused, or the weights are those that were written."""
-    from everytoken.models.open import open_model
+    from everytoken_lab.models.open import open_model
 
     copy = work / "flipped.safetensors"
     truth = open_model(weights).model.state_dict()
@@ -844,7 +844,7 @@ def planted(work: Path, photos: Path) -> Iterator[Trial]:
 
 
 def _fsmonitor(work: Path) -> bool:
-    from everytoken.engine.run_folder import environment
+    from everytoken_lab.engine.run_folder import environment
 
     folder, mark = work / "downloaded", work / "executed"
     (folder / ".git" / "refs" / "heads").mkdir(parents=True, exist_ok=True)
@@ -880,7 +880,8 @@ def _ghostscript(work: Path) -> bool:
 
 def _evil_key(work: Path, key: str) -> bool:
     """A store whose checksums are right and whose key leads elsewhere: neither exported nor called intact."""
-    from everytoken.maps import ExportOptions, export_released, format, verify
+    from everytoken.maps import format, verify
+    from everytoken_lab.maps.released import ExportOptions, export_released
 
     folder = work / "evil" / f"store-{abs(hash(key))}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -1000,7 +1001,7 @@ def attacks(work: Path, share: float = 1.0, seed: int = 0, only: str = "") -> It
 
 def _interrupted(photos: Path, output: Path) -> None:
     """A run of three epochs that was stopped in the second one."""
-    from everytoken.engine.loop import Loop
+    from everytoken_lab.engine.loop import Loop
 
     class Killed(BaseException):
         pass

@@ -21,10 +21,10 @@ import torch
 from ratios import judge, ratio, take_turns
 from torch import Tensor, nn
 
-from everytoken.annotators.annotator import CellScores
-from everytoken.machine import keep_freed_memory
 from everytoken.models import TokenModel
-from everytoken.models.inference import faster
+from everytoken_lab.annotators.annotator import CellScores
+from everytoken_lab.machine import keep_freed_memory
+from everytoken_lab.models.inference import faster
 
 
 class Classes(nn.Module):

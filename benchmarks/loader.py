@@ -29,10 +29,12 @@ from PIL import Image
 from ratios import judge, ratio, take_turns
 from timm.data import create_loader
 
-from everytoken.data import AugmentOptions, Loader, Prefetcher, TrainTransform, open_dataset
-from everytoken.data.datasets import DataSet
+from everytoken.data import Prefetcher
 from everytoken.data.randaugment import posterize
 from everytoken.maps import Maps, MapWriter, StoreMeta
+from everytoken_lab.data.augment import AugmentOptions, TrainTransform
+from everytoken_lab.data.datasets import DataSet, open_dataset
+from everytoken_lab.data.loader import Loader
 
 AA, ERASE = "rand-m9-mstd0.5-inc1", 0.25
 

@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken.data.batch import normalise
-from everytoken.data.decode import Picture
-from everytoken.evaluation.locate import ALIKE, SIDE, Locator, box_of, scaled
-from everytoken.evaluation.run import eval_view
-from everytoken.models.open import OpenModel, open_model
-from everytoken.stats import bootstrap
+from everytoken_lab.data.decode import Picture
+from everytoken_lab.evaluation.locate import ALIKE, SIDE, Locator, box_of, scaled
+from everytoken_lab.evaluation.run import eval_view
+from everytoken_lab.models.open import OpenModel, open_model
+from everytoken_lab.stats import bootstrap
 
 
 def _numbers(text: str) -> list[int]:

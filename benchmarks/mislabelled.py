@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from everytoken.annotators.features import FrozenBackbone, compute_features
-from everytoken.annotators.linear import fit_linear, stratified_folds
-from everytoken.data.datasets import open_dataset
-from everytoken.engine.accuracy import average_precision
+from everytoken_lab.annotators.features import FrozenBackbone, compute_features
+from everytoken_lab.annotators.linear import fit_linear, stratified_folds
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.engine.accuracy import average_precision
 
 Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

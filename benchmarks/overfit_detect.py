@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from everytoken.cli import main as everytoken
-from everytoken.tasks.detect.data import InstanceSet, open_instances
+from everytoken_lab.cli import main as everytoken
+from everytoken_lab.dense.detect.data import InstanceSet, open_instances
 
 _OBJECTS = 6
 

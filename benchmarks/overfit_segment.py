@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from everytoken.cli import main as everytoken
-from everytoken.tasks.segment.data import MaskSet, open_masks
+from everytoken_lab.cli import main as everytoken
+from everytoken_lab.dense.segment.data import MaskSet, open_masks
 
 
 def choose(data: MaskSet, images: int) -> list[int]:

@@ -31,17 +31,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import everytoken  # noqa: F401
 from everytoken.data.batch import Batch
-from everytoken.engine.distributed import World
-from everytoken.engine.loop import Loop
-from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
-from everytoken.engine.run_folder import RunFolder
-from everytoken.engine.task import Task
 from everytoken.functional import MapBatch
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives
-from everytoken.tasks.step import FrozenTeacher, TokenStep
+from everytoken.step import FrozenTeacher, TokenStep
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.loop import Loop
+from everytoken_lab.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
+from everytoken_lab.engine.run_folder import RunFolder
+from everytoken_lab.engine.task import Task
 
 WORLD = World(0, 1, torch.device("cpu"))
 LIMIT = 1.02

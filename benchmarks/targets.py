@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torchvision.ops import roi_align
 
 from everytoken.functional import collate_maps, compact_cross_entropy, from_scores, label_tokens
-from everytoken.machine import keep_freed_memory
+from everytoken_lab.machine import keep_freed_memory
 
 GRID, SMOOTHING = (14, 14), 0.1
 LINE = "{:<52} {:>11} {:>11}  {}".format

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import everytoken
-from everytoken import cli, functional
-from everytoken.cli._help import Option, examples, options_of, usage
-from everytoken.engine.recipe import header, recipe_names, recipe_text
+import everytoken_lab
+from everytoken import functional
+from everytoken_lab import cli
+from everytoken_lab.cli._help import Option, examples, options_of, usage
+from everytoken_lab.engine.recipe import header, recipe_names, recipe_text
 
 GROUPS = {  # title: packages that the names come from
-    "Commands as functions": ("annotators", "tasks.classify", "evaluation", "explanation", "reports"),
     "Models": ("models",),
-    "Objectives": ("objectives", "tasks.timm_task"),
+    "Objectives": ("objectives", "step", "timm_task"),
     "Mixing": ("mixing",),
     "Score maps and batches": ("maps", "data", "functional"),
     "Errors": ("errors",),
@@ -59,6 +60,8 @@ def api() -> str:
             if any(home == package or home.startswith(f"{package}.") for package in packages):
                 names.remove(name)
                 lines += _documented("everytoken", name)
+    lines += [_title("Commands as functions: everytoken_lab", "-")]
+    lines += [line for name in everytoken_lab.__all__ for line in _documented("everytoken_lab", name)]
     if names:
         raise ValueError(f"docs/make_reference.py puts these names into no group: {names}")
     return "\n".join(lines)

@@ -13,7 +13,9 @@ import pytest
 from PIL import Image
 
 CONTEXT = multiprocessing.get_context("forkserver")  # torch and timm are imported once, and forked: seconds less each
-CONTEXT.set_forkserver_preload(["timm", "everytoken.tasks.classify", "everytoken.tasks.segment.task", __name__])
+CONTEXT.set_forkserver_preload(
+    ["timm", "everytoken_lab.training.classify", "everytoken_lab.dense.segment.task", __name__]
+)
 
 
 def run_program(
@@ -30,7 +32,7 @@ def run_program(
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-    from everytoken.cli import main
+    from everytoken_lab.cli import main
 
     leave_nothing_to_look_at(setattr)
     if first is not None:
@@ -43,7 +45,7 @@ def run_program(
 
 def leave_nothing_to_look_at(change):
     """Runs of tests draw no batch.jpg and no report.html, which takes longer than they do; see tests/tasks."""
-    loop = sys.modules.get("everytoken.engine.loop")
+    loop = sys.modules.get("everytoken_lab.engine.loop")
     if loop is not None:
         change(loop.Task, "show", lambda self, batch: None)
         change(loop.Loop, "_report", lambda self: None)
@@ -192,8 +194,8 @@ def backbone(tmp_path_factory) -> str:
     import timm
     import torch
 
-    from everytoken.engine.checkpoint import write_weights
-    from everytoken.models.open import Description
+    from everytoken_lab.engine.checkpoint import write_weights
+    from everytoken_lab.models.open import Description
 
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=7)

@@ -14,15 +14,16 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import everytoken as et
+import everytoken_lab as lab
 from everytoken.functional import collate_maps
 
 NAMES = {
     *("Maps", "ScoreMap", "MapWriter", "with_maps", "collate", "Batch", "TokenModel", "TokenView"),
     *("HardLabels", "TokenLabeling", "ReLabel", "OnlineTokenLabeling", "Distillation", "Drloc", "TLAlign", "TransMix"),
     *("CutMix", "MixUp", "MixToken", "Mix", "aligned", "TokenStep", "TokenTask"),
-    *("annotate", "train", "evaluate", "predict", "explain", "export", "report", "load"),
     *("EverytokenError", "__version__"),
 }
+LAB = {"annotate", "train", "evaluate", "predict", "explain", "export", "report", "load", "Run"}
 
 
 def test_the_surface_is_this_and_every_name_has_a_docstring_with_an_example():
@@ -30,16 +31,17 @@ def test_the_surface_is_this_and_every_name_has_a_docstring_with_an_example():
     assert set(dir(et)) >= NAMES - {"EverytokenError", "__version__"}
     with pytest.raises(AttributeError, match="Mapps"):
         _ = et.Mapps
-    for name in NAMES - {"EverytokenError", "__version__"}:
-        doc = getattr(et, name).__doc__
+    assert set(lab.__all__) == LAB
+    for package, name in [*((et, n) for n in NAMES - {"EverytokenError", "__version__"}), *((lab, n) for n in LAB)]:
+        doc = getattr(package, name).__doc__
         assert doc, name
         assert len(doc.splitlines()) > 3, name
 
 
 def test_looking_at_the_names_imports_no_torch():
-    code = "import sys, everytoken as et; dir(et); print('torch' in sys.modules, 'timm' in sys.modules)"
+    code = "import sys, everytoken as et, everytoken_lab as lab; dir(et), dir(lab); print({'torch', 'timm'} & {*sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False False"
+    assert out.stdout.strip() == "set()"
 
 
 @pytest.fixture
@@ -131,12 +133,12 @@ def test_token_labels_with_ones_own_dataset_and_transforms_from_pretrained_weigh
 def test_a_run_is_trained_reported_loaded_and_asked(photos, photo_maps, tmp_path):
     small = {"model": "vit_nano_patch4_32", "img_size": 32, "batch_size": 12, "workers": 0, "device": "cpu"}
     objectives = {"token_labeling": {"class_target": "truth"}}
-    run = et.train(
+    run = lab.train(
         photos, maps=photo_maps, epochs=1, warmup_epochs=0, out=str(tmp_path / "run"), objectives=objectives, **small
     )
     page = run.report(tmp_path / "report.html")
     assert "vit_nano_patch4_32" in page.read_text()
-    predictions = et.load(run.path).predict(photos / "val", workers=0)
+    predictions = lab.load(run.path).predict(photos / "val", workers=0)
     assert len(predictions) == 12
     assert {prediction.classes[0] for prediction in predictions} <= {"class-0", "class-1", "class-2"}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from everytoken.calibration import calibrate, calibration_error, confidence, fit_temperature
+from everytoken_lab.calibration import calibrate, calibration_error, confidence, fit_temperature
 
 
 def answers(images=10_000, classes=10, seed=0, spread=2.5):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from everytoken.classes import (
+from everytoken_lab.classes import (
     ClassError,
     ClassList,
     imagenet_classes,

@@ -18,19 +18,19 @@ from PIL import Image
 from timm.models import get_pretrained_cfg, is_model
 
 import everytoken  # noqa: F401
-from everytoken.cli import main
-from everytoken.cli.train import Train, resolve
-from everytoken.data import open_dataset
-from everytoken.engine.options import TrainOptions
-from everytoken.engine.recipe import apply, overrides, read_recipe, recipe_names
 from everytoken.maps import MapWriter, StoreMeta
 from everytoken.mixing import MIXERS, build_mixer
 from everytoken.models import TokenModel
 from everytoken.models.lvvit import LVViT
-from everytoken.models.open import open_model
 from everytoken.objectives.registry import OBJECTIVES, build_objectives
-from everytoken.tasks.detect.options import DetectOptions
-from everytoken.tasks.segment.options import SegmentOptions
+from everytoken_lab.cli import main
+from everytoken_lab.cli.train import Train, resolve
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.dense.detect.options import DetectOptions
+from everytoken_lab.dense.segment.options import SegmentOptions
+from everytoken_lab.engine.options import TrainOptions
+from everytoken_lab.engine.recipe import apply, overrides, read_recipe, recipe_names
+from everytoken_lab.models.open import open_model
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")

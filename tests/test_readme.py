@@ -13,11 +13,11 @@ import timm
 import torch
 from PIL import Image
 
-import everytoken
+import everytoken_lab
 from everytoken import keyed
-from everytoken.cli import main
-from everytoken.data.datasets import open_dataset
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import open_dataset
 
 README = Path(__file__).parents[1] / "README.md"
 SMALLER = {
@@ -76,13 +76,13 @@ def test_the_loop_of_the_readme_runs_and_leaves_a_plain_timm_model(here):
 
 def test_the_commands_are_functions(here, capsys):
     (here / "new-photos").symlink_to(here / "photos")
-    names: dict = {"et": everytoken}
+    names: dict = {"lab": everytoken_lab}
     exec(compile(snippet(2, TWINS), str(README), "exec"), names)
     assert (here / "report.html").stat().st_size > 10_000
     assert "cat" in capsys.readouterr().out
     assert names["run"].summary["epochs"] == 1
     plain = timm.create_model(f"local-dir:{names['run'].path}", pretrained=True)  # a run is a model of plain timm
-    trained = everytoken.load(names["run"].path).model.backbone.state_dict()
+    trained = everytoken_lab.load(names["run"].path).model.backbone.state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in plain.state_dict().items())
     assert tuple(plain.pretrained_cfg["input_size"]) == (3, 160, 160)
     assert list(plain.pretrained_cfg["label_names"]) == ["cat", "dog"]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from typing_extensions import TypedDict
 
-from everytoken import schema
+from everytoken_lab import schema
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from everytoken.stats import (
+from everytoken_lab.stats import (
     Estimate,
     bootstrap,
     bootstrap_means,

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from everytoken.cli import main
-from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
-from everytoken.tasks.classify import train
+from everytoken_lab.cli import main
+from everytoken_lab.engine.run_folder import read_run
+from everytoken_lab.training.classify import train
 
-SRC = Path(__file__).parent.parent / "src" / "everytoken"
+SRC = Path(__file__).parent.parent / "src"
 SWITCHES = ("ORT_", "HF_", "MLFLOW_", "WANDB_", "DO_NOT_TRACK", "DISABLE_TELEMETRY")
 
 # -- telemetry --------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
     code = (
-        "import torch; from everytoken.models.inference import faster, _Session\n"
+        "import torch; from everytoken_lab.models.inference import faster, _Session\n"
         "module = torch.nn.Conv2d(3, 4, 3).eval()\n"
         "print(type(faster(module, torch.randn(3, 3, 8, 8))) is _Session)"
     )
@@ -87,9 +87,7 @@ def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
 
 def test_mlflow_reports_nothing_and_leaves_no_installation_id(watched, tmp_path):
     pytest.importorskip("mlflow")
-    code = (
-        "from pathlib import Path; from everytoken.engine.track import MLflow\nMLflow('birds', Path('.'), {}).close()"
-    )
+    code = "import pathlib; from everytoken_lab.engine.track import MLflow; MLflow('birds', pathlib.Path(), {}).close()"
     store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
     assert watched(code, **store) == ("", [], ["trackers.json"])
 
@@ -97,7 +95,7 @@ def test_mlflow_reports_nothing_and_leaves_no_installation_id(watched, tmp_path)
 def test_commands_turn_off_the_reports_of_the_hub_and_of_wandb(watched):
     pytest.importorskip("wandb")
     code = (
-        "from everytoken.cli import main; main(['recipes'])\n"
+        "from everytoken_lab.cli import main; main(['recipes'])\n"
         "import huggingface_hub.constants, wandb.env\n"
         "print(huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY, wandb.env.error_reporting_enabled())"
     )
@@ -108,7 +106,7 @@ def test_commands_turn_off_the_reports_of_the_hub_and_of_wandb(watched):
 
 
 def test_a_download_from_python_turns_off_the_reports_of_the_hub(monkeypatch):
-    from everytoken.models.open import _downloading
+    from everytoken_lab.models.open import _downloading
 
     monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -232,8 +230,8 @@ def test_code_that_is_typed_needs_no_trust(photos, planted, tmp_path):
 
 def test_the_recipe_in_an_output_folder_brings_no_code(planted, tmp_path):
     """Of training that decides itself, which reads it again."""
-    from everytoken.engine.options import TrainOptions
-    from everytoken.tasks.auto import _fine_tuning
+    from everytoken_lab.engine.options import TrainOptions
+    from everytoken_lab.training.auto import _fine_tuning
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"objectives": {planted[0]: {}}}))
     with pytest.raises(EverytokenError, match="--trust-code"):
@@ -332,7 +330,10 @@ def test_a_folder_in_an_output_folder_is_not_a_link(trained, photos, tmp_path, c
 
 def test_output_is_written_by_one_module():
     """`everytoken.files`: no plain writing anywhere else, which would follow links and could be torn."""
-    home = {"files.py", "data/remote.py"}  # the latter: archives in the cache, in files that `open_new` made
+    home = {
+        "everytoken/files.py",
+        "everytoken_lab/data/remote.py",
+    }  # the latter in files that `open_new` made
     found = []
     for path in SRC.rglob("*.py"):
         if path.relative_to(SRC).as_posix() not in home:

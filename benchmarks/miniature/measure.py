@@ -35,13 +35,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken import keyed
-from everytoken.data import open_dataset
 from everytoken.data.batch import normalise
-from everytoken.data.datasets import DataSet
-from everytoken.evaluation.locate import THRESHOLD, box_of, scaled
-from everytoken.evaluation.run import eval_view
-from everytoken.models.open import OpenModel, open_model
-from everytoken.robust.corruptions import STANDARD, corrupt
+from everytoken_lab.data.datasets import DataSet, open_dataset
+from everytoken_lab.evaluation.locate import THRESHOLD, box_of, scaled
+from everytoken_lab.evaluation.run import eval_view
+from everytoken_lab.models.open import OpenModel, open_model
+from everytoken_lab.robust.corruptions import STANDARD, corrupt
 
 COUNT = 1000  # validation images of the slower measurements
 CACHE = Path()  # WORK/pixels: images as all these networks see them

@@ -82,7 +82,7 @@ def drawn(images: Path, count: int, seed: int) -> tuple[set[str], set[str]]:
 def maps_of(work: Path, images: Path, name: str, seed: int) -> Path:
     """Score maps, made when first asked for. lite0 and fit: only of the 50 images per class that the seed learns from,
     fit in out-of-fold predictions."""
-    import everytoken as et
+    import everytoken_lab as lab
 
     out = work / "maps" / (name if name == "lite2" else f"{name}-seed{seed}")
     if (out / "done").exists():
@@ -91,9 +91,9 @@ def maps_of(work: Path, images: Path, name: str, seed: int) -> Path:
         images = some(work, images, 50, seed)
     how: dict = {"img_size": study.SIZE, "workers": 0, "device": "cpu"}
     if name == "fit":
-        et.annotate(images, out, "fit", fit_model=study.ANNOTATOR, fit_size=study.SIZE, **how)
+        lab.annotate(images, out, "fit", fit_model=study.ANNOTATOR, fit_size=study.SIZE, **how)
     else:
-        et.annotate(images, out, study.ANNOTATOR[:-1] + name[-1], **how)
+        lab.annotate(images, out, study.ANNOTATOR[:-1] + name[-1], **how)
     (out / "done").touch()
     return out
 
@@ -111,7 +111,7 @@ def some(work: Path, images: Path, count: int, seed: int) -> Path:
 
 def tuned(work: Path) -> dict:
     """Learning rate and weight decay; the rows of tuning.jsonl that are missing are run first."""
-    import everytoken as et
+    import everytoken_lab as lab
 
     log = work / "tuning.jsonl"
 
@@ -124,7 +124,7 @@ def tuned(work: Path) -> dict:
                 settings = {**study.RECIPE, "lr": rate, "weight_decay": decay, "iters": study.TUNING}
                 how: dict = {"objectives": study.HARD, "mixing": study.CUTMIX, "warmup_iters": study.TUNING // 10}
                 folder = work / "runs" / file_name(f"tune/{key}")
-                result = et.train(work / "images" / "tune", seed=100, out=str(folder), **how, **settings)
+                result = lab.train(work / "images" / "tune", seed=100, out=str(folder), **how, **settings)
                 append(log, {"key": key, "top1": result.summary["last"]["val_top1"]})
             scores[rate, decay] = read_rows(log)[key]["top1"]
         return max(scores, key=lambda pair: scores[pair])
@@ -150,13 +150,14 @@ def settings_of(run: study.Run, work: Path, images: Path) -> dict:
 def train(run: study.Run, work: Path, images: Path, settings: dict) -> dict:
     """One run; its row."""
     import everytoken as et
+    import everytoken_lab as lab
 
     code = subprocess.run(
         ["git", "-C", str(Path(et.__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
     ).stdout.strip()
     folder = work / "runs" / file_name(run.key)
     whole, cpu = not folder.exists(), time.process_time()
-    result = et.train(
+    result = lab.train(
         images, objectives=run.arm.objectives, mixing=run.arm.mixing, seed=run.seed, out=str(folder), **settings
     )
     cpu = time.process_time() - cpu
@@ -184,10 +185,10 @@ def predictions(folder: Path, images: Path) -> dict[str, np.ndarray]:
     """Label, answer and probability of the label of every validation image, in the dataset's order; in float32."""
     import torch
 
-    from everytoken.data import open_dataset
     from everytoken.data.batch import normalise
-    from everytoken.evaluation.run import eval_view
-    from everytoken.models.open import open_model
+    from everytoken_lab.data.datasets import open_dataset
+    from everytoken_lab.evaluation.run import eval_view
+    from everytoken_lab.models.open import open_model
 
     opened, dataset = open_model(folder), open_dataset(images, "val")
     model, view, info = opened.model.eval(), eval_view(opened.info), opened.info
@@ -231,8 +232,8 @@ def main() -> int:
     if not ready:
         print("nothing left to do", flush=True)
         return 0
-    from everytoken.engine.loop import Stopped
-    from everytoken.tasks.classify import Classification
+    from everytoken_lab.engine.loop import Stopped
+    from everytoken_lab.training.classify import Classification
 
     Classification.is_reported = False  # nobody looks at the pages of so many runs
     run = ready[0]

@@ -16,7 +16,7 @@ import numpy as np
 import plan as study
 from run import file_name, read_rows
 
-from everytoken import stats
+from everytoken_lab import stats
 
 HERE = Path(__file__).resolve().parent
 FIGURE = HERE.parents[1] / "docs" / "img" / "miniature.png"

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401  (registers the models)
-from everytoken.engine.recipe import apply, read_recipe, recipe_names
-from everytoken.tasks.detect.model import Detector, build_detector
-from everytoken.tasks.detect.options import DetectOptions
-from everytoken.tasks.segment.model import build_segmenter
-from everytoken.tasks.segment.options import SegmentOptions
+from everytoken_lab.dense.detect.model import Detector, build_detector
+from everytoken_lab.dense.detect.options import DetectOptions
+from everytoken_lab.dense.segment.model import build_segmenter
+from everytoken_lab.dense.segment.options import SegmentOptions
+from everytoken_lab.engine.recipe import apply, read_recipe, recipe_names
 
 SEGMENT, DETECT = (512, 2048), (800, 1280)
 REGIONS, MASKS = 1000, 100

@@ -34,21 +34,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everytoken.classes import ClassList, match_classes
-from everytoken.data import Batch, Loader, open_dataset
+from everytoken.data import Batch
 from everytoken.data.batch import normalise
-from everytoken.data.datasets import find_split
 from everytoken.errors import need
-from everytoken.evaluation.run import eval_view
-from everytoken.explanation import record_attention
 from everytoken.functional import label_tokens
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse, token_presence
 from everytoken.maps import Maps
 from everytoken.mixing import CutMix, Mix, apply_to_pixels, mix_token_target
 from everytoken.models.align import Aligner, Alignment, Shares
-from everytoken.models.open import OpenModel, open_model
 from everytoken.models.token_model import blocks_of
 from everytoken.objectives.base import need_maps
+from everytoken_lab.classes import ClassList, match_classes
+from everytoken_lab.data.datasets import find_split, open_dataset
+from everytoken_lab.data.loader import Loader
+from everytoken_lab.evaluation.run import eval_view
+from everytoken_lab.explanation import record_attention
+from everytoken_lab.models.open import OpenModel, open_model
 
 BATCH = 16
 FLUCTUATING = 0.1  # part of the tokens

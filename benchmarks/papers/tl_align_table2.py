@@ -26,7 +26,7 @@ from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives
-from everytoken.tasks.step import FrozenTeacher, TokenStep
+from everytoken.step import FrozenTeacher, TokenStep
 
 METHODS = {  # objective, mixing, images per second in the paper
     "Vanilla": ("hard", "", 322),

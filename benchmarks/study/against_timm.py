@@ -123,7 +123,7 @@ def plain_network(network: str, num_classes: int | None = None) -> Any:
     import timm
     import torch
 
-    from everytoken.models.open import open_model
+    from everytoken_lab.models.open import open_model
 
     state = open_model(f"registry:{network}").model.backbone.state_dict()
     model: Any = timm.create_model(f"tf_{network}")
@@ -224,11 +224,11 @@ def fine_tuned(cell: Cell, seconds: float = 60 * MINUTES) -> dict[str, Any]:
 
 def ours(cell: Cell) -> dict[str, Any]:
     """The command as a user types it."""
-    import everytoken as et
+    import everytoken_lab as lab
 
     output = cell.work / "runs" / cell.name
     shutil.rmtree(output, ignore_errors=True)
-    command = [sys.executable, "-m", "everytoken", "train", str(cell.folder()), "--minutes", f"{MINUTES:g}"]
+    command = [sys.executable, "-m", "everytoken_lab", "train", str(cell.folder()), "--minutes", f"{MINUTES:g}"]
     command += ["--out", str(output), "--seed", str(cell.what["seed"])]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     log = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -242,7 +242,7 @@ def ours(cell: Cell) -> dict[str, Any]:
         if name == "linear" and story["result"]["kept"] == "linear":
             answers[name] = answers["answers"]  # the same model
             continue
-        found = et.load(source).predict([str(p) for p, _ in cell.test], workers=0)
+        found = lab.load(source).predict([str(p) for p, _ in cell.test], workers=0)
         by_path = {Path(image.path): numbers[image.classes[0]] for image in found}
         answers[name] = np.array([by_path[p] for p, _ in cell.test])
     truth = np.array([k for _, k in cell.test])

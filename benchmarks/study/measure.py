@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everytoken.data import open_dataset
-from everytoken.data.augment import EvalTransform
 from everytoken.data.batch import normalise
 from everytoken.functional import drloc
 from everytoken.mixing import CutMix, Mix, apply_to_pixels
-from everytoken.models.open import OpenModel, open_model
+from everytoken_lab.data.augment import EvalTransform
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.models.open import OpenModel, open_model
 
 COUNT, STEP = 1000, 100
 

@@ -22,10 +22,10 @@ import numpy as np
 import plan as study
 from PIL import Image
 
-import everytoken as et
-from everytoken.demo.images import Images, find_images
+import everytoken_lab as lab
 from everytoken.keyed import generator
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
+from everytoken_lab.demo.images import Images, find_images
 
 NETWORK = "registry:efficientnet_lite0"
 
@@ -87,10 +87,10 @@ def maps_of(work: Path, data: str, seed: int, kind: str) -> Path:
         return out
     name, _, rest = kind.partition("-")
     if name == "foreign":
-        et.annotate(images, out, NETWORK, img_size=int(rest), foreign_classes=True, workers=0, device="cpu")
+        lab.annotate(images, out, NETWORK, img_size=int(rest), foreign_classes=True, workers=0, device="cpu")
     elif rest.isdigit():
         size = int(rest)
-        et.annotate(images, out, "fit", fit_model=NETWORK, fit_size=size, img_size=size, workers=0, device="cpu")
+        lab.annotate(images, out, "fit", fit_model=NETWORK, fit_size=size, img_size=size, workers=0, device="cpu")
     else:
         size, _, how = rest.partition("-")
         _changed(maps_of(work, data, seed, f"linear-{size}"), out, how)

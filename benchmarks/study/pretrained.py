@@ -27,14 +27,14 @@ import numpy as np
 import yaml
 from measure import halves
 
-from everytoken import stats
-from everytoken.annotators import annotate
-from everytoken.annotators.features import FrozenBackbone, compute_features, fit_features
-from everytoken.data.datasets import DataSet, open_dataset
-from everytoken.engine.checkpoint import write_weights
 from everytoken.keyed import generator
-from everytoken.machine import keep_freed_memory
-from everytoken.tasks.classify import train
+from everytoken_lab import stats
+from everytoken_lab.annotators import annotate
+from everytoken_lab.annotators.features import FrozenBackbone, compute_features, fit_features
+from everytoken_lab.data.datasets import DataSet, open_dataset
+from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.machine import keep_freed_memory
+from everytoken_lab.training.classify import train
 
 NETWORK, SIZE = "registry:efficientnet_lite0", 128
 DATASETS = {"flowers": ("flowers-128/photos.zip", 30), "cifar10": ("cifar10-mini/cifar10-mini.zip", 20)}

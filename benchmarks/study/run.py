@@ -67,8 +67,8 @@ def train(run: study.Run, work: Path, flowers: str) -> dict:
     from measure import drloc_constant, measure
     from prepare import describe, images_of, maps_of
 
-    import everytoken as et
-    from everytoken.tasks.classify import Classification
+    import everytoken_lab as lab
+    from everytoken_lab.training.classify import Classification
 
     Classification.is_reported = False  # nobody looks at the pages of so many runs
     code = version()
@@ -80,7 +80,7 @@ def train(run: study.Run, work: Path, flowers: str) -> dict:
         maps = maps_of(work, run.data, run.seed, run.maps) if run.maps else None
     folder = work / "runs" / run.key.replace(" ", "-").replace(",", "")
     whole, started, cpu = not folder.exists(), time.time(), time.process_time()
-    result = et.train(images, maps=maps or "", seed=run.seed, out=str(folder), **run.settings)
+    result = lab.train(images, maps=maps or "", seed=run.seed, out=str(folder), **run.settings)
     seconds, cpu = time.time() - started, time.process_time() - cpu
     last = result.summary["last"]
     row = {
@@ -139,7 +139,7 @@ def main() -> int:
         if run.key in finished(work):
             continue
         print(f"{time.strftime('%d %H:%M')} {run.key}", flush=True)
-        from everytoken.engine.loop import Stopped  # imports torch, which a list of what is to do can do without
+        from everytoken_lab.engine.loop import Stopped  # imports torch, which a list of what is to do can do without
 
         try:
             append(work / "results.jsonl", train(run, work, options.flowers))

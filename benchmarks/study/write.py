@@ -24,7 +24,7 @@ from pretrained import read_rows as read_list
 from pretrained import table as pretrained_table
 from run import finished, read_rows
 
-from everytoken import stats
+from everytoken_lab import stats
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results.md"

@@ -16,11 +16,11 @@ from PIL import Image, ImageDraw
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from everytoken.cli import main as everytoken
-from everytoken.draw import PAD, stack
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
 from everytoken.models import TokenModel
-from everytoken.models.open import Description
+from everytoken_lab.cli import main as everytoken
+from everytoken_lab.draw import PAD, stack
+from everytoken_lab.models.open import Description
 
 SIZE, GRID = 64, 8
 SHAPES = ("disc", "square", "triangle", "ring")

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from sklearn.datasets import load_sample_image
 
-import everytoken as et
-from everytoken.draw import PALETTE, font_of, rgb
+import everytoken_lab as lab
+from everytoken_lab.draw import PALETTE, font_of, rgb
 
 SIDE = 640  # pixels of the annotator's input
 SURE, NAMES = 0.3, 6  # least probability of a coloured cell; classes in the legend
@@ -27,7 +27,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "photos" / "one").mkdir(parents=True)
         photo.save(Path(folder) / "photos" / "one" / "china.png")
-        maps = et.annotate(
+        maps = lab.annotate(
             f"{folder}/photos",
             f"{folder}/maps",
             "registry:efficientnet_lite2",

@@ -15,11 +15,8 @@ from everytoken._version import version as _version
 from everytoken.errors import EverytokenError
 
 if TYPE_CHECKING:
-    from everytoken.annotators import annotate
     from everytoken.data.adapter import collate, with_maps
     from everytoken.data.batch import Batch
-    from everytoken.evaluation import evaluate, export, load, predict
-    from everytoken.explanation import explain
     from everytoken.maps import Maps, MapWriter, ScoreMap
     from everytoken.mixing import CutMix, Mix, MixToken, MixUp
     from everytoken.models import TokenModel, TokenView
@@ -34,10 +31,8 @@ if TYPE_CHECKING:
         TransMix,
         aligned,
     )
-    from everytoken.reports import report
-    from everytoken.tasks.classify import train
-    from everytoken.tasks.step import TokenStep
-    from everytoken.tasks.timm_task import TokenTask
+    from everytoken.step import TokenStep
+    from everytoken.timm_task import TokenTask
 
 register_with_timm()
 
@@ -45,11 +40,8 @@ __version__ = _version()
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "everytoken.annotators": ["annotate"],
         "everytoken.data.adapter": ["collate", "with_maps"],
         "everytoken.data.batch": ["Batch"],
-        "everytoken.evaluation": ["evaluate", "export", "load", "predict"],
-        "everytoken.explanation": ["explain"],
         "everytoken.maps": ["MapWriter", "Maps", "ScoreMap"],
         "everytoken.mixing": ["CutMix", "Mix", "MixToken", "MixUp"],
         "everytoken.models": ["TokenModel", "TokenView"],
@@ -64,10 +56,8 @@ __getattr__, __dir__ = lazy(
             "TransMix",
             "aligned",
         ],
-        "everytoken.reports": ["report"],
-        "everytoken.tasks.classify": ["train"],
-        "everytoken.tasks.step": ["TokenStep"],
-        "everytoken.tasks.timm_task": ["TokenTask"],
+        "everytoken.step": ["TokenStep"],
+        "everytoken.timm_task": ["TokenTask"],
     },
 )
 __all__ = [
@@ -94,14 +84,6 @@ __all__ = [
     "TransMix",
     "__version__",
     "aligned",
-    "annotate",
     "collate",
-    "evaluate",
-    "explain",
-    "export",
-    "load",
-    "predict",
-    "report",
-    "train",
     "with_maps",
 ]

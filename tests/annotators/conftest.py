@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from everytoken.data.datasets import open_dataset
 from everytoken.keyed import generator
+from everytoken_lab.data.datasets import open_dataset
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40)}
 

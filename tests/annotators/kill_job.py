@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from everytoken.annotators import AnnotateOptions, Preprocessing, fill_store
-from everytoken.annotators.annotator import FunctionAnnotator
-from everytoken.classes import ClassList
-from everytoken.data.datasets import open_dataset
+from everytoken_lab.annotators import AnnotateOptions, Preprocessing, fill_store
+from everytoken_lab.annotators.annotator import FunctionAnnotator
+from everytoken_lab.classes import ClassList
+from everytoken_lab.data.datasets import open_dataset
 
 
 def run(data: Path, out: Path, kill_at: int = 0, kill_after: float = 0.0) -> None:

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from everytoken.cli import main
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
+from everytoken_lab.cli import main
 
 FUNCTION = """
 import torch
@@ -154,8 +154,8 @@ def test_processes_of_one_job_make_the_same_store(here, start_ranks):
 
 
 def test_errors_of_this_command_are_errors_for_people():
-    from everytoken.annotators import AnnotatorError
-    from everytoken.classes import ClassError
+    from everytoken_lab.annotators import AnnotatorError
+    from everytoken_lab.classes import ClassError
 
     assert issubclass(AnnotatorError, EverytokenError)
     assert issubclass(ClassError, EverytokenError)

@@ -12,15 +12,22 @@ import timm
 import torch
 from PIL import Image
 
-from everytoken.annotators import AnnotateOptions, AnnotatorError, Preprocessing, build_annotator, fill_store, summarise
-from everytoken.annotators.annotator import FunctionAnnotator, weights_hash
-from everytoken.annotators.reading import BatchReader, eval_view, store_order
-from everytoken.classes import ClassList
-from everytoken.data.datasets import open_dataset
-from everytoken.engine.distributed import World
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, map_area, verify
-from everytoken.models import open as opening
+from everytoken_lab.annotators import (
+    AnnotateOptions,
+    AnnotatorError,
+    Preprocessing,
+    build_annotator,
+    fill_store,
+    summarise,
+)
+from everytoken_lab.annotators.annotator import FunctionAnnotator, weights_hash
+from everytoken_lab.annotators.reading import BatchReader, eval_view, store_order
+from everytoken_lab.classes import ClassList
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.models import open as opening
 
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 

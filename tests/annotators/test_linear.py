@@ -9,11 +9,13 @@ import pytest
 import timm
 import torch
 
-from everytoken.annotators import AnnotateOptions, AnnotatorError, FitOptions, fill_store, fit_annotator
-from everytoken.annotators import features as features_module
-from everytoken.annotators import fit as fit_module
-from everytoken.annotators import job as job_module
-from everytoken.annotators.features import (
+from everytoken.errors import EverytokenError
+from everytoken.maps import Maps
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, FitOptions, fill_store, fit_annotator
+from everytoken_lab.annotators import features as features_module
+from everytoken_lab.annotators import fit as fit_module
+from everytoken_lab.annotators import job as job_module
+from everytoken_lab.annotators.features import (
     Candidate,
     FrozenBackbone,
     choose_backbone,
@@ -21,15 +23,13 @@ from everytoken.annotators.features import (
     content_digests,
     fit_features,
 )
-from everytoken.annotators.fit import kept_network
-from everytoken.annotators.linear import fit_linear, stratified_folds
-from everytoken.data.datasets import open_dataset
-from everytoken.engine.checkpoint import write_weights
-from everytoken.engine.distributed import World
-from everytoken.errors import EverytokenError
-from everytoken.evaluation.run import eval_view
-from everytoken.maps import Maps
-from everytoken.models.open import Description, open_model, timm_config
+from everytoken_lab.annotators.fit import kept_network
+from everytoken_lab.annotators.linear import fit_linear, stratified_folds
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.evaluation.run import eval_view
+from everytoken_lab.models.open import Description, open_model, timm_config
 
 ALONE = World(0, 1, torch.device("cpu"))
 

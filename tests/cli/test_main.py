@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from everytoken.cli import COMMANDS, main, options_of_commands
-from everytoken.cli._help import options_of
+from everytoken_lab.cli import COMMANDS, main, options_of_commands
+from everytoken_lab.cli._help import options_of
 
 
 def test_help_lists_every_command_without_importing_torch():
-    code = "import sys; from everytoken.cli import main; main(['--help']); print('torch' in sys.modules)"
+    code = "import sys; from everytoken_lab.cli import main; main(['--help']); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip().endswith("False")
     for command in COMMANDS:
@@ -113,7 +113,9 @@ def test_the_version_is_printed(capsys):
 
 
 def test_python_dash_m_works():
-    done = subprocess.run([sys.executable, "-m", "everytoken", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "everytoken_lab", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("everytoken ")
 
 
@@ -227,11 +229,11 @@ def test_what_the_machine_refuses_is_one_sentence(monkeypatch, capsys):
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y"),
         (MemoryError(), "memory"),
     ):
-        monkeypatch.setattr("everytoken.cli._run_module", Mock(side_effect=error))
+        monkeypatch.setattr("everytoken_lab.cli._run_module", Mock(side_effect=error))
         assert main(["train", "x"]) == 2
         message = capsys.readouterr().err.strip()
         assert text in message
         assert len(message.splitlines()) <= 2
-    monkeypatch.setattr("everytoken.cli._run_module", Mock(side_effect=RuntimeError("a bug")))
+    monkeypatch.setattr("everytoken_lab.cli._run_module", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError):
         main(["train", "x"])

@@ -14,19 +14,13 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from everytoken.data import (
-    Loader,
-    PipelineError,
-    RandAugment,
-    collate,
-    open_dataset,
-    randaugment,
-    with_maps,
-)
+from everytoken.data import PipelineError, RandAugment, collate, randaugment, with_maps
 from everytoken.data import placement as pl
 from everytoken.data.adapter import _follow
 from everytoken.functional import label_tokens
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.data.loader import Loader
 
 SIZE = 112
 BILINEAR = v2.InterpolationMode.BILINEAR

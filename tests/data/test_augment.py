@@ -16,8 +16,8 @@ from torchvision.transforms import ColorJitter
 
 from everytoken import keyed
 from everytoken.data import randaugment
-from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform, erase, random_crop
 from everytoken.errors import EverytokenError
+from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform, erase, random_crop
 
 
 def photo(size=(60, 40), key=0):

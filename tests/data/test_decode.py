@@ -13,10 +13,10 @@ import pytest
 from PIL import Image, ImageOps, features
 
 from everytoken import keyed
-from everytoken.data.archives import ArchiveReader
-from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform
-from everytoken.data.decode import ImageError, Picture, read_header, to_rgb
 from everytoken.errors import EverytokenError
+from everytoken_lab.data.archives import ArchiveReader
+from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform
+from everytoken_lab.data.decode import ImageError, Picture, read_header, to_rgb
 
 SIZE = (60, 40)
 
@@ -345,6 +345,6 @@ def test_large_images_are_converted_in_strips_to_the_same_pixels(monkeypatch):
     wide = Image.fromarray(np.asarray(photo((60, 50)).convert("L")).astype(np.uint16) * 200)
     for picture in (image, wide, image.convert("P")):
         whole = np.asarray(to_rgb(picture))
-        monkeypatch.setattr("everytoken.data.decode._STRIP", 60 * 7)
+        monkeypatch.setattr("everytoken_lab.data.decode._STRIP", 60 * 7)
         assert np.array_equal(whole, np.asarray(to_rgb(picture)))
         monkeypatch.undo()

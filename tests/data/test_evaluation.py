@@ -8,7 +8,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from everytoken import keyed
-from everytoken.data.augment import EvalTransform
+from everytoken_lab.data.augment import EvalTransform
 
 
 def noise(size, key=0):

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from everytoken import keyed
-from everytoken.data import datasets
-from everytoken.data.datasets import DataError, Strings, list_files, open_dataset, open_splits, split_off
-from everytoken.data.decode import ImageError
+from everytoken_lab.data import datasets
+from everytoken_lab.data.datasets import DataError, Strings, list_files, open_dataset, open_splits, split_off
+from everytoken_lab.data.decode import ImageError
 
 
 def jpeg(value=0, size=(12, 10)):

@@ -14,10 +14,10 @@ from timm.data import auto_augment
 
 from everytoken import keyed
 from everytoken.data import placement as pl
-from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform, mean_colour
-from everytoken.data.decode import Picture
 from everytoken.data.randaugment import GEOMETRIC, RandAugment
-from everytoken.data.warp import render, resize
+from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform, mean_colour
+from everytoken_lab.data.decode import Picture
+from everytoken_lab.data.warp import render, resize
 
 BLACK = {"mean": (0.0, 0.0, 0.0)}  # the fill colour, so that the mark is the only light
 

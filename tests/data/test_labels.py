@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.cli import main
-from everytoken.data.datasets import DataError, dataset_title, find_split, open_dataset, open_splits, split_off
-from everytoken.engine.held_out import _train_folder
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import DataError, dataset_title, find_split, open_dataset, open_splits, split_off
+from everytoken_lab.engine.held_out import _train_folder
 
 
 @pytest.fixture

@@ -3,8 +3,15 @@
 import pytest
 from PIL import Image
 
-from everytoken.classes import imagenet_classes
-from everytoken.data.datasets import CLASS_LISTS, DataError, _read_class_list, dataset_path, open_dataset, open_splits
+from everytoken_lab.classes import imagenet_classes
+from everytoken_lab.data.datasets import (
+    CLASS_LISTS,
+    DataError,
+    _read_class_list,
+    dataset_path,
+    open_dataset,
+    open_splits,
+)
 
 
 def add(path, size=(8, 8)):

@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 
 from everytoken import keyed
-from everytoken.data.augment import AugmentOptions, EvalTransform, TrainTransform
 from everytoken.data.batch import Batch, normalise, to_device
-from everytoken.data.datasets import DataError, open_dataset
-from everytoken.data.decode import ImageError
-from everytoken.data.loader import BadImages, Loader, WorkerError
+from everytoken_lab.data.augment import AugmentOptions, EvalTransform, TrainTransform
+from everytoken_lab.data.datasets import DataError, open_dataset
+from everytoken_lab.data.decode import ImageError
+from everytoken_lab.data.loader import BadImages, Loader, WorkerError
 
 TRAIN = TrainTransform(32, AugmentOptions(reprob=0.5, recount=2))
 EVAL = EvalTransform(32)
@@ -300,7 +300,9 @@ def test_to_device_normalises_and_keeps_the_rest(data):
 
 def test_a_program_that_ends_without_closing_its_loader_ends(folder):
     code = f"""
-from everytoken.data import Loader, TrainTransform, open_dataset
+from everytoken_lab.data.loader import Loader
+from everytoken_lab.data.augment import TrainTransform
+from everytoken_lab.data.datasets import open_dataset
 loader = Loader(open_dataset({str(folder)!r}), TrainTransform(32), 4, train=True, workers=2)
 batches = loader.epoch(0)
 print(next(batches).images.shape)
@@ -351,13 +353,13 @@ def test_shared_memory_that_is_too_small_is_noticed_before_the_first_batch(data,
     """64 MB are usual in a container; workers that cannot send their batches would be waited for without end."""
     size = 4 * 3 * 32 * 32
     for free, ahead in ((5 * size, 1), (7 * size, 2), (200 * size, 4)):
-        monkeypatch.setattr("everytoken.data.loader.shared_memory", lambda free=free: free)
+        monkeypatch.setattr("everytoken_lab.data.loader.shared_memory", lambda free=free: free)
         loader = Loader(data, EVAL, 4, train=False, workers=2)
         assert len(list(loader.epoch(0))) == len(loader)
         assert loader._loader.prefetch_factor == ahead
         loader.close()
     assert "shared memory" in caplog.text
-    monkeypatch.setattr("everytoken.data.loader.shared_memory", lambda: 3 * size)
+    monkeypatch.setattr("everytoken_lab.data.loader.shared_memory", lambda: 3 * size)
     with pytest.raises(WorkerError, match="shm-size"):
         next(Loader(data, EVAL, 4, train=False, workers=2).epoch(0))
     assert next(Loader(data, EVAL, 4, train=False, workers=0).epoch(0)).images.shape[0] == 4
@@ -392,8 +394,8 @@ def test_a_worker_that_dies_or_cannot_send_is_an_error_in_one_sentence(data, how
 
 
 def test_a_worker_that_does_not_answer_is_named(data, monkeypatch, caplog):
-    monkeypatch.setattr("everytoken.data.loader._POLL", 0.2)
-    monkeypatch.setattr("everytoken.data.loader._PATIENCE", 0.3)
+    monkeypatch.setattr("everytoken_lab.data.loader._POLL", 0.2)
+    monkeypatch.setattr("everytoken_lab.data.loader._PATIENCE", 0.3)
     loader = Loader(Stubborn(data, "slow"), batch_size=20, train=False, workers=1)
     assert len(list(loader.epoch(0))) == 2
     pid = loader._loader._iterator._workers[0].pid

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from everytoken import keyed
-from everytoken.data.datasets import DataError, open_dataset
-from everytoken.data.decode import ImageError
 from everytoken.errors import MissingExtraError
+from everytoken_lab.data.datasets import DataError, open_dataset
+from everytoken_lab.data.decode import ImageError
 
 
 def jpeg(value=0, size=(12, 10)):

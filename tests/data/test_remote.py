@@ -13,10 +13,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from everytoken.data import remote
-from everytoken.data.datasets import DataError, open_dataset
-from everytoken.engine.loop import Loop
 from everytoken.files import Lock
+from everytoken_lab.data import remote
+from everytoken_lab.data.datasets import DataError, open_dataset
+from everytoken_lab.engine.loop import Loop
 
 SHARDS = 4
 WRITE_REPORT = Loop._report  # which tests leave out otherwise
@@ -102,8 +102,8 @@ def test_a_full_cache_leaves_archives_where_they_are_and_reads_images_by_range(b
 
 
 def test_training_reads_from_an_address_in_worker_processes(bucket, tmp_path, monkeypatch):
-    from everytoken.cli import main
-    from everytoken.engine.run_folder import read_run
+    from everytoken_lab.cli import main
+    from everytoken_lab.engine.run_folder import read_run
 
     monkeypatch.setenv("EVERYTOKEN_CACHE_GB", str(2.5 * len(shard(0)) / 1e9))
     words = ["train", "memory://bucket", "--model", "lvvit_micro_patch4_32", "--img-size", "32", "--epochs", "1"]
@@ -115,7 +115,7 @@ def test_training_reads_from_an_address_in_worker_processes(bucket, tmp_path, mo
 def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_run_names_it(
     bucket, tmp_path, monkeypatch, capsys
 ):
-    from everytoken.cli import main
+    from everytoken_lab.cli import main
 
     monkeypatch.setattr(Loop, "_report", WRITE_REPORT)
     words = ["train", "memory://bucket", "--model", "vit_nano_patch4_32", "--img-size", "32", "--epochs", "1"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everytoken.data.datasets import DataError
-from everytoken.data.loader import BatchSampler
+from everytoken_lab.data.datasets import DataError
+from everytoken_lab.data.loader import BatchSampler
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,7 +8,7 @@ import tarfile
 import pytest
 from PIL import Image
 
-from everytoken.data.datasets import DataError, open_dataset
+from everytoken_lab.data.datasets import DataError, open_dataset
 
 
 def jpeg(value=0, size=(12, 10)):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.cli import main
-from everytoken.demo import images as source
-from everytoken.demo import run as runner
 from everytoken.errors import EverytokenError
+from everytoken_lab.cli import main
+from everytoken_lab.demo import images as source
+from everytoken_lab.demo import run as runner
 
 
 def test_without_a_network_the_digits_are_taken_and_it_is_said(monkeypatch, tmp_path):

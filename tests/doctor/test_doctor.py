@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.cli import main
-from everytoken.data import open_dataset
-from everytoken.data.duplicates import ImageFacts, fingerprint, near_pairs
-from everytoken.doctor import machine
-from everytoken.doctor.diagnose import kind_of
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.data.duplicates import ImageFacts, fingerprint, near_pairs
+from everytoken_lab.doctor import machine
+from everytoken_lab.doctor.diagnose import kind_of
 
 
 def ask(capsys, *words: str) -> tuple[int, dict[str, dict]]:
@@ -199,8 +199,8 @@ def test_rotten_checkpoints_and_weights_of_a_run_are_found(capsys, tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from everytoken.engine.checkpoint import save_checkpoint
-    from everytoken.engine.run_folder import RunFolder
+    from everytoken_lab.engine.checkpoint import save_checkpoint
+    from everytoken_lab.engine.run_folder import RunFolder
 
     folder = RunFolder(tmp_path / "run")
     folder.write_config({"epochs": 2, "seed": 1, "data": str(tmp_path / "gone"), "maps": ""})

@@ -9,14 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-import everytoken as et
-from everytoken.cli import main
-from everytoken.data import open_dataset
-from everytoken.data.datasets import keys_hash
-from everytoken.doctor import labels as doubtful
-from everytoken.engine.accuracy import MultiLabelPredictions, Predictions
+import everytoken_lab as lab
 from everytoken.errors import EverytokenError
-from everytoken.tasks.build import corrected
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import keys_hash, open_dataset
+from everytoken_lab.doctor import labels as doubtful
+from everytoken_lab.engine.accuracy import MultiLabelPredictions, Predictions
+from everytoken_lab.training.build import corrected
 
 
 def rows_of(path):
@@ -44,8 +43,8 @@ def examined(wrong):
 
 
 def et_doctor(path, **options):
-    from everytoken.doctor import diagnose
-    from everytoken.progress import Progress
+    from everytoken_lab.doctor import diagnose
+    from everytoken_lab.progress import Progress
 
     return diagnose([str(path)], Progress, workers=0, labels=True, **options)
 
@@ -81,7 +80,7 @@ def test_the_table_corrects_labels_and_leaves_images_out(wrong, tmp_path):
     assert "1 labels corrected, 1 images left out" in notes[0]
     assert "1 images that are not there" in notes[1]
     assert dict(zip(train.keys(), train.labels.tolist(), strict=True))["class-1/x.1.png"] == 1  # as it was
-    run = et.train(wrong, corrections=str(table), model="test_vit", img_size=32, epochs=1, workers=0, device="cpu",
+    run = lab.train(wrong, corrections=str(table), model="test_vit", img_size=32, epochs=1, workers=0, device="cpu",
                    batch_size=16, out=str(tmp_path / "run"))  # fmt: skip
     assert "35 training and 12 validation images" in (run.path / "log.txt").read_text()
     table.write_text("path,label\nclass-1/x.1.png,class-7\n")
@@ -128,7 +127,7 @@ def test_few_images_and_a_sample_are_not_judged_and_without_weights_a_note_says_
     assert main(["doctor", str(photos), "--json"]) == 0
     assert not [f for f in json.loads(capsys.readouterr().out)["findings"] if "label" in f["code"]]
     monkeypatch.setattr(doubtful, "FEWEST", 10)
-    monkeypatch.setattr("everytoken.annotators.features.available_weights", list)
+    monkeypatch.setattr("everytoken_lab.annotators.features.available_weights", list)
     codes = {f.code: f for f in et_doctor(photos)}
     assert "everytoken[registry]" in codes["labels-not-checked"].what
     assert not (tmp_path / "doctor").exists()

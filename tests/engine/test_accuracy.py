@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from everytoken.calibration import calibration_error
-from everytoken.classes import ClassList, imagenet_numbers
-from everytoken.engine.accuracy import Predictions, read_real, real_accuracy
 from everytoken.errors import EverytokenError
+from everytoken_lab.calibration import calibration_error
+from everytoken_lab.classes import ClassList, imagenet_numbers
+from everytoken_lab.engine.accuracy import Predictions, read_real, real_accuracy
 
 
 def predictions(n=50, k=7, seed=0):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from everytoken.engine import checkpoint as ck
-from everytoken.engine.run_folder import RunFolder
 from everytoken.errors import EverytokenError
+from everytoken_lab.engine import checkpoint as ck
+from everytoken_lab.engine.run_folder import RunFolder
 
 
 def save(root, step, **kwargs):
@@ -108,7 +108,7 @@ def test_weights_are_readable_as_the_umask_says(tmp_path):
 
 def test_a_killed_writer_of_best_weights_leaves_nothing_for_ever(tmp_path):
     code = (
-        "import os, pathlib, torch; from everytoken.engine import checkpoint as ck\n"
+        "import os, pathlib, torch; from everytoken_lab.engine import checkpoint as ck\n"
         "os.replace = lambda *_: os._exit(9)\n"
         f"ck.write_weights(pathlib.Path({str(tmp_path)!r}) / 'best.safetensors', {{'w': torch.ones(3)}}, {{}})"
     )

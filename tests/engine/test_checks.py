@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from everytoken.cli import main
-from everytoken.engine.checks import check_device, check_loop, check_objectives
-from everytoken.engine.optim import build_schedule, learning_rate
-from everytoken.engine.options import OptimOptions, TrainOptions
-from everytoken.engine.recipe import apply, read_recipe
 from everytoken.errors import EverytokenError
 from everytoken.objectives import HardLabels
-from everytoken.tasks.start import complete
+from everytoken_lab.cli import main
+from everytoken_lab.engine.checks import check_device, check_loop, check_objectives
+from everytoken_lab.engine.optim import build_schedule, learning_rate
+from everytoken_lab.engine.options import OptimOptions, TrainOptions
+from everytoken_lab.engine.recipe import apply, read_recipe
+from everytoken_lab.training.start import complete
 
 
 @pytest.mark.parametrize("task", [["train"], ["segment", "train"], ["detect", "train"]])

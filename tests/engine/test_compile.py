@@ -15,7 +15,7 @@ from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel, probe
 from everytoken.objectives import build_objectives
-from everytoken.tasks.step import FrozenTeacher, TokenStep
+from everytoken.step import FrozenTeacher, TokenStep
 from tests.engine.test_fake_gpu import CLASSES, MEAN, STD, host_batch
 
 # One block per backbone: what is counted does not depend on how many follow.

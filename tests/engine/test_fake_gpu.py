@@ -22,11 +22,11 @@ from everytoken.maps import ScoreMap
 from everytoken.mixing import MIXERS, apply_to_pixels, build_mixer
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives, drloc
-from everytoken.tasks.backbone import Features
-from everytoken.tasks.segment.model import Segmenter
-from everytoken.tasks.segment.options import DecoderOptions
-from everytoken.tasks.segment.task import SegmentStep
-from everytoken.tasks.step import FrozenTeacher, TokenStep, probe
+from everytoken.step import FrozenTeacher, TokenStep, probe
+from everytoken_lab.dense.backbone import Features
+from everytoken_lab.dense.segment.model import Segmenter
+from everytoken_lab.dense.segment.options import DecoderOptions
+from everytoken_lab.dense.segment.task import SegmentStep
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.9."), reason="torch 2.9 ends the process at a fake convolution without a GPU"

@@ -9,19 +9,20 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from everytoken.cli import main
-from everytoken.cli.train import Train, resolve
-from everytoken.data import Batch, open_dataset
-from everytoken.engine.distributed import World
-from everytoken.engine.loop import _means_the_same
-from everytoken.engine.optim import learning_rate
-from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, TrainOptions
-from everytoken.engine.recipe import apply, read_recipe
+from everytoken.data import Batch
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
-from everytoken.models.open import Description, open_model
-from everytoken.tasks.build import build
-from everytoken.tasks.start import complete
+from everytoken_lab.cli import main
+from everytoken_lab.cli.train import Train, resolve
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.loop import _means_the_same
+from everytoken_lab.engine.optim import learning_rate
+from everytoken_lab.engine.options import DataOptions, ModelOptions, OptimOptions, TrainOptions
+from everytoken_lab.engine.recipe import apply, read_recipe
+from everytoken_lab.models.open import Description, open_model
+from everytoken_lab.training.build import build
+from everytoken_lab.training.start import complete
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 NAMES = ("class-0", "class-1", "class-2")

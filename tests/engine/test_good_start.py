@@ -7,10 +7,11 @@ import timm
 import torch
 from safetensors.torch import load_file
 
-from everytoken import EverytokenError, train
-from everytoken.engine.checkpoint import write_weights
-from everytoken.models.open import Description
-from everytoken.tasks.classify import Classification
+from everytoken import EverytokenError
+from everytoken_lab import train
+from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.models.open import Description
+from everytoken_lab.training.classify import Classification
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1}
 NAMES = ("class-0", "class-1", "class-2")

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from everytoken.engine.distributed import World
-from everytoken.engine.loop import BadLossError, Loop, Stopped
-from everytoken.engine.options import DataOptions, OptimOptions, RunOptions, TrainOptions
-from everytoken.engine.run_folder import RunFolder, read_run
-from everytoken.engine.task import Task
 from everytoken.errors import EverytokenError
 from everytoken.keyed import torch_generator
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.loop import BadLossError, Loop, Stopped
+from everytoken_lab.engine.options import DataOptions, OptimOptions, RunOptions, TrainOptions
+from everytoken_lab.engine.run_folder import RunFolder, read_run
+from everytoken_lab.engine.task import Task
 
 
 @dataclass(frozen=True)
@@ -518,7 +518,7 @@ class TwoProcesses(World):
 def test_the_first_process_decides_when_a_timed_checkpoint_is_due(tmp_path, monkeypatch, rank, late, saves):
     """Saving sharded weights is collective: a process that saved by its own clock would wait for ever."""
     world = TwoProcesses(rank, 2, torch.device("cpu"))
-    monkeypatch.setattr("everytoken.engine.loop.distribute", lambda module, *_: module)
+    monkeypatch.setattr("everytoken_lab.engine.loop.distribute", lambda module, *_: module)
     loop = make(tmp_path, world=world, checkpoint_steps=0, checkpoint_minutes=1)
     saved = []
     monkeypatch.setattr(loop, "save", lambda: saved.append(loop.step))
@@ -532,7 +532,7 @@ def test_the_first_process_decides_when_a_timed_checkpoint_is_due(tmp_path, monk
 def test_a_process_saves_when_the_first_one_says_so(tmp_path, monkeypatch):
     world = TwoProcesses(1, 2, torch.device("cpu"))
     monkeypatch.setattr(TwoProcesses, "other", True)
-    monkeypatch.setattr("everytoken.engine.loop.distribute", lambda module, *_: module)
+    monkeypatch.setattr("everytoken_lab.engine.loop.distribute", lambda module, *_: module)
     loop = make(tmp_path, world=world, checkpoint_steps=0)
     monkeypatch.setattr(loop, "_stop", lambda: None)
     saved = []

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from everytoken.cli import main
-from everytoken.engine.distributed import World
 from everytoken.files import Lock
+from everytoken_lab.cli import main
+from everytoken_lab.engine.distributed import World
 from tests.engine.test_loop import make
 
 pytestmark = pytest.mark.timeout(900)  # every test starts the whole program several times

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import everytoken  # noqa: F401
-from everytoken.engine.dryrun import memory_unit
-from everytoken.engine.optim import build_optimizer, build_schedule, warmup_epochs
-from everytoken.engine.options import OptimOptions
 from everytoken.models import TokenModel
+from everytoken_lab.engine.dryrun import memory_unit
+from everytoken_lab.engine.optim import build_optimizer, build_schedule, warmup_epochs
+from everytoken_lab.engine.options import OptimOptions
 
 
 class Trained(nn.Module):

@@ -11,31 +11,31 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from everytoken.annotators import AnnotateOptions, Preprocessing, fill_store
-from everytoken.annotators.annotator import CellScores, NetworkAnnotator
-from everytoken.classes import ClassList
 from everytoken.data.batch import Batch, to_device
-from everytoken.data.datasets import open_dataset
-from everytoken.engine.distributed import World
-from everytoken.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
-from everytoken.engine.run_folder import RunFolder
-from everytoken.evaluation import EvalOptions
-from everytoken.evaluation.run import run_evaluation
 from everytoken.models import TokenModel
-from everytoken.models.open import open_model
-from everytoken.tasks import dense
-from everytoken.tasks.backbone import Features
-from everytoken.tasks.build import build
-from everytoken.tasks.classify import Classification
-from everytoken.tasks.detect.data import Objects
-from everytoken.tasks.detect.infer import Inference
-from everytoken.tasks.detect.model import Detector
-from everytoken.tasks.detect.options import DetectorOptions, FindOptions
-from everytoken.tasks.detect.task import DetectStep
-from everytoken.tasks.segment.model import Segmenter
-from everytoken.tasks.segment.options import DecoderOptions
-from everytoken.tasks.segment.task import SegmentStep
-from everytoken.tasks.start import complete
+from everytoken_lab.annotators import AnnotateOptions, Preprocessing, fill_store
+from everytoken_lab.annotators.annotator import CellScores, NetworkAnnotator
+from everytoken_lab.classes import ClassList
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.dense import dense
+from everytoken_lab.dense.backbone import Features
+from everytoken_lab.dense.detect.data import Objects
+from everytoken_lab.dense.detect.infer import Inference
+from everytoken_lab.dense.detect.model import Detector
+from everytoken_lab.dense.detect.options import DetectorOptions, FindOptions
+from everytoken_lab.dense.detect.task import DetectStep
+from everytoken_lab.dense.segment.model import Segmenter
+from everytoken_lab.dense.segment.options import DecoderOptions
+from everytoken_lab.dense.segment.task import SegmentStep
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
+from everytoken_lab.engine.run_folder import RunFolder
+from everytoken_lab.evaluation import EvalOptions
+from everytoken_lab.evaluation.run import run_evaluation
+from everytoken_lab.models.open import open_model
+from everytoken_lab.training.build import build
+from everytoken_lab.training.classify import Classification
+from everytoken_lab.training.start import complete
 from tests.engine.pretend_gpu import CUDA, PretendGpu
 
 pytestmark = pytest.mark.skipif(

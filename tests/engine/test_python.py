@@ -5,16 +5,16 @@ import logging
 import pytest
 from torch.backends.cuda import flash_sdp_enabled
 
-from everytoken.annotators import annotate
-from everytoken.cli.train import Train
-from everytoken.engine.options import TrainOptions
-from everytoken.engine.run_folder import Run
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
-from everytoken.schema import SchemaError
-from everytoken.tasks.build import check_held_out, open_splits
-from everytoken.tasks.classify import train
-from everytoken.tasks.step import TokenStep
+from everytoken.step import TokenStep
+from everytoken_lab.annotators import annotate
+from everytoken_lab.cli.train import Train
+from everytoken_lab.engine.options import TrainOptions
+from everytoken_lab.engine.run_folder import Run
+from everytoken_lab.schema import SchemaError
+from everytoken_lab.training.build import check_held_out, open_splits
+from everytoken_lab.training.classify import train
 
 TINY = {
     "model": "vit_tiny_patch16_224",
@@ -44,7 +44,7 @@ def maps(undivided, backbone, tmp_path_factory):
 
 
 def test_train_returns_the_run_and_its_history(undivided, maps, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("everytoken"), "handlers", [])  # as before any command was called
+    monkeypatch.setattr(logging.getLogger("everytoken_lab"), "handlers", [])  # as before any command was called
     run = train(undivided, maps=maps.path, objectives={"token_labeling": {}}, out=str(tmp_path / "run"), **TINY)
     assert isinstance(run, Run)
     assert run.path == tmp_path / "run"

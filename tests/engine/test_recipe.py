@@ -4,9 +4,9 @@ import pytest
 import timm
 
 import everytoken  # noqa: F401
-from everytoken.engine.checks import check_options
-from everytoken.engine.options import TrainOptions
-from everytoken.engine.recipe import (
+from everytoken_lab.engine.checks import check_options
+from everytoken_lab.engine.options import TrainOptions
+from everytoken_lab.engine.recipe import (
     RecipeError,
     apply,
     flat,
@@ -16,8 +16,8 @@ from everytoken.engine.recipe import (
     read_recipe,
     recipe_names,
 )
-from everytoken.schema import SchemaError
-from everytoken.tasks.start import FINETUNE
+from everytoken_lab.schema import SchemaError
+from everytoken_lab.training.start import FINETUNE
 
 CLASSIFIERS = [n for n in recipe_names() if not n.startswith(("segment_", "detect_"))]  # others: tests/transfer
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 
-from everytoken.engine.run_folder import environment
+from everytoken_lab.engine.run_folder import environment
 
 
 def git(folder, *words):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from everytoken.engine import checkpoint as ck
-from everytoken.engine.distributed import World, join_world
 from everytoken.errors import EverytokenError
+from everytoken_lab.engine import checkpoint as ck
+from everytoken_lab.engine.distributed import World, join_world
 
 pytestmark = pytest.mark.timeout(900)
 TINY = [

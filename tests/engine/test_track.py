@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from everytoken.engine import track
-from everytoken.engine.options import RunOptions
-from everytoken.engine.run_folder import RunFolder
 from everytoken.errors import EverytokenError
-from everytoken.tasks.classify import train
+from everytoken_lab.engine import track
+from everytoken_lab.engine.options import RunOptions
+from everytoken_lab.engine.run_folder import RunFolder
+from everytoken_lab.training.classify import train
 
 QUICK = {
     "model": "vit_nano_patch4_32",

@@ -14,10 +14,10 @@ import pytest
 import timm
 import torch
 
-from everytoken.cli import main
-from everytoken.engine.options import ModelOptions, TrainOptions
-from everytoken.models.open import open_model
-from everytoken.tasks.classify import default_output
+from everytoken_lab.cli import main
+from everytoken_lab.engine.options import ModelOptions, TrainOptions
+from everytoken_lab.models.open import open_model
+from everytoken_lab.training.classify import default_output
 
 TINY = [
     *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--workers", "0", "--batch-size", "8", "--epochs", "2"),
@@ -90,7 +90,10 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_143(photos, tmp_path):
     """As it is typed: a process that nothing else was done in."""
     words = [str(photos), *TINY, "--epochs", "200", "--workers", "1", "--out", str(tmp_path / "r")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "everytoken", "train", *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "everytoken_lab", "train", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while not rows_or_none(tmp_path / "r"):
         time.sleep(0.05)

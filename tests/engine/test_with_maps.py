@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from everytoken.cli import main
-from everytoken.data import open_dataset
-from everytoken.engine.run_folder import read_run
 from everytoken.maps import MapWriter, ScoreMap, StoreMeta
-from everytoken.models.open import open_model
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.engine.run_folder import read_run
+from everytoken_lab.models.open import open_model
 
 TINY = [
     *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--workers", "0", "--batch-size", "12", "--epochs", "1"),

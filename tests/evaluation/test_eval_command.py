@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 import everytoken  # noqa: F401
-from everytoken.cli import main
-from everytoken.engine.held_out import open_part
 from everytoken.errors import EverytokenError
-from everytoken.evaluation import evaluate, predict
 from everytoken.files import plain_json
-from everytoken.models.open import Description
+from everytoken_lab.cli import main
+from everytoken_lab.engine.held_out import open_part
+from everytoken_lab.evaluation import evaluate, predict
+from everytoken_lab.models.open import Description
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 

@@ -12,12 +12,12 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 
-import everytoken as et
-from everytoken.cli import main
+import everytoken_lab as lab
 from everytoken.errors import EverytokenError, MissingExtraError
-from everytoken.evaluation import exporting
-from everytoken.models.inference import open_session
-from everytoken.models.open import Description, open_model
+from everytoken_lab.cli import main
+from everytoken_lab.evaluation import exporting
+from everytoken_lab.models.inference import open_session
+from everytoken_lab.models.open import Description, open_model
 
 NAMES = ("ants", "bees", "wasps & co")
 SEEN = {"img_size": (48, 48), "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.9}
@@ -59,7 +59,7 @@ def vit(data, tmp_path_factory):
 
 
 def test_plain_timm_opens_the_folder_with_classes_size_and_normalisation(vit, data, tmp_path):
-    result = et.export(vit, tmp_path / "out")
+    result = lab.export(vit, tmp_path / "out")
     assert result.differences == {"model.safetensors": 0.0}
     assert "held out" in result.checked_on
     model = timm.create_model(f"local-dir:{result.folder}", pretrained=True).eval()
@@ -74,7 +74,7 @@ def test_plain_timm_opens_the_folder_with_classes_size_and_normalisation(vit, da
     transform = create_transform(**config, is_training=False)
     with torch.no_grad():
         logits = torch.cat([model(transform(Image.open(file).convert("RGB"))[None]) for file in files])
-    predicted = et.load(vit).predict(data / "val", workers=0)
+    predicted = lab.load(vit).predict(data / "val", workers=0)
     assert [image.classes[0] for image in predicted] == [NAMES[i] for i in logits.argmax(1)]
     assert [image.probabilities[0] for image in predicted] == pytest.approx(
         logits.softmax(1).amax(1).tolist(), abs=1e-4
@@ -82,11 +82,11 @@ def test_plain_timm_opens_the_folder_with_classes_size_and_normalisation(vit, da
 
 
 def test_the_package_opens_it_whole_by_path_and_by_timms_name(vit, tmp_path):
-    result = et.export(vit, tmp_path / "out", to="hf")
+    result = lab.export(vit, tmp_path / "out", to="hf")
     images = torch.randn(2, 3, 48, 48)
     expected = open_model(vit).model(images)
     for name in (str(result.folder), f"local-dir:{result.folder}"):
-        opened = et.load(name)
+        opened = lab.load(name)
         assert opened.token_classes.names == ("sky", "grass")
         view = opened.model(images)
         torch.testing.assert_close(view.logits, expected.logits)
@@ -94,7 +94,7 @@ def test_the_package_opens_it_whole_by_path_and_by_timms_name(vit, tmp_path):
 
 
 def test_the_card_says_data_recipe_result_with_interval_and_use(vit, tmp_path):
-    card = (et.export(vit, tmp_path / "out", license="apache-2.0").folder / "README.md").read_text()
+    card = (lab.export(vit, tmp_path / "out", license="apache-2.0").folder / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "timm"
     assert front["license"] == "apache-2.0"
@@ -115,7 +115,7 @@ def program(data, tmp_path_factory):
     arguments = {"img_size": 48, "embed_dim": 16, "depth": 1, "num_heads": 2, "stem_width": 8}
     folder = tmp_path_factory.mktemp("lvvit") / "run"
     write_run(folder, data, "lvvit_nano_patch4_32", arguments, NAMES, token_vote=0.5)
-    return folder, et.export(folder, to=("onnx", "timm"), cells=True)
+    return folder, lab.export(folder, to=("onnx", "timm"), cells=True)
 
 
 def test_an_onnx_file_answers_like_the_run(program, data, capsys):
@@ -130,7 +130,7 @@ def test_an_onnx_file_answers_like_the_run(program, data, capsys):
     for own, other in zip(*rows, strict=True):
         assert own["classes"] == pytest.approx(other["classes"], abs=1e-4)
         assert own["box"] == pytest.approx(other["box"], abs=1)
-    loaded = et.load(result.folder / "model.onnx")
+    loaded = lab.load(result.folder / "model.onnx")
     assert loaded.info.mean == SEEN["mean"]
     assert loaded.class_names == NAMES
     evaluated = loaded.evaluate(data, workers=0, device="cpu")
@@ -151,39 +151,39 @@ def test_what_a_program_cannot_do_is_said(program, data, tmp_path):
     with pytest.raises(EverytokenError, match="48 x 48"):
         open_model(onnx, img_size=64)
     with pytest.raises(EverytokenError, match="gradients"):
-        et.explain(onnx, next((data / "val" / NAMES[0]).iterdir()))
+        lab.explain(onnx, next((data / "val" / NAMES[0]).iterdir()))
     with pytest.raises(EverytokenError, match="exported program"):
-        et.export(onnx, tmp_path)
+        lab.export(onnx, tmp_path)
     (tmp_path / "bad.onnx").write_bytes(b"no program")
     with pytest.raises(EverytokenError, match=r"bad\.onnx"):
         open_model(tmp_path / "bad.onnx")
     with pytest.raises(EverytokenError, match="earlier export"):
-        et.export(program[0], result.folder, to="onnx")
+        lab.export(program[0], result.folder, to="onnx")
 
 
 def test_a_file_that_answers_differently_is_not_kept(vit, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "_TOLERANCE", -1.0)
     with pytest.raises(EverytokenError, match="was not kept"):
-        et.export(vit, tmp_path / "out")
+        lab.export(vit, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_missing_extra_is_said_before_anything_is_done(vit, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(MissingExtraError, match=r"everytoken\[export\]"):
-        et.export(vit, tmp_path / "out", to="onnx")
+        lab.export(vit, tmp_path / "out", to="onnx")
     assert not (tmp_path / "out").exists()
     with pytest.raises(EverytokenError, match="onx"):
-        et.export(vit, tmp_path / "out", to="onx")
+        lab.export(vit, tmp_path / "out", to="onx")
 
 
 def test_the_calibration_travels_with_the_export(vit, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("everytoken.evaluation.calibrated.FEWEST", 5)
-    wanted = et.predict(vit, data / "val", workers=0)
+    monkeypatch.setattr("everytoken_lab.evaluation.calibrated.FEWEST", 5)
+    wanted = lab.predict(vit, data / "val", workers=0)
     assert "calibrated on 12" in wanted.notes[0]
-    folder = et.export(vit, tmp_path / "out").folder
+    folder = lab.export(vit, tmp_path / "out").folder
     (vit / "calibration.json").unlink()
-    again = et.predict(folder, data / "val", workers=0)
+    again = lab.predict(folder, data / "val", workers=0)
     assert not again.notes
     assert [image.probabilities for image in again] == [pytest.approx(image.probabilities) for image in wanted]
     assert "Divide logits by" in (folder / "README.md").read_text()
@@ -202,7 +202,7 @@ def test_what_is_pushed_to_the_hub_is_a_repository_that_opens_again(vit, data, h
         assert hub.repositories["me/bugs"][name] == (tmp_path / "out" / name).read_bytes()
     assert hub.tokens == {"Bearer hf_secret"}
     assert main([*words, "--push", "me/bugs"]) == 0  # once more
-    opened, there = et.load("hf-hub:me/bugs"), et.load(vit)
+    opened, there = lab.load("hf-hub:me/bugs"), lab.load(vit)
     assert opened.class_names == NAMES
     photo = next((data / "val").rglob("*.png"))
     wanted, got = ([image.probabilities for image in model.predict(photo)] for model in (there, opened))
@@ -225,7 +225,7 @@ def test_a_push_that_is_refused_says_why_and_what_to_do(vit, hub, tmp_path, monk
 
 
 def test_a_repository_on_the_hub_is_opened_whole(vit, tmp_path, monkeypatch):
-    folder = et.export(vit, tmp_path / "out", to="hf").folder
+    folder = lab.export(vit, tmp_path / "out", to="hf").folder
     wanted = []
 
     def download(name, file):
@@ -233,7 +233,7 @@ def test_a_repository_on_the_hub_is_opened_whole(vit, tmp_path, monkeypatch):
         return str(folder / file)
 
     monkeypatch.setattr("timm.models._hub.download_from_hf", download)
-    opened = et.load("hf-hub:me/bugs")
+    opened = lab.load("hf-hub:me/bugs")
     assert opened.class_names == NAMES
     assert opened.token_classes.names == ("sky", "grass")
     assert [file for _, file in wanted] == ["config.json", "model.safetensors", "model.token_head.safetensors"]

@@ -12,15 +12,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from everytoken.classes import ClassList
-from everytoken.cli import main
-from everytoken.engine.run_folder import read_run
 from everytoken.errors import EverytokenError
-from everytoken.evaluation import evaluate, load, predict
-from everytoken.evaluation.locate import box_of, guided_filter
-from everytoken.evaluation.predictions import run_lengths
-from everytoken.models import TokenView, inference
-from everytoken.models.open import Description, OpenModel
+from everytoken.models import TokenView
+from everytoken_lab.classes import ClassList
+from everytoken_lab.cli import main
+from everytoken_lab.engine.run_folder import read_run
+from everytoken_lab.evaluation import evaluate, load, predict
+from everytoken_lab.evaluation.locate import box_of, guided_filter
+from everytoken_lab.evaluation.predictions import run_lengths
+from everytoken_lab.models import inference
+from everytoken_lab.models.open import Description, OpenModel
 
 NAMES = ("class-0", "class-1", "class-2")
 
@@ -65,10 +66,10 @@ def test_a_convolutional_network_predicts_many_images_by_onnx_runtime(photos, we
     monkeypatch.setattr(inference._Session, "__call__", lambda self, images: calls.append(1) or session(self, images))
     plain = predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
     assert not calls
-    monkeypatch.setattr("everytoken.evaluation.run.WORTH_EXPORTING", 12 * 32 * 32)
+    monkeypatch.setattr("everytoken_lab.evaluation.run.WORTH_EXPORTING", 12 * 32 * 32)
     predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
     assert not calls  # a transformer would not be faster
-    monkeypatch.setattr("everytoken.evaluation.run.CONVOLUTIONS", 1)
+    monkeypatch.setattr("everytoken_lab.evaluation.run.CONVOLUTIONS", 1)
     fast = predict(weights, [photos / "val"], device="cpu", workers=0, batch_size=5)
     assert len(calls) == 1 + 3  # the comparison with the network, and three batches
     for one, other in zip(plain, fast, strict=True):
@@ -166,9 +167,9 @@ def test_names_are_no_formulas_and_no_markup(photos, tmp_path, capsys):
 
 
 def test_markup_in_class_names_is_shown_as_it_is(capsys):
-    from everytoken.cli.eval import _print
-    from everytoken.engine.accuracy import Predictions
-    from everytoken.evaluation.run import Evaluation
+    from everytoken_lab.cli.eval import _print
+    from everytoken_lab.engine.accuracy import Predictions
+    from everytoken_lab.evaluation.run import Evaluation
 
     predictions = Predictions(np.arange(2), np.array([0, 1]), np.array([[1], [1]]), np.ones(2), np.zeros(2))
     result = Evaluation(predictions.summary(), predictions, ["[/red]", "[bold]x"], ["a", "b"])
@@ -214,7 +215,7 @@ def test_probabilities_of_a_run_are_calibrated_on_what_it_held_out_once(run, mon
         tempered = np.array(sure.probabilities) ** (1 / kept["temperature"])
         np.testing.assert_allclose(calm.probabilities, tempered / tempered.sum(), atol=1e-3)
 
-    monkeypatch.setattr("everytoken.evaluation.run.run_evaluation", None)  # the second time needs no images
+    monkeypatch.setattr("everytoken_lab.evaluation.run.run_evaluation", None)  # the second time needs no images
     again = read_run(run).load().predict(photos, workers=0)
     assert again.images == first.images
     assert not again.notes

@@ -8,8 +8,8 @@ import timm
 from PIL import Image
 from safetensors.torch import save_file
 
-from everytoken.cli import main
-from everytoken.models.open import Description
+from everytoken_lab.cli import main
+from everytoken_lab.models.open import Description
 
 from .test_tokens import write_store
 
@@ -77,8 +77,8 @@ def test_cards_an_overview_and_numbers_are_written_and_named(here, tmp_path, cap
 
 
 def test_the_numbers_are_those_of_the_functions(here, tmp_path):
-    from everytoken.explanation import relevance
-    from everytoken.explanation.model import open_explained
+    from everytoken_lab.explanation import relevance
+    from everytoken_lab.explanation.model import open_explained
 
     image = here / "photos/two.jpg"
     assert run(here, here / "vit.safetensors", image, "--class", "hen", "--class", "1", "--out", tmp_path) == 0
@@ -111,7 +111,7 @@ def test_a_mixture_is_drawn_and_told(here, tmp_path, model):
 
 
 def test_wordnet_ids_are_told_in_words():
-    from everytoken.classes import shown_name
+    from everytoken_lab.classes import shown_name
 
     assert shown_name("n01440764") == "tench"
     assert shown_name("n99999999") == "n99999999"
@@ -119,7 +119,7 @@ def test_wordnet_ids_are_told_in_words():
 
 
 def test_the_python_function_gives_cards_and_numbers_and_writes_nothing_unless_asked(here):
-    from everytoken.explanation import explain
+    from everytoken_lab.explanation import explain
 
     result = explain(str(here / "vit.safetensors"), here / "photos/two.jpg", classes=("cat",), device="cpu")
     assert result.files == []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everytoken.explanation import relevance
+from everytoken_lab.explanation import relevance
 
 from .conftest import planted, tiny_vit, train
 

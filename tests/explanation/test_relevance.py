@@ -7,8 +7,8 @@ from torch import nn
 
 import everytoken.models  # noqa: F401
 from everytoken.errors import EverytokenError
-from everytoken.explanation import NoAttentionError, choose_method, record_attention, relevance
 from everytoken.models import TokenModel, UnsupportedModelError
+from everytoken_lab.explanation import NoAttentionError, choose_method, record_attention, relevance
 
 from .conftest import tiny_vit
 
@@ -165,7 +165,7 @@ def test_the_seen_matrices_are_those_of_the_model_s_own_unfused_attention():
 
 
 def test_class_attention_changes_the_row_of_the_class_token_only():
-    from everytoken.explanation.saliency import accumulate
+    from everytoken_lab.explanation.saliency import accumulate
 
     torch.manual_seed(0)
     patches, to_class = torch.rand(1, 4, 4), torch.rand(1, 1, 5)

@@ -5,8 +5,10 @@ import pytest
 import timm
 import torch
 
-from everytoken.classes import ClassList
-from everytoken.explanation.tokens import (
+from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
+from everytoken.models import TokenModel
+from everytoken_lab.classes import ClassList
+from everytoken_lab.explanation.tokens import (
     FOREIGN,
     compare_with_map,
     find_key,
@@ -15,8 +17,6 @@ from everytoken.explanation.tokens import (
     token_probabilities,
     translation,
 )
-from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
-from everytoken.models import TokenModel
 
 from .conftest import tiny_vit
 

@@ -16,9 +16,10 @@ import pytest
 
 from everytoken import files
 from everytoken.errors import EverytokenError
-from everytoken.maps import ExportOptions, Maps, MapWriter, export_released, format, verify
+from everytoken.maps import Maps, MapWriter, format, verify
 from everytoken.maps.errors import StoreDamagedError
 from everytoken.maps.format import INDEX, KEYS, MANIFEST, shard_name
+from everytoken_lab.maps.released import ExportOptions, export_released
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.cli import main
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken.maps.format import shard_name
+from everytoken_lab.cli import main
 
 
 @pytest.fixture

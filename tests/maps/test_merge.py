@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from everytoken.cli import main
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, ScoreMap, Skipped, StoreMeta, merge_maps, verify
+from everytoken_lab.cli import main
 
 META = StoreMeta((3, 4), 2, tuple(f"class {i}" for i in range(9)), annotator={"name": "timm:some", "size": [64, 64]})
 KEYS = [f"{folder}/{i}.jpg" for folder in "ab" for i in range(150)]

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from everytoken.maps import (
+from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
+from everytoken.maps.errors import StoreError
+from everytoken_lab.maps.released import (
     ExportOptions,
     ImportOptions,
-    Maps,
-    MapWriter,
-    ScoreMap,
-    StoreMeta,
     export_released,
     import_released,
+    read_released,
+    released_path,
 )
-from everytoken.maps.errors import StoreError
-from everytoken.maps.released import read_released, released_path
 
 torch = pytest.importorskip("torch")
 

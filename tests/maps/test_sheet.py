@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken import draw
-from everytoken.draw import OTHER, PALETTE, PANEL
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
-from everytoken.maps.sheet import Tile, draw_sheet, load_photo
-from everytoken.maps.summary import (
+from everytoken_lab import draw
+from everytoken_lab.draw import OTHER, PALETTE, PANEL
+from everytoken_lab.maps.sheet import SheetOptions, Tile, draw_sheet, load_photo, sheet_picture
+from everytoken_lab.maps.summary import (
     MANY,
     OTHERS,
     WRONG,
@@ -194,7 +194,8 @@ def test_a_sheet_has_room_for_every_tile_and_survives_odd_names():
 
 def test_a_store_shows_itself_and_tokens_are_drawn_where_they_are(tmp_path):
     maps = make_store(tmp_path / "maps", {"ant/1.png": simple_map([[0, 1]]), "bee/2.png": simple_map([[2, 2]])})
-    assert maps.sheet(keys=["ant/1.png"]).height < maps.sheet().height
+    some, every = (sheet_picture(maps, SheetOptions(maps.path, keys=keys)) for keys in (("ant/1.png",), ()))
+    assert some.height < every.height
     photo = Image.new("RGB", (40, 20), "#808080")
     picture = draw.token_overlay(photo, np.array([[7, 9]]), np.ones((1, 2)), {7: "#ff0000"})
     left, right = picture.getpixel((5, 10)), picture.getpixel((35, 10))

@@ -16,7 +16,7 @@ from everytoken.mixing import MIXERS, Compose, CutMix, MixToken, MixUp, OneOf, b
 from everytoken.mixing.guided import guide_for, importance, importance_by_gradient
 from everytoken.models import TokenModel
 from everytoken.objectives import build_objectives
-from everytoken.tasks.step import FrozenTeacher, TokenStep
+from everytoken.step import FrozenTeacher, TokenStep
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 NORM = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))

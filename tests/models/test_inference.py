@@ -5,9 +5,9 @@ import timm
 import torch
 from torch import nn
 
-from everytoken.annotators.annotator import CellScores
 from everytoken.models import TokenModel
-from everytoken.models.inference import faster
+from everytoken_lab.annotators.annotator import CellScores
+from everytoken_lab.models.inference import faster
 
 
 @pytest.fixture(scope="module", autouse=True)

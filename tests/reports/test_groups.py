@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from everytoken.engine.run_folder import RunFolder, find_runs, read_run
 from everytoken.errors import EverytokenError
-from everytoken.reports import report
-from everytoken.reports.groups import config_differences, difference, differences, group_runs
-from everytoken.stats import mean, t_quantile
+from everytoken_lab.engine.run_folder import RunFolder, find_runs, read_run
+from everytoken_lab.reports import report
+from everytoken_lab.reports.groups import config_differences, difference, differences, group_runs
+from everytoken_lab.stats import mean, t_quantile
 
 
 def write_run(path, score: float, seed: int, epochs: int = 2, done: int = 2, **config):
@@ -152,7 +152,7 @@ def test_a_folder_of_runs_stands_for_its_runs_and_a_wrong_name_is_named(tmp_path
 
 
 def test_runs_of_another_task_keep_the_name_of_their_score(tmp_path, capsys):
-    from everytoken.cli import main
+    from everytoken_lab.cli import main
 
     folder = RunFolder(write_run(tmp_path / "seg", 40.0, 1))
     folder.record({"kind": "epoch", "step": 3, "epoch": 3, "score": 41.0, "val_mIoU": 41.0})

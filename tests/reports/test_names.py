@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everytoken.classes import class_finder
-from everytoken.cli import main
-from everytoken.data import open_dataset
 from everytoken.maps import Maps, MapWriter, StoreMeta
-from everytoken.maps.sheet import namer
-from everytoken.reports.samples import annotator_agreement
+from everytoken_lab.classes import class_finder
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import open_dataset
+from everytoken_lab.maps.sheet import namer
+from everytoken_lab.reports.samples import annotator_agreement
 
 IDS = ["n01440764", "n02102040"]
 

@@ -9,13 +9,13 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from everytoken import stats
-from everytoken.cli import main
-from everytoken.engine.run_folder import read_run
-from everytoken.evaluation.calibrated import validation_set
-from everytoken.reports.charts import Series, interval_chart, line_chart, thin, ticks
-from everytoken.reports.page import contrast, level_colours
-from everytoken.reports.predictions import CACHE, predict_run
+from everytoken_lab import stats
+from everytoken_lab.cli import main
+from everytoken_lab.engine.run_folder import read_run
+from everytoken_lab.evaluation.calibrated import validation_set
+from everytoken_lab.reports.charts import Series, interval_chart, line_chart, thin, ticks
+from everytoken_lab.reports.page import contrast, level_colours
+from everytoken_lab.reports.predictions import CACHE, predict_run
 
 
 class Page(HTMLParser):
@@ -222,7 +222,7 @@ def test_foreign_text_stays_text(trained, tmp_path):
 
 
 def test_all_text_is_readable_in_light_and_dark():
-    style = (resources.files("everytoken.reports") / "templates/style.css").read_text()
+    style = (resources.files("everytoken_lab.reports") / "templates/style.css").read_text()
     light, dark = re.findall(r":root \{(.*?)\n\s*\}", style, re.DOTALL)[:2]
     for block in (light, dark):
         colours = dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6})", block))

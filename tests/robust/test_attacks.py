@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from everytoken.errors import EverytokenError
-from everytoken.robust import autoattack
-from everytoken.robust.gradient_attacks import (
+from everytoken_lab.robust import autoattack
+from everytoken_lab.robust.gradient_attacks import (
     AttackBatch,
     boundary,
     checkpoints,
@@ -16,7 +16,7 @@ from everytoken.robust.gradient_attacks import (
     reach_plane,
     rivals,
 )
-from everytoken.robust.square_attack import area, bump
+from everytoken_lab.robust.square_attack import area, bump
 
 SMALL = {"steps": 25, "queries": 300, "targets": 3}
 TINY = {"steps": 8, "queries": 30, "targets": 2}

@@ -11,14 +11,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import everytoken  # noqa: F401
-from everytoken.cli import main
-from everytoken.models.open import Description
-from everytoken.robust import RobustOptions, autoattack
-from everytoken.robust import run as robust_run
-from everytoken.robust.gradient_attacks import cross_entropy, value_and_gradient
-from everytoken.robust.run import AttackLog, SuiteRunner, from_pixels, open_tested
-from everytoken.robust.suites import Suite
-from everytoken.robust.transfer import parse_targets
+from everytoken_lab.cli import main
+from everytoken_lab.models.open import Description
+from everytoken_lab.robust import RobustOptions, autoattack
+from everytoken_lab.robust import run as robust_run
+from everytoken_lab.robust.gradient_attacks import cross_entropy, value_and_gradient
+from everytoken_lab.robust.run import AttackLog, SuiteRunner, from_pixels, open_tested
+from everytoken_lab.robust.suites import Suite
+from everytoken_lab.robust.transfer import parse_targets
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 NAMES = ("class-0", "class-1", "class-2")

@@ -9,8 +9,8 @@ from PIL import Image
 
 from everytoken import keyed
 from everytoken.errors import EverytokenError
-from everytoken.robust import corruptions, filters
-from everytoken.robust.corruptions import CORRUPTIONS, EXTRA, STANDARD, corrupt
+from everytoken_lab.robust import corruptions, filters
+from everytoken_lab.robust.corruptions import CORRUPTIONS, EXTRA, STANDARD, corrupt
 
 
 def scene(height=224, width=224):

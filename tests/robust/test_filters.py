@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from everytoken.robust import corruptions, filters
+from everytoken_lab.robust import corruptions, filters
 
 ndimage = pytest.importorskip("scipy.ndimage")
 

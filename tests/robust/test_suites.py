@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from everytoken.errors import EverytokenError
-from everytoken.robust.corruptions import CORRUPTIONS, STANDARD
-from everytoken.robust.suites import corruption_names, parse_suites
-from everytoken.robust.tables import ALEXNET, ALEXNET_CLEAN, Table, mean_corruption_error
+from everytoken_lab.robust.corruptions import CORRUPTIONS, STANDARD
+from everytoken_lab.robust.suites import corruption_names, parse_suites
+from everytoken_lab.robust.tables import ALEXNET, ALEXNET_CLEAN, Table, mean_corruption_error
 
 PUBLISHED_MEANS = {  # AlexNet's error of each corruption, percent, as papers on ImageNet-C list it
     "gaussian_noise": 88.6, "shot_noise": 89.4, "impulse_noise": 92.3, "defocus_blur": 82.0, "glass_blur": 82.6,

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from everytoken.maps.check import verify
     from everytoken.maps.format import Manifest, StoreMeta, class_names_hash
     from everytoken.maps.merge import merge_maps
-    from everytoken.maps.released import ExportOptions, ImportOptions, export_released, import_released
     from everytoken.maps.score_map import ScoreMap, map_area
     from everytoken.maps.store import Maps
     from everytoken.maps.writer import MapWriter, Skipped
@@ -23,7 +22,6 @@ __getattr__, __dir__ = lazy(
     {
         "everytoken.maps.format": ["Manifest", "StoreMeta", "class_names_hash"],
         "everytoken.maps.merge": ["merge_maps"],
-        "everytoken.maps.released": ["ExportOptions", "ImportOptions", "export_released", "import_released"],
         "everytoken.maps.score_map": ["ScoreMap", "map_area"],
         "everytoken.maps.store": ["Maps"],
         "everytoken.maps.check": ["verify"],
@@ -31,8 +29,6 @@ __getattr__, __dir__ = lazy(
     },
 )
 __all__ = [
-    "ExportOptions",
-    "ImportOptions",
     "Manifest",
     "MapWriter",
     "Maps",
@@ -40,8 +36,6 @@ __all__ = [
     "Skipped",
     "StoreMeta",
     "class_names_hash",
-    "export_released",
-    "import_released",
     "map_area",
     "merge_maps",
     "verify",

@@ -34,9 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from everytoken import files, schema
+from everytoken import files
 from everytoken.maps.errors import StoreDamagedError, StoreError
 from everytoken.maps.score_map import RESIZE_MODES, record_dtype
+from everytoken_lab import schema
 
 MANIFEST, SKIPPED_LIST = "manifest.json", "skipped.csv"
 RUNS = "runs.jsonl"  # who wrote when: the only file that differs between equal stores

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,6 @@ from everytoken.maps.format import (
     shard_name,
 )
 from everytoken.maps.score_map import HEAD, MAP, ScoreMap, checksum, class_dtype
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 _HALF = np.dtype("<f2")
 _MAX_OPEN = 512  # each mapped shard holds a file handle; 1024 is a common limit per process
@@ -168,19 +165,6 @@ class Maps(Mapping[str, ScoreMap]):
     def read(self, i: int) -> ScoreMap:
         """Map i, 0 <= i < len(maps), in the order of iteration."""
         return self._load(self._position(i))
-
-    def sheet(self, images: str | Path | None = None, keys: Sequence[str] = (), count: int = 6) -> Image.Image:
-        """A picture of some maps with their photos, classes and confidence, as `everytoken maps sheet` draws it.
-
-        Args:
-            images: the folder that was annotated; None: cells are drawn on grey.
-            keys: maps to draw; none: those most worth looking at,
-            count: this many.
-        """
-        from everytoken.maps.sheet import SheetOptions, sheet_picture
-
-        folder = None if images is None else Path(images)
-        return sheet_picture(self, SheetOptions(self.path, tuple(keys), folder, count=count))
 
     def _position(self, i: int) -> int:
         if not 0 <= i < len(self):

@@ -1,8 +1,0 @@
-"""`python -m everytoken` is the console script; `torchrun -m everytoken ...` uses it too."""
-
-import sys
-
-from everytoken.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

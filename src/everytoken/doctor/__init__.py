@@ -1,6 +1,0 @@
-"""Find trouble before training does: in images, score maps, runs and the machine. Each finding says what to do."""
-
-from everytoken.doctor.diagnose import diagnose
-from everytoken.doctor.findings import Finding
-
-__all__ = ["Finding", "diagnose"]

@@ -1,5 +1,0 @@
-"""The page of one or several runs: groups of seeds, intervals, curves, classes, predictions and token maps."""
-
-from everytoken.reports.collect import Report, ReportOptions, report
-
-__all__ = ["Report", "ReportOptions", "report"]

@@ -1,1 +1,0 @@
-"""Trained backbones on dense tasks: segmentation and detection."""

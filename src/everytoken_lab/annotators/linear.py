@@ -1,0 +1,202 @@
+"""A linear classifier on frozen features: scikit-learn's logistic regression, its penalty chosen by cross-validation.
+
+Minimised is mean H(softmax(Wx + b), y) + strength / 2 · |W|² over features x that are centred and scaled so that |x|²
+is 1 on average. The strength with the least out-of-fold cross entropy is taken. Folds hold out the same fraction of
+every class, images with the same content are in the same fold, and nothing that is used for the images of a fold was
+fitted on any of them: neither the weights, nor their starting point, nor the centre of the features.
+
+With several labels per image, [n, K], every class is a logistic regression of its own with the same strength.
+Cost on one core, cross-validation included: 740 images of 37 classes 10 CPU seconds, 2,000 of 100 classes 60.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from everytoken.keyed import uniform
+from everytoken_lab.engine.accuracy import MultiLabelPredictions
+
+STRENGTHS = tuple(10 ** (-k / 2) for k in range(2, 17))  # from strong to weak
+FOLDS = 5
+SEARCHED = 1000
+"""Images that the strength is chosen with, at most."""
+_SMALL = 2e9
+"""Images x features x classes up to which one thread is used: on a busy machine, two wait for each other."""
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """weight [K, D] and bias [K], of features as the backbone gives them."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Features [..., D] -> logits [..., K]."""
+        return features @ self.weight.T + self.bias
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """A head that was fitted on all images, and what cross-validation says about it.
+
+    Attributes:
+        head: fitted on all images; fold_heads: number k was not fitted on the images of fold k.
+        fold: [n] int64.
+        out_of_fold: [n, K] float32, logits of each image by the head of its fold.
+        labels: [n], or [n, K] where images may have several.
+        strength: of the penalty.
+    """
+
+    head: LinearHead
+    fold_heads: tuple[LinearHead, ...]
+    fold: np.ndarray
+    out_of_fold: np.ndarray
+    labels: np.ndarray
+    strength: float
+
+    @property
+    def accuracy(self) -> float:
+        """Out-of-fold accuracy, 0..1; with several labels the mean average precision."""
+        if self.labels.ndim == 2:
+            return MultiLabelPredictions(np.arange(len(self.labels)), self.labels > 0, self.out_of_fold).mean_ap / 100
+        return float((self.out_of_fold.argmax(1) == self.labels).mean())
+
+    @property
+    def losses(self) -> np.ndarray:
+        """[n] out-of-fold cross entropy of each image."""
+        return cross_entropy(self.out_of_fold, self.labels)
+
+    @property
+    def loss(self) -> float:
+        """Their mean."""
+        return float(self.losses.mean())
+
+
+def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """[n] cross entropy of logits [n, K] with labels [n]; with several labels [n, K] added up over the classes."""
+    scores, target = torch.from_numpy(np.asarray(logits)).double(), torch.from_numpy(np.asarray(labels))
+    if target.dim() == 2:
+        each = F.binary_cross_entropy_with_logits(scores, target.double(), reduction="none").sum(1)
+    else:
+        each = F.cross_entropy(scores, target.long(), reduction="none")
+    return each.numpy()
+
+
+def stratified_folds(labels: np.ndarray, keys: Sequence[str], count: int, seed: int = 0) -> np.ndarray:
+    """[n] fold of each image: within each class, images are ranked by a hash of seed and key and dealt out in turn.
+
+    Args:
+        labels: [n] classes, or of several labels one (`DataSet.strata`).
+        keys: what identifies each image; images with the same key are in the same fold.
+    """
+    draws = np.array([uniform(seed, "fold", key) for key in keys])
+    fold = np.zeros(len(labels), dtype=np.int64)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        ranks = np.argsort(np.argsort(draws[members], kind="stable"), kind="stable")
+        fold[members] = (ranks + label) % count  # shifted, so that small classes do not all lack the same fold
+    _, first, inverse = np.unique(np.asarray(keys), return_index=True, return_inverse=True)
+    joined: np.ndarray = fold[first[inverse.reshape(-1)]]
+    return joined
+
+
+def fit_linear(
+    features: np.ndarray | Tensor, labels: np.ndarray, num_classes: int, fold: np.ndarray, strength: float = 0.0
+) -> LinearFit:
+    """Fit the head, with cross-validation over the folds.
+
+    Args:
+        features: [n, D]. labels: [n], or [n, K] with several of an image. fold: [n], see `stratified_folds`.
+        strength: of the penalty; 0: chosen.
+    """
+    x, y = np.asarray(features, dtype=np.float64), np.asarray(labels, dtype=np.int64)
+    with _threads(x.size * num_classes):
+        if not strength:
+            strength = _choose_strength(x, y, num_classes, fold)
+        head = _fit(x, y, num_classes, strength)
+        fold_heads, out = _cross_fit(x, y, num_classes, fold, strength)
+    return LinearFit(head, fold_heads, fold, out, y, strength)
+
+
+def _cross_fit(
+    x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.ndarray, strength: float
+) -> tuple[tuple[LinearHead, ...], np.ndarray]:
+    """A head for each fold, fitted on the other folds, and [n, K] what it says about the images of its fold."""
+    out = np.zeros((len(y), num_classes), dtype=np.float32)
+    heads = []
+    for number in range(int(fold.max()) + 1):
+        inside = fold != number
+        heads.append(_fit(x[inside], y[inside], num_classes, strength))
+        out[~inside] = heads[-1](torch.from_numpy(x[~inside]).float()).numpy()
+    return tuple(heads), out
+
+
+def _choose_strength(x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.ndarray) -> float:
+    """The strength with the least out-of-fold cross entropy; the search ends when weaker ones only get worse."""
+    if len(x) > SEARCHED:  # evenly over the classes
+        order = np.argsort(y, kind="stable") if y.ndim == 1 else np.arange(len(y))
+        some = order[np.linspace(0, len(order) - 1, SEARCHED).astype(int)]
+        x, y, fold = x[some], y[some], np.unique(fold[some], return_inverse=True)[1]
+    best, least, worse = STRENGTHS[0], float("inf"), 0
+    for strength in STRENGTHS:
+        loss = float(cross_entropy(_cross_fit(x, y, num_classes, fold, strength)[1], y).mean())
+        best, least, worse = (strength, loss, 0) if loss < least else (best, least, worse + 1)
+        if worse == 2:
+            break
+    return best
+
+
+def _fit(x: np.ndarray, y: np.ndarray, num_classes: int, strength: float) -> LinearHead:
+    """The head with the least penalised cross entropy."""
+    mean = x.mean(0)
+    scale = 1 / max(float((x - mean).std()), 1e-6) / x.shape[1] ** 0.5  # one for all: scales of their own cost accuracy
+    x = (x - mean) * scale
+    basis = None
+    if len(x) < x.shape[1]:  # the images span a smaller space, in which the same problem is solved
+        basis = np.linalg.qr(x.T)[0]
+        x = x @ basis
+    if y.ndim == 1:
+        weight, bias = _softmax_regression(x, y, num_classes, strength)
+    else:
+        each = [_softmax_regression(x, y[:, k], 2, strength) for k in range(num_classes)]
+        weight = np.stack([w[1] - w[0] for w, _ in each])
+        bias = np.array([b[1] - b[0] for _, b in each])
+    weight = (weight if basis is None else weight @ basis.T) * scale
+    return LinearHead(torch.from_numpy(weight).float(), torch.from_numpy(bias - weight @ mean).float())
+
+
+def _softmax_regression(
+    x: np.ndarray, y: np.ndarray, num_classes: int, strength: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [K, d] and biases [K]; a class without images gets a bias far below the others."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    weight, bias = np.zeros((num_classes, x.shape[1])), np.zeros(num_classes)
+    classes = np.unique(y)
+    if len(classes) > 1:
+        regression = LogisticRegression(C=1 / (strength * len(x)), tol=1e-4, max_iter=200)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            regression.fit(x, y)
+        found, offsets = regression.coef_, regression.intercept_
+        if len(classes) == 2:  # of the second class against the first
+            found, offsets = np.concatenate([-found, found]) / 2, np.concatenate([-offsets, offsets]) / 2
+        weight[classes], bias[classes] = found, offsets
+    bias[np.setdiff1d(np.arange(num_classes), classes)] = bias[classes].min() - 10
+    return weight, bias
+
+
+def _threads(work: float) -> AbstractContextManager[object]:
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1) if work < _SMALL else nullcontext()

@@ -1,0 +1,87 @@
+"""Options of `annotate`; the same for Python and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from everytoken.errors import EverytokenError
+from everytoken_lab.machine import default_workers
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The annotator `fit`, which learns the classes of the dataset."""
+
+    folds: int = 5
+    """Folds of cross-validation, at least 2: each image is annotated by a head that was not fitted on it."""
+    fit_model: str = ""
+    """Backbone whose frozen features the linear head reads: registry:NAME, timm:NAME, a run or a weights file. Default:
+    the best of the pretrained networks that are available."""
+    fit_size: tuple[int, ...] = ()
+    """Side of the images. Default: the backbone's own."""
+    seed: int = 42
+    """Seed of the folds."""
+
+
+@dataclass(frozen=True)
+class AnnotateOptions:
+    """How to annotate."""
+
+    weights: str = ""
+    """For timm:NAME: your own weights (file or run folder) instead of pretrained ones."""
+    img_size: tuple[int, ...] = ()
+    """Side of the annotator's input, or height and width. Default: its own. 576 gives 18x18 cells at stride 32."""
+    resize: Literal["squash", "letterbox", "center"] = "squash"
+    """squash: stretch the whole image. letterbox: keep its aspect and pad. center: keep its aspect and cut off what
+    sticks out, as the released script does; tokens beyond the middle then have no label."""
+    top_k: int = 0
+    """Classes to keep per cell; 0: five, or all of them if there are at most 20 classes."""
+    class_map: str = ""
+    """csv, json or yaml file: class of the dataset -> the annotator's class; `order`: both have the same order."""
+    foreign_classes: bool = False
+    """Keep the annotator's own classes instead of matching them to the folder names."""
+    unlabelled: bool = False
+    """The folders are not classes (or there are none); the store gets the annotator's classes."""
+    split: str = "train"
+    """Part of the dataset: train, val, test, or all."""
+    val_split: float = 0.0
+    """Leave out the part that training with the same val_split sets aside for validation. Without it all images are
+    annotated, and `fit` does not learn from the part that training sets aside by default."""
+    class_list: Path | None = None
+    """Text file with the dataset's class names in the order of their numbers. Default: sorted folder names."""
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 32
+    """Images per step, within a shard. Changing it may change scores in the last bit."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    """Processes that decode images; 0 decodes in the main process."""
+    device: str = ""
+    """cpu, cuda, mps. Default: the best available."""
+    amp: bool = False
+    """Mixed precision."""
+    amp_dtype: Literal["float16", "bfloat16"] = "float16"
+    """Its type. The scores are stored as float16; networks that overflow in float16 need bfloat16."""
+    retry_skipped: bool = False
+    """Try unreadable images again."""
+    reuse: str = ""
+    """An older store of the same settings: its maps are copied, and only new images are annotated. An image that was
+    changed under the same name keeps its old map."""
+    shard_size: tyro.conf.Suppress[int] = 0
+    """Images per shard. 0: the store's choice."""
+    fit: tyro.conf.OmitArgPrefixes[FitOptions] = field(default_factory=FitOptions)
+
+    def __post_init__(self) -> None:
+        for name, least in (("top_k", 0), ("batch_size", 1), ("workers", 0), ("shard_size", 0)):
+            if getattr(self, name) < least:
+                raise EverytokenError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, size in (("img_size", self.img_size), ("fit_size", self.fit.fit_size)):
+            if len(size) > 2 or any(side < 1 for side in size):
+                raise EverytokenError(f"{name} takes one number or height and width, not {tuple(size)}")
+
+
+def pair(size: Sequence[int]) -> tuple[int, int] | None:
+    """Nothing, one number, or height and width -> (height, width)."""
+    return (size[0], size[-1]) if size else None

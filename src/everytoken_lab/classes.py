@@ -1,0 +1,535 @@
+"""Which class is which: names, WordNet ids, numbers, order, synonyms, class maps.
+
+Two lists of classes meet in every command: a model's outputs and a dataset's folders, an annotator's scores and the
+labels. Nothing fails when class 7 of one is not class 7 of the other, the numbers are only wrong. So both are compared
+here, by one set of rules:
+
+- A name is compared as it is, then without regard to case, underscores and hyphens; `n01440764_tench` is its id.
+- ImageNet's classes are known by id, by each of their synonyms and by number.
+- Folders that are numbers are numbers (ImageNet-V2's "0" to "999" sort as text in another order).
+- Outputs without names: a thousand are ImageNet's; others need as many folders, in the same order.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import json
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from everytoken.errors import EverytokenError, did_you_mean
+from everytoken_lab import schema
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAME_ORDER = "order"
+SUBSETS = {"a": "ImageNet-A", "r": "ImageNet-R"}
+_IMAGENET = 1000
+
+
+class ClassError(EverytokenError):
+    """Two lists of classes do not fit together; the message names the ways out."""
+
+
+# Lists of classes
+
+
+@dataclass(frozen=True)
+class ClassList:
+    """The classes of a model, an annotator or a dataset.
+
+    Attributes:
+        count: how many.
+        names: one for each, in order, all different; empty if they are not known.
+        synonyms: more names for each (WordNet ids, other words), in order.
+    """
+
+    count: int
+    names: tuple[str, ...] = ()
+    synonyms: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    @cached_property
+    def _by_spelling(self) -> dict[str, int | None]:
+        """Normalised spelling -> class; None where several classes have it."""
+        spellings: dict[str, int | None] = {}
+        for number, name in enumerate(self.names):
+            for spelling in (name, *(self.synonyms[number] if self.synonyms else ())):
+                key = normal_name(spelling)
+                spellings[key] = number if spellings.get(key, number) == number else None
+        return spellings
+
+    def find(self, name: str) -> int | None:
+        """The class with this name; None if there is none, or if several have it."""
+        return self._by_name.get(name, self._by_spelling.get(normal_name(name)))
+
+    def is_ambiguous(self, name: str) -> bool:
+        """Whether several classes have this name."""
+        return self.find(name) is None and normal_name(name) in self._by_spelling
+
+    def near(self, name: str) -> str:
+        """A clause that suggests names like this one."""
+        return did_you_mean(normal_name(name), self._by_spelling)
+
+    def or_imagenet(self) -> ClassList:
+        """ImageNet's classes for a thousand outputs without names; otherwise the list as it is."""
+        return imagenet_classes() if not self.names and self.count == _IMAGENET else self
+
+    def find_all(self, folders: Sequence[str]) -> list[int | None]:
+        """The class of each folder, by name; folders that are numbers are numbers, unless these are names."""
+        if folders and all(re.fullmatch(r"[0-9]{1,9}", f) for f in folders) and not set(folders) & set(self.names):
+            numbers = [int(folder) for folder in folders]
+            if not self.names or self.find(wnids()[0]) is not None:
+                return _by_number(numbers, self)
+        return [self.find(folder) for folder in folders]
+
+
+def _by_number(numbers: Sequence[int], classes: ClassList) -> list[int | None]:
+    if classes.names:  # ImageNet's, perhaps in another order
+        return [classes.find(wnids()[number]) if number < _IMAGENET else None for number in numbers]
+    if max(numbers) >= classes.count and len(set(numbers)) == classes.count:  # such as 1 to 10
+        positions = {number: position for position, number in enumerate(sorted(numbers))}
+        return [positions[number] for number in numbers]
+    return [number if number < classes.count else None for number in numbers]
+
+
+def normal_name(name: str) -> str:
+    """The spelling by which names are compared: 'n01440764_tench' -> 'n01440764', 'Golf_Ball' -> 'golf ball'."""
+    wnid = re.match(r"n\d{8}(?!\d)", name)
+    return wnid[0] if wnid else " ".join(re.split(r"[\s_\-]+", name.strip().lower()))
+
+
+# ImageNet
+
+
+@cache
+def imagenet_classes(subset: str = "imagenet-1k") -> ClassList:
+    """ImageNet's classes with their WordNet ids and synonyms (timm carries the lists, also of its larger subsets)."""
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo(subset)
+    ids: list[str] = info.label_names()
+    full = [info.index_to_description(i) for i in range(len(ids))]
+    words = [[part.strip() for part in text.split(",")] for text in full]
+    often = Counter(group[0] for group in words)
+    names = [
+        f"{group[0]} ({wnid})" if often[group[0]] > 1 else group[0] for group, wnid in zip(words, ids, strict=True)
+    ]
+    synonyms = tuple((wnid, text, *group) for wnid, text, group in zip(ids, full, words, strict=True))
+    return ClassList(len(ids), tuple(names), synonyms)
+
+
+@cache
+def wnids(subset: str = "") -> tuple[str, ...]:
+    """WordNet ids in the order of the logits: of ImageNet-1k, or of its subset "a" or "r" (200 classes each)."""
+    name = f"imagenet_{subset}_synsets.txt" if subset else "imagenet_synsets.txt"
+    text = pkgutil.get_data("timm.data", f"_info/{name}")
+    if text is None:
+        raise EverytokenError(f"timm's class list {name} is missing; install timm 1.0.31 or newer")
+    return tuple(text.decode().split())
+
+
+def imagenet_numbers(classes: ClassList) -> np.ndarray:
+    """ImageNet's class for each class of a model, by name."""
+    classes = classes.or_imagenet()
+    numbers = [imagenet_classes().find(name) for name in classes.names]
+    strange = [name for name, number in zip(classes.names, numbers, strict=True) if number is None]
+    if strange or not classes.names:
+        what = f"such as {strange[0]!r}" if strange else f"{classes.count} without names"
+        raise ClassError(f"ReaL labels are for models of ImageNet's classes; this one has others, {what}")
+    return np.array(numbers, np.int64)
+
+
+def shown_name(name: str) -> str:
+    """A class's name for people: ImageNet's WordNet ids in words."""
+    number = imagenet_classes().find(name) if re.fullmatch(r"n\d{8}", name) else None
+    return name if number is None else imagenet_classes().names[number]
+
+
+def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
+    """A function from a folder's name to its class among `names`, None if it is none of them or not clear which.
+
+    Other spellings count, and for ImageNet's classes WordNet ids and synonyms.
+    """
+    by_name = {name: number for number, name in enumerate(names)}
+
+    @cache
+    def with_synonyms() -> ClassList:  # imports timm, which takes seconds and is seldom needed
+        words = imagenet_classes()
+        numbers = [words.find(name) for name in names]
+        synonyms = tuple(() if number is None else words.synonyms[number] for number in numbers)
+        return ClassList(len(names), tuple(names), synonyms)
+
+    def find(name: str) -> int | None:
+        return by_name.get(name) if name in by_name or not names else with_synonyms().find(name)
+
+    return find
+
+
+# A dataset's folders among a model's outputs
+
+
+@dataclass(frozen=True)
+class ClassMatch:
+    """How a dataset's classes and a model's outputs go together.
+
+    Attributes:
+        columns: the outputs that may be answered, in order; None: all.
+        labels: for each class of the data, its position among these columns (or outputs).
+    """
+
+    columns: np.ndarray | None
+    labels: np.ndarray
+
+
+def match_classes(
+    classes: ClassList, folders: Sequence[str], where: str, *, subset: str = "", restrict: bool = False
+) -> ClassMatch:
+    """Match the folders of a dataset with the outputs of a model; the data may have fewer classes.
+
+    Args:
+        classes: of the model.
+        folders: class names of the data.
+        where: what to call the data in messages.
+        subset: "a" or "r": answers are restricted to the 200 classes of ImageNet-A or ImageNet-R.
+        restrict: answers are restricted to the classes of the data.
+    """
+    model_classes = classes.or_imagenet()
+    outputs = model_classes.find_all(folders)
+    if None in outputs and not model_classes.names and len(folders) == model_classes.count:
+        outputs = list(range(model_classes.count))  # nothing is known but the number: the order has to be the same
+    missing = [folder for folder, output in zip(folders, outputs, strict=True) if output is None]
+    if missing:
+        raise ClassError(_unknown_folders(missing, folders, classes, where))
+    chosen = np.array(outputs, np.int64)
+    repeated = len(chosen) - len(np.unique(chosen))
+    if repeated:
+        raise ClassError(f"{where}: {repeated + 1} folders mean the same class of the model; rename them")
+    if subset:
+        columns = _subset_columns(model_classes, chosen, folders, where, subset)
+    elif restrict:
+        columns = np.sort(chosen)
+    else:
+        return ClassMatch(None, chosen)
+    position = {int(output): i for i, output in enumerate(columns)}
+    return ClassMatch(columns, np.array([position[int(output)] for output in chosen], np.int64))
+
+
+def _subset_columns(
+    classes: ClassList, outputs: np.ndarray, folders: Sequence[str], where: str, subset: str
+) -> np.ndarray:
+    columns = [classes.find(wnid) for wnid in wnids(subset)]
+    if None in columns:
+        raise ClassError(
+            f"{SUBSETS[subset]} needs a model that knows its 200 classes; this one lacks {columns.count(None)}"
+        )
+    strange = [folder for folder, output in zip(folders, outputs, strict=True) if output not in columns]
+    if strange:
+        raise ClassError(
+            f"{where} has {len(strange)} folders that are not among the 200 classes of {SUBSETS[subset]}: "
+            f"{', '.join(strange[:5])}. Is it another dataset?"
+        )
+    return np.array(columns, np.int64)
+
+
+def _unknown_folders(missing: Sequence[str], folders: Sequence[str], classes: ClassList, where: str) -> str:
+    few = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
+    if classes.names:
+        has = f"{', '.join(classes.names[:5])}{' ...' if classes.count > 5 else ''}"
+    elif classes.count == _IMAGENET:
+        has = "ImageNet's 1,000 (folders: WordNet ids, names, or numbers 0 to 999)"
+    else:
+        has = f"{classes.count} without names, so the data must have {classes.count} folders in the same order"
+    return f"{where}: {len(missing)} of {len(folders)} folders are no class of the model: {few}. Its classes are {has}."
+
+
+# An annotator's classes as those of a store
+
+
+@dataclass(frozen=True)
+class ClassPlan:
+    """How an annotator's scores become a store's.
+
+    Attributes:
+        names: of the store's classes; empty if they are not known.
+        count: number of the store's classes.
+        groups: for each scored class of the store, the annotator's classes it is made of; None: as they are.
+        targets: the store's class of each group; classes that are in no group get no scores.
+        label_to_class: for each label of the dataset, the store's class, or -1.
+        how: "same", "by name", "by map", "by order" or "foreign".
+    """
+
+    names: tuple[str, ...]
+    count: int
+    groups: tuple[tuple[int, ...], ...] | None
+    targets: tuple[int, ...] | None
+    label_to_class: tuple[int, ...]
+    how: str
+
+    @property
+    def scored(self) -> int:
+        """Classes that can get a score."""
+        return self.count if self.groups is None else len(self.groups)
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest."""
+        if self.groups is None:
+            return {"classes": self.how}
+        content = json.dumps([self.groups, self.targets])
+        return {"classes": self.how, "class_map_sha256": hashlib.sha256(content.encode()).hexdigest()}
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[..., K of the annotator] -> [..., scored classes]."""
+        if self.groups is None:
+            return logits
+        out = logits[..., _numbers([group[0] for group in self.groups], logits)]
+        for place, group in enumerate(self.groups):
+            if len(group) > 1:
+                out[..., place] = logits[..., _numbers(group, logits)].float().logsumexp(-1)
+        return out
+
+    def class_ids(self, places: Tensor) -> Tensor:
+        """Places in what `apply` returns -> the store's classes."""
+        if self.targets is None or self.targets == tuple(range(self.count)):
+            return places
+        return _numbers(self.targets, places)[places]
+
+
+def _numbers(values: Sequence[int], like: Tensor) -> Tensor:
+    """As a tensor on the device of another one, for which a host that drives a GPU does not wait."""
+    import torch
+
+    return torch.tensor(values).to(like.device, non_blocking=True)
+
+
+def plan_classes(
+    annotator: str, classes: ClassList, data: str, names: Sequence[str], class_map: str = "", foreign: bool = False
+) -> ClassPlan:
+    """Decide which class of the store each of the annotator's classes is.
+
+    Args:
+        annotator, data: what to call them in messages.
+        classes: the annotator's classes.
+        names: the dataset's classes; empty if its images have no labels.
+        class_map: a file, or "order" to trust that both have the same order.
+        foreign: keep the annotator's classes.
+    """
+    numbers = classes.find_all(names) if classes.names else [classes.find(name) for name in names]
+    if foreign and class_map:
+        raise ClassError("a class map and foreign classes exclude each other: choose whose classes the store has.")
+    if foreign or not names:
+        labels = tuple(-1 if number is None else number for number in numbers)
+        return ClassPlan(classes.names, classes.count, None, None, labels, "foreign")
+    same = tuple(range(len(names)))
+    if class_map == SAME_ORDER:
+        if classes.count != len(names):
+            raise ClassError(
+                f"the class map {SAME_ORDER!r} needs as many classes on both sides; {annotator} has {classes.count}, "
+                f"{data} has {len(names)}."
+            )
+        order = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
+        groups: tuple[tuple[int, ...], ...] | None
+        groups = None if None in order or order == list(same) else tuple((n,) for n in order if n is not None)
+        return ClassPlan(tuple(names), classes.count, groups, same if groups else None, same, "by order")
+    if class_map:
+        by_class = read_class_map(Path(class_map), classes, names)
+        targets = tuple(target for target, group in enumerate(by_class) if group)
+        groups = tuple(by_class[target] for target in targets)
+        return ClassPlan(tuple(names), len(names), groups, targets, same, "by map")
+    matched = [number for number in numbers if number is not None]
+    if len(matched) < len(names) or len(set(matched)) < len(names):
+        raise ClassError(_explain(annotator, classes, data, names, numbers))
+    if matched == list(range(classes.count)):
+        return ClassPlan(tuple(names), classes.count, None, None, same, "same")
+    return ClassPlan(tuple(names), len(names), tuple((n,) for n in matched), same, same, "by name")
+
+
+def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
+    has = f"{classes.count} classes: {_some(classes.names)}" if classes.names else f"{classes.count} without names"
+    lines = [
+        f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones.",
+        f"  {annotator} has {has}.",
+        f"  {data} has {len(names)}: {_some(names)}.",
+    ]
+    unclear = [name for name, number in zip(names, numbers, strict=True) if number is None]
+    if classes.names and unclear:
+        what = "the name of several of the annotator's classes, or of none"
+        lines.append(f"  {len(unclear)} of these are {what}: {_some(unclear)}.{classes.near(unclear[0])}")
+    elif classes.names:
+        lines.append("  Several of these have the same name in the annotator.")
+    elif classes.count == len(names):
+        lines.append(f"If both have the same order, say so with the class map {SAME_ORDER!r}.")
+    example = difflib.get_close_matches(names[0], classes.names, n=1, cutoff=0)[0] if classes.names else 0
+    return "\n".join(
+        [
+            *lines,
+            "One of these helps:",
+            "  class_map          a csv, json or yaml file that says for each class of the dataset which of the",
+            f"                     annotator's classes it is, by name or number: {names[0]},{example}",
+            "  foreign_classes    keep the annotator's own classes; the token head then has those",
+            "  the annotator fit  train an annotator on the dataset's own classes first",
+        ]
+    )
+
+
+def _some(names: Sequence[str], count: int = 4) -> str:
+    shown = ", ".join(map(repr, names[:count]))
+    return f"{shown} and {len(names) - count} more" if len(names) > count else shown
+
+
+def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list[tuple[int, ...]]:
+    """For each class of the dataset, the annotator's classes: from csv lines `class,annotator class` (several lines
+    for several), or a json or yaml object `class: annotator class or list of them`. Empty: the class gets no scores."""
+    groups: dict[str, list[int]] = {}
+    for name, value in class_map_rows(path):
+        if name not in names:
+            raise ClassError(
+                f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)} The first column (or key) is "
+                "the dataset's class, the second the annotator's."
+            )
+        group = groups.setdefault(name, [])
+        if value is None or value == "":
+            continue
+        number = _class_number(path, classes, value)
+        if number not in group:
+            group.append(number)
+    missing = [name for name in names if name not in groups]
+    if missing:
+        raise ClassError(
+            f"{path} says nothing about {len(missing)} of the dataset's {len(names)} classes: {_some(missing)}. "
+            "Add them; with an empty value a class gets no scores."
+        )
+    if not any(groups.values()):
+        raise ClassError(f"{path} gives no class of the dataset any class of the annotator.")
+    return [tuple(groups[name]) for name in names]
+
+
+def _class_number(path: Path, classes: ClassList, value: Any) -> int:
+    number = classes.find(str(value))
+    if number is not None:
+        return number
+    if classes.is_ambiguous(str(value)):
+        raise ClassError(f"{path}: {value!r} is the name of several of the annotator's classes; use its WordNet id.")
+    if isinstance(value, int) or str(value).isdigit():
+        if 0 <= int(value) < classes.count:
+            return int(value)
+        raise ClassError(
+            f"{path}: the annotator has {classes.count} classes, 0 to {classes.count - 1}; there is no {value}."
+        )
+    raise ClassError(f"{path}: the annotator has no class {value!r}.{classes.near(str(value))}")
+
+
+def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = "") -> list[int]:
+    """For each class of a model, the class of the dataset that it belongs to; -1 for none.
+
+    Args:
+        names, data_names: of both; several words for a class may be separated by commas or semicolons.
+        path: a class map file, in which "*" stands for all classes that are not named otherwise; empty: by equal names.
+    """
+    if path:
+        return _map_by_file(names, data_names, path)
+    index: dict[str, int] = {}
+    for i, name in enumerate(data_names):
+        for word in _words(name):
+            index.setdefault(word, i)
+    mapping = [min((index[word] for word in _words(name) if word in index), default=-1) for name in names]
+    if max(mapping, default=-1) < 0:
+        raise ClassError(
+            f"no class of the token head (such as {', '.join(names[:3])}) has the name of a class of the data (such as "
+            f"{', '.join(data_names[:3])}). Say which belong together in a class_map file"
+        )
+    return mapping
+
+
+def _words(name: str) -> list[str]:
+    """'building;edifice' -> 'building', 'edifice', normalised."""
+    return [normal_name(word) for word in re.split("[,;]", name) if word.strip()]
+
+
+def _map_by_file(names: Sequence[str], data_names: Sequence[str], path: str) -> list[int]:
+    numbers: dict[str, int] = {}
+    for number, name in enumerate(names):
+        for word in (name, *_words(name)):
+            numbers.setdefault(word, number)
+    mapping, rest = [-1] * len(names), -1
+    for name, member in class_map_rows(Path(path)):
+        if name not in data_names:
+            raise ClassError(f"{path}: the data has no class {name!r}.{did_you_mean(name, data_names)}")
+        target = list(data_names).index(name)
+        if member == "*":
+            rest = target
+        elif member not in (None, ""):
+            number = member if isinstance(member, int) else numbers.get(member, numbers.get(normal_name(member), -1))
+            if not 0 <= number < len(names):
+                near = did_you_mean(str(member), names)
+                raise ClassError(f"{path}: the token head has no class {member!r} (for {name!r}).{near}")
+            mapping[number] = target
+    return [rest if target < 0 else target for target in mapping]
+
+
+def mapped_names(path: str) -> list[str]:
+    """The classes of the data that a class map file names."""
+    return list(dict.fromkeys(name for name, _ in class_map_rows(Path(path))))
+
+
+def exact_lookup(data_names: Sequence[str], names: Sequence[str], where: str) -> np.ndarray:
+    """Class of the data -> class of a model, by exactly the same name; the model must have every class of the data."""
+    index = {name: i for i, name in enumerate(names)}
+    unknown = [name for name in data_names if name not in index]
+    if unknown:
+        raise ClassError(
+            f"{where} has classes that the model was not trained on: {', '.join(unknown[:5])}."
+            f"{did_you_mean(unknown[0], names)}"
+        )
+    return np.array([index[name] for name in data_names], dtype=np.int64)
+
+
+def class_map_rows(path: Path) -> list[tuple[str, Any]]:
+    """The pairs (class of the dataset, class of the model) of a class map file; None for a class that has none."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClassError(f"the class map {path} cannot be read: {error}") from error
+    kind = path.suffix.lower()
+    if kind == ".csv":
+        rows = [row for row in csv.reader(text.splitlines()) if row and any(cell.strip() for cell in row)]
+        wrong = next((row for row in rows if len(row) != 2), None)
+        if wrong is not None:
+            raise ClassError(f"{path}: a line has two cells, class and annotator class; got {','.join(wrong)!r}.")
+        return [(row[0].strip(), row[1].strip()) for row in rows]
+    if kind not in (".json", ".yaml", ".yml"):
+        raise ClassError(f"the class map {path}: the name must end in .csv, .json or .yaml.")
+    content = schema.read_json(path, _ClassMap) if kind == ".json" else schema.read_yaml(text, str(path))
+    pairs: list[tuple[str, Any]] = []
+    for name, value in schema.parse(_ClassMap, content, f"the class map {path}").items():
+        entries = value if isinstance(value, list) else [value]
+        pairs += [(name, entry) for entry in entries or [None]]
+    return pairs
+
+
+_Entry = str | int | None
+_ClassMap = dict[str, _Entry | list[_Entry]]
+
+
+def read_class_names(path: Path | None) -> list[str]:
+    """Class names from a text file, one per line; none without a file."""
+    if path is None:
+        return []
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClassError(f"{path} cannot be read ({error}). Class names are a text file, one name per line.") from error

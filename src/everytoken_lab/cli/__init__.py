@@ -1,0 +1,199 @@
+"""The command line. One short file per command: parse, call, print.
+
+`everytoken --help` imports nothing heavy; a command's module is imported when the command is called.
+To add a command, add a line to COMMANDS and a module of that name with ``main(argv, prog) -> int | None``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from everytoken.errors import EverytokenError, did_you_mean, no_telemetry
+from everytoken.files import disk_error
+from everytoken_lab.machine import keep_freed_memory
+
+GROUPS: dict[str, dict[str, str]] = {  # in the order of use
+    "Begin": {
+        "demo": "see it work on real images in a few minutes",
+        "doctor": "find problems in images, score maps, runs and this machine before training",
+    },
+    "Train": {
+        "train": "train a classifier on every token, from scratch or from trained weights",
+        "annotate": "give every image of a dataset a score map: labels for every cell",
+        "maps": "look at, check, import and export stores of score maps",
+        "recipes": "list and print recipes",
+        "models": "list the supported backbones; of one: parameters, multiply-adds, token grid, throughput here",
+    },
+    "Use": {
+        "eval": "accuracy of a trained model, with a table of classes",
+        "predict": "predict the classes of unlabelled images, and where the objects are",
+        "export": "write a model for timm and the Hugging Face Hub or ONNX, with a model card",
+    },
+    "Understand": {
+        "report": "one page about runs: result, comparison, curves, classes, sample predictions",
+        "explain": "pictures of what a model sees: its tokens, the regions that support a class, mixed images",
+        "robust": "one table of shifted data, corruptions and attacks; two models compared",
+        "transfer": "fine-tune on several datasets (CIFAR, Flowers, Cars, your own) and tabulate",
+    },
+    "Other tasks": {
+        "segment": "train, evaluate and use segmenters: a class for every pixel",
+        "detect": "train, evaluate and use detectors: boxes and masks of objects",
+    },
+}
+COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
+EXAMPLES = (
+    "everytoken train photos                 # one folder per class; everything else is decided",
+    "everytoken predict runs/photos new.jpg  # what is it?",
+)
+
+Command = tuple[str, Callable[[list[str], str], int | None]]
+"""What a command of a command does, and its function of (words, program)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    show_log()
+    no_telemetry()
+    keep_freed_memory()
+    try:
+        with machine_errors():
+            return dispatch("everytoken", GROUPS, _set_limit(argv), _run_module, EXAMPLES) or 0
+    except EverytokenError as error:
+        code: int | None = getattr(error, "exit_code", None)
+        if code is not None:  # a run that was asked to stop, and has said so
+            return code
+        print(f"everytoken: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("everytoken: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `everytoken models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+@contextmanager
+def machine_errors() -> Iterator[None]:
+    """What the machine refuses (a full disk, a forbidden file, memory, a killed process) is told in a sentence."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise disk_error(error) from error
+    except MemoryError as error:
+        raise EverytokenError(
+            "there is too little memory. Use a smaller --batch-size, fewer --workers, or a machine with more."
+        ) from error
+    except RuntimeError as error:  # torch raises it in the middle of anything when a loader's process dies
+        loader = sys.modules.get("everytoken_lab.data.loader")
+        if loader is None or not (dead := loader.dead_workers()):
+            raise
+        raise loader.WorkerError(dead) from error
+
+
+def _set_limit(argv: list[str]) -> list[str]:
+    """Take --max-pixels, which all commands have, out of the words; worker processes read it in the environment."""
+    words = list(argv)
+    for i, word in enumerate(argv):
+        name, sign, value = word.partition("=")
+        if name in ("--max-pixels", "--max_pixels"):
+            value = value if sign else "".join(argv[i + 1 : i + 2])
+            os.environ["EVERYTOKEN_MAX_PIXELS"] = value or "nothing"
+            del words[i : i + 1 if sign else i + 2]
+            break
+    return words
+
+
+def show_log() -> None:
+    """Print what the library logs, as plain lines; warnings go to stderr. Once per process."""
+    for log in map(logging.getLogger, ("everytoken", "everytoken_lab")):
+        if not any(isinstance(handler, _Lines) for handler in log.handlers):
+            log.addHandler(_Lines())
+            log.setLevel(logging.INFO)
+
+
+class _Lines(logging.Handler):
+    """Prints to whatever stdout and stderr are at that moment, so that redirected output gets the lines too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        print(self.format(record), file=stream, flush=True)
+
+
+def _run_module(name: str, argv: list[str], prog: str) -> int | None:
+    code: int | None = importlib.import_module(f"everytoken_lab.cli.{name}").main(argv, prog)
+    return code
+
+
+def call(
+    commands: Mapping[str, Command], argv: list[str], prog: str, options: Mapping[str, type] | None = None
+) -> int | None:
+    """Call the function of the command that the first word names; for commands that have commands of their own.
+
+    Args:
+        options: of each command, whose first examples are shown in the help.
+    """
+    from everytoken_lab.cli._help import examples
+
+    described = {"": {name: what for name, (what, _) in commands.items()}}
+    shown = [examples(config)[0] for config in (options or {}).values()]
+    return dispatch(prog, described, argv, lambda name, *rest: commands[name][1](*rest), shown)
+
+
+def dispatch(
+    prog: str,
+    groups: Mapping[str, Mapping[str, str]],
+    argv: list[str],
+    run: Callable[[str, list[str], str], int | None],
+    examples: Sequence[str] = (),
+) -> int | None:
+    """Run the command (name, its words, what to call it) of the first word, or print the list of commands."""
+    if not argv or argv[0] in ("-h", "--help", "--help-all", "help"):
+        print(_overview(prog, groups, examples))
+        return 0
+    if argv[0] in ("-V", "--version") and prog == "everytoken":
+        from everytoken._version import version
+
+        print(f"everytoken {version()}")
+        return 0
+    name = argv[0]
+    commands = [command for group in groups.values() for command in group]
+    if name not in commands:
+        raise EverytokenError(
+            f"there is no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`."
+        )
+    return run(name, argv[1:], f"{prog} {name}")
+
+
+def options_of_commands() -> dict[str, type]:
+    """ "train", "maps info" and so on -> the dataclass of the command's options."""
+    configs: dict[str, type] = {}
+    for name in COMMANDS:
+        found = importlib.import_module(f"everytoken_lab.cli.{name}").OPTIONS
+        inner = {f"{name} {word}": config for word, config in found.items()} if isinstance(found, dict) else {}
+        configs |= inner or {name: found}
+    return configs
+
+
+def _overview(prog: str, groups: Mapping[str, Mapping[str, str]], examples: Sequence[str]) -> str:
+    width = max(len(name) for group in groups.values() for name in group)
+    lines = [f"usage: {prog} COMMAND [OPTIONS]", ""]
+    if prog == "everytoken":
+        lines = ["Train vision transformers on every token.", "", *lines]
+    lines += [*(f"  {line}" for line in examples), ""]
+    for title, group in groups.items():
+        lines += [title] if title else []
+        lines += [*(f"  {name:<{width}}  {what}" for name, what in group.items()), ""]
+    lines += [f"`{prog} COMMAND --help` explains a command, with examples."]
+    if prog == "everytoken":
+        lines += ["Every command that reads images takes --max-pixels N, for images of more than 89 million pixels."]
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""`everytoken annotate`: give every image of a dataset a score map."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from everytoken_lab.annotators.options import AnnotateOptions
+from everytoken_lab.cli._parse import parse, values_of
+
+if TYPE_CHECKING:
+    from everytoken.maps import Maps
+    from everytoken_lab.annotators import Outcome
+    from everytoken_lab.maps.summary import StoreSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotate(AnnotateOptions):
+    """Run an annotator on every image and store its class scores for every cell.
+
+    An interrupted job resumes when the same command is run again.
+
+    Examples:
+        everytoken annotate photos --out maps --annotator fit
+        everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
+        everytoken annotate photos --out maps2 --annotator self:runs/first
+        everytoken annotate photos --out maps3 --annotator self:runs/first --reuse maps2
+        everytoken annotate photos --out maps --annotator python:my_labels:score
+        everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
+        torchrun --nproc-per-node 8 -m everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --amp
+    """
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Folder of class folders (with or without train/ and val/), zip, tar, WebDataset, torchvision:NAME, hf:NAME."""
+    out: Path
+    """Folder of the store: a new one, or an unfinished one to resume."""
+    annotator: str
+    """timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN or python:module:function."""
+
+
+OPTIONS = Annotate
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Parse, annotate, print."""
+    options = parse(Annotate, prog, argv)
+    from everytoken_lab.annotators.job import run_job
+    from everytoken_lab.progress import Progress
+
+    with Progress("annotating", "images") as progress:
+        plain = AnnotateOptions(**values_of(options, AnnotateOptions))
+        outcome = run_job(options.data, options.out, options.annotator, plain, progress)
+    if outcome.apart:
+        return _report_part(options, outcome) if outcome.world.rank == outcome.apart[0] else 0
+    return _report(options, outcome) if outcome.world.is_main else 0
+
+
+def _report_part(options: Annotate, outcome: Outcome) -> int:
+    """Print what this machine has, if each has a disk of its own."""
+    from everytoken.maps import Maps
+
+    store, out = Maps(options.out, partial=True), quote(str(options.out))
+    print(f"{options.out}: {len(store):,} maps of {store.manifest.total:,} images; other machines have the rest")
+    for note in outcome.notes:
+        print(f"note: {note}")
+    print(f"next, with the folders of all machines side by side:\n  everytoken maps merge {out} OTHERS --out all-maps")
+    return 0
+
+
+def _report(options: Annotate, outcome: Outcome) -> int:
+    """Print the result; exit code 1 if there is none."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from everytoken.maps import Maps
+    from everytoken_lab.annotators import summarise
+
+    data, store = outcome.data, Maps(options.out)
+    manifest, summary = store.manifest, summarise(options.out, data, outcome.plan.label_to_class)
+    table = Table(title=str(options.out), show_header=False)
+    grid = f"{manifest.grid[0]} x {manifest.grid[1]} cells"
+    table.add_row(
+        "maps", f"{summary.maps:,} of {grid}, the best {manifest.top_k} of {manifest.num_classes:,} classes in each"
+    )
+    table.add_row("skipped images", f"{summary.skipped:,}" + (" (listed in skipped.csv)" if summary.skipped else ""))
+    if summary.images_agree is not None:
+        table.add_row("map's class is the folder's", f"{summary.images_agree:.1%} of {summary.labelled:,} maps")
+        table.add_row("cell's class is the folder's", f"{summary.cells_agree:.1%} of their cells")
+    if summary.maps:
+        table.add_row("classes in a map, mean", f"{summary.vocabulary:.1f}")
+        table.add_row("confidence of a cell, mean", f"{summary.confidence:.1%}")
+    table.add_row("bytes per image", f"{summary.bytes_per_image:,.0f}")
+    rate = f", {outcome.done / outcome.seconds:,.1f} images/s" if outcome.done else ""
+    whose = " by this process" if outcome.world.size > 1 else ""
+    if outcome.copied:
+        table.add_row("copied", f"{outcome.copied:,} maps of {options.reuse}")
+    table.add_row("this run", f"{outcome.done:,} images{whose} in {outcome.seconds:,.1f} s{rate}")
+    Console().print(table)
+    for key, reason in summary.skipped_examples:
+        print(f"skipped {key}: {reason}")
+    for note in [*outcome.notes, *_advice(summary, manifest.grid)]:
+        print(f"note: {note}")
+    if not summary.maps:
+        print("none of the images could be read, so there are no maps.", file=sys.stderr)
+        return 1
+    print("next:")
+    maps = quote(str(options.out))
+    images = f" --images {quote(data.name)}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
+    print(f"  everytoken maps sheet {maps}{images} --out sheet.png    # look at them")
+    if data.class_names:
+        held = f" --val-split {options.val_split:g}" if options.val_split else ""
+        recipe = f"small_{_usual_side(store)}_token"
+        print(f"  everytoken train {quote(options.data)} --maps {maps} --recipe {recipe}{held}")
+    return 0
+
+
+def _usual_side(store: Maps) -> int:
+    """The size of the recipe that suits images of this size."""
+    some = range(0, len(store), max(1, len(store) // 50))
+    side = sorted(min(store.read(i).size) for i in some)[len(some) // 2]
+    return 32 if side < 48 else 64 if side < 80 else 96
+
+
+def _advice(summary: StoreSummary, grid: tuple[int, int]) -> Iterator[str]:
+    """What the numbers suggest."""
+    if summary.images_agree is not None and summary.images_agree < 0.3:
+        yield (
+            f"only {summary.images_agree:.0%} of the maps agree with their folders. Look at them before you train; "
+            "another annotator, --img-size or --class-map may be needed."
+        )
+    if min(grid) < 8:
+        yield f"the maps have {grid[0]} x {grid[1]} cells; twice the --img-size gives twice as many each way."

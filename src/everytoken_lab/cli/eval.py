@@ -1,0 +1,135 @@
+"""`everytoken eval`: accuracy of a trained model."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from everytoken.errors import EverytokenError
+from everytoken.files import plain_json, write_atomically
+from everytoken_lab.calibration import ENOUGH
+from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.engine.run_folder import PUBLISHED, run_of
+from everytoken_lab.evaluation import EvalOptions, evaluate
+from everytoken_lab.progress import Progress
+
+if TYPE_CHECKING:
+    from everytoken_lab.evaluation.run import Evaluation
+
+_LABELS = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "ece": "calibration error, uncalibrated",
+    "f1": "F1 at a half",
+    "real_top1": "ReaL top-1",
+    "real_top5": "ReaL top-5",
+    "real_images": "ReaL images",
+    "images_per_second": "images/s",
+}
+_PERCENT = {"top1", "top5", "ece", "mAP", "f1", "real_top1", "real_top5"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalCommand(EvalOptions):
+    """Evaluate a trained model: top-1, top-5, loss, calibration, a table of classes, throughput; mAP where
+    images have several labels.
+
+    Examples:
+        everytoken eval runs/photos
+        everytoken eval runs/photos more-photos
+        everytoken eval lvvit_s.pth.tar imagenet/val --model lvvit_s --token-vote 0.5 --real real.json
+        everytoken eval timm:deit_tiny_patch16_224 imagenet/val
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
+    registry:efficientnet_lite0."""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = ""
+    """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME. Default: the images
+    that the run held out."""
+    table: int = 10
+    """Rows of the class table, worst first; 0: none."""
+    out: str = ""
+    """Write predictions to OUT.csv and numbers to OUT.json."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+OPTIONS = EvalCommand
+
+
+def main(argv: list[str], prog: str) -> None:
+    """Parse, evaluate, print."""
+    command = parse(EvalCommand, prog, argv)
+    command = replace(command, data=command.data or _own_data(command.source))
+    with Progress("eval", "images") as progress:
+        result = evaluate(command.source, command.data, progress=progress, **values_of(command, EvalOptions))
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if command.out:
+        stem = command.out.removesuffix(".json").removesuffix(".csv")
+        result.to_csv(f"{stem}.csv")
+        content = plain_json({**result.numbers, "classes": result.per_class()})
+        write_atomically(Path(f"{stem}.json"), content.encode())
+    if command.json:
+        print(plain_json(result.numbers))
+    else:
+        _print(result, f"{command.source} on {command.data}", command.table)
+
+
+def _own_data(source: str) -> str:
+    """The data of a run."""
+    run = run_of(source)
+    if run is not None and run.cross_validated:
+        raise EverytokenError(
+            f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
+            f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
+        )
+    if run is None:
+        if not source.startswith(PUBLISHED):
+            from everytoken_lab.models.open import find_weights
+
+            find_weights(source)  # raises if there is nothing at all
+        raise EverytokenError(
+            f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
+        )
+    return run.own_data()
+
+
+def _print(result: Evaluation, title: str, classes: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from everytoken_lab.classes import shown_name
+
+    console = Console(markup=False)  # names of classes and folders are nobody's formatting
+    console.print(title)
+    table = Table(show_header=False)
+    for key, value in result.numbers.items():
+        if key == "ece" and len(result.predictions) < ENOUGH:
+            continue
+        text = f"{value:.2f} %" if key in _PERCENT else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
+        if key in ("top1", "mAP"):
+            text += f"  (95 % interval {result.top1.low:.2f} to {result.top1.high:.2f})"
+        table.add_row(_LABELS.get(key, key), text)
+    if result.skipped:
+        table.add_row("unreadable, left out", str(len(result.skipped)))
+    console.print(table)
+    if not classes:
+        return
+    rows = result.per_class()
+    numbers = [name for name in ("AP", "recall", "precision") if rows and name in rows[0]]
+    worst = sorted(rows, key=lambda row: row[numbers[0]])[:classes]
+    console.print(f"Classes, worst first ({len(worst)} of {len(rows)})")
+    table = Table()
+    words = ["taken for"] if "AP" not in numbers else []
+    for column in ("class", "images", *numbers, *words):
+        table.add_column(column, justify="left" if column in ("class", "taken for") else "right")
+    for row in worst:
+        values = ["-" if row[c] is None else f"{row[c]:.1f}" for c in numbers]
+        table.add_row(shown_name(row["class"]), str(row["images"]), *values, *(shown_name(row[c]) for c in words))
+    console.print(table)

@@ -1,0 +1,48 @@
+"""`everytoken explain`: pictures of what a model sees."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.explanation.cards import ExplainOptions, explain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainCommand(ExplainOptions):
+    """Draw what a model sees in images: what its tokens say, and which regions support which class.
+
+    Examples:
+        everytoken explain runs/first photos/val/cat/1.jpg photos/val/dog/7.jpg --out pictures
+        everytoken explain runs/first photos/train/cat/*.jpg --maps maps --out pictures
+        everytoken explain runs/first cat.jpg --compare runs/plain --class cat --class dog --out pictures
+        everytoken explain registry:efficientnet_lite0 cat.jpg --out pictures
+        everytoken explain runs/first cat.jpg dog.jpg --mix --out pictures
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a weights file, an exported folder, timm:NAME (pretrained weights), hf-hub:USER/NAME,
+    registry:efficientnet_lite0."""
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE ...")]
+    """Image files."""
+    out: Path
+    """Folder for the pictures and explain.json."""
+
+
+OPTIONS = ExplainCommand
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Parse, explain, print the names of the files."""
+    options = parse(ExplainCommand, prog, argv)
+    result = explain(options.source, options.images, options.out, **values_of(options, ExplainOptions))
+    for remark in result.remarks:
+        print(remark, file=sys.stderr)
+    for path in result.files:
+        print(path)
+    return 0

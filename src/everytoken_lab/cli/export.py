@@ -1,0 +1,50 @@
+"""`everytoken export`: a model as others use it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.evaluation import ExportOptions, export
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand(ExportOptions):
+    """Write a folder that others use without this package: for timm and the Hugging Face Hub, or ONNX.
+
+    Every file is compared with the model on real images before it takes its place, and a model card says what the
+    model was trained on, its result, and how to use it.
+
+    Examples:
+        everytoken export runs/first
+        everytoken export runs/first --to timm onnx --out flowers
+        everytoken export runs/first --to hf --push me/flowers --license apache-2.0
+        everytoken export registry:efficientnet_lite0 --to onnx --cells --images photos
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a weights file, timm:NAME (pretrained weights), hf-hub:USER/NAME, registry:efficientnet_lite0."""
+    out: str = ""
+    """The folder to write; default: `export` in the run."""
+
+
+OPTIONS = ExportCommand
+
+
+def main(argv: list[str], prog: str) -> None:
+    """Parse, export, print."""
+    command = parse(ExportCommand, prog, argv)
+    out = Path(command.out) if command.out else None
+    result = export(command.source, out, **values_of(command, ExportOptions))
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for name, difference in result.differences.items():
+        print(f"{result.folder / name}: differs by {difference:.1e} from the model, on {result.checked_on}")
+    print(f"{result.folder / 'README.md'}: the model card")
+    if result.address:
+        print(f"pushed to {result.address}")

@@ -1,0 +1,184 @@
+"""`everytoken models`: what is supported, by family; the names that match a pattern; or what one model costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from everytoken.errors import EverytokenError, did_you_mean
+from everytoken_lab.cli._parse import parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from everytoken.models import TokenModel
+
+
+@dataclass(frozen=True)
+class ModelsOptions:
+    """List the backbones that have a token view, which all objectives but tl_align and transmix work on.
+
+    Without a name: one line per family. With part of a name: the models that match. With the name of a model: its
+    parameters, multiply-adds, token grid, and throughput on this machine.
+
+    Examples:
+        everytoken models
+        everytoken models 'swin*'
+        everytoken models lvvit_s
+        everytoken models swin_tiny_patch4_window7_224 --img-size 224 320
+        everytoken models lvvit_s --seconds 0 --set depth=12 --set 'stem_kernels=[16]' --set 'stem_strides=[16]'
+    """
+
+    pattern: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = ""
+    """A timm model, part of a name, or a pattern with * and ?."""
+    img_size: tuple[int, ...] = ()
+    """Of one model: side of the image in pixels, or height and width. Default: the model's own."""
+    num_classes: int = 1000
+    """Of one model: classes of the class head."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    """Of one model: NAME=VALUE for other arguments, such as depth=12; may be repeated."""
+    batch_size: int = 8
+    """Images per step when measuring throughput."""
+    seconds: float = 3.0
+    """How long to measure throughput; 0 leaves it out."""
+    device: str = ""
+    """cpu, cuda, mps... Default: the best available."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+OPTIONS = ModelsOptions
+
+
+def main(argv: list[str], prog: str) -> None:
+    """Parse, list or measure, print."""
+    options = parse(ModelsOptions, prog, argv)
+    if len(options.img_size) > 2:
+        raise EverytokenError(f"--img-size takes one number or height and width, not {options.img_size}")
+    import timm
+
+    if options.pattern and timm.is_model(options.pattern):
+        facts = measure(options)
+        if options.json:
+            print(json.dumps(facts, indent=1))
+        else:
+            Console().print(_facts(options.pattern, facts))
+        return
+    names = names_by_family(options.pattern)
+    if not names:
+        beginnings = {name.split("_")[0] for group in names_by_family("").values() for name in group}
+        raise EverytokenError(
+            f"no supported model matches {options.pattern!r}.{did_you_mean(options.pattern, beginnings)} `everytoken "
+            "models` lists the families; other timm models have no token view yet."
+        )
+    if options.json:
+        print(json.dumps(names, indent=1))
+    elif options.pattern:
+        print("\n".join(name for group in names.values() for name in group))
+    else:
+        Console().print(_families(names))
+
+
+def names_by_family(pattern: str) -> dict[str, list[str]]:
+    """Title of a family -> its model names that match; a pattern without * and ? is part of a name."""
+    import timm
+
+    from everytoken.models import family_of_name
+
+    if pattern and not set("*?[") & set(pattern):
+        pattern = f"*{pattern}*"
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in timm.list_models(pattern):
+        family = family_of_name(name)
+        if family is not None:
+            names[family.title].append(name)
+    return dict(names)
+
+
+def _families(names: dict[str, list[str]]) -> Table:
+    from everytoken.models import FAMILIES
+
+    table = Table(title="Backbones with a token view", caption="`everytoken models PATTERN` lists the names")
+    for column in ("family", "models", "MixToken", "for example"):
+        table.add_column(column, justify="right" if column == "models" else "left")
+    for title, family in {family.title: family for family in FAMILIES.values()}.items():
+        example = min(names[title], key=lambda name: (len(name), name))
+        table.add_row(title, str(len(names[title])), "yes" if family.embed else "use CutMix", example)
+    return table
+
+
+def _facts(name: str, facts: dict[str, Any]) -> Table:
+    table = Table(title=name, show_header=False)
+    for key, value in facts.items():
+        table.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
+    return table
+
+
+def measure(options: ModelsOptions) -> dict[str, Any]:
+    """Size, cost and speed of a model, by the words that are printed."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from everytoken.models import TokenModel, family_of
+    from everytoken_lab.engine.distributed import pick_device
+    from everytoken_lab.engine.recipe import overrides
+    from everytoken_lab.models.open import building, create_sized
+
+    device = torch.device(pick_device(options.device))
+    arguments = {"num_classes": options.num_classes, **overrides(options.set, {})}
+    if options.img_size:
+        arguments["img_size"] = options.img_size if len(options.img_size) == 2 else options.img_size[0]
+    with building(f"{options.pattern} with {arguments}"):
+        backbone: Any = create_sized(options.pattern, arguments)[0]
+    model = TokenModel(backbone).to(device).eval()
+    size = options.img_size or backbone.pretrained_cfg["input_size"][1:]
+    height, width = size if len(size) == 2 else (size[0], size[0])
+    channels = int(arguments.get("in_chans", 3))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        view = model(torch.zeros(1, channels, height, width, device=device))
+    facts: dict[str, Any] = {
+        "family": family_of(backbone).title,
+        "parameters": sum(p.numel() for p in backbone.parameters()),
+        "input": f"{height} x {width}",
+        "multiply-adds": f"{counter.get_total_flops() / 2e9:.2f} G",
+        "token grid": f"{view.grid.shape[1]} x {view.grid.shape[2]}",
+        "token width": view.grid.shape[3],
+        "prefix tokens": 0 if view.prefix is None else view.prefix.shape[1],
+        "brings a token head": "yes" if getattr(backbone, "aux_head", None) is not None else "no",
+        "MixToken": "yes" if model.can_mix_tokens else "no, use CutMix",
+    }
+    if options.seconds > 0:
+        images = torch.zeros(options.batch_size, channels, height, width, device=device)
+        for label, training in (("evaluation", False), ("training", True)):
+            rate = _images_per_second(model, images, options.seconds / 2, training)
+            facts[f"{label} on {device}"] = f"{rate:.1f} images/s"
+    return facts
+
+
+def _images_per_second(model: TokenModel, images: Tensor, seconds: float, training: bool) -> float:
+    """Over at least `seconds`, after one step to warm up."""
+    import torch
+
+    model.train(training)
+
+    def step() -> None:
+        with torch.set_grad_enabled(training):
+            logits = model(images).logits
+        if training:
+            logits.sum().backward()
+        if images.is_cuda:
+            torch.cuda.synchronize()
+
+    step()
+    start, steps = time.perf_counter(), 0
+    while steps == 0 or time.perf_counter() - start < seconds:
+        step()
+        steps += 1
+    return steps * len(images) / (time.perf_counter() - start)

@@ -1,0 +1,101 @@
+"""`everytoken predict`: predict the classes of unlabelled images."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.evaluation import PredictOptions, predict
+from everytoken_lab.progress import Progress
+
+if TYPE_CHECKING:
+    from everytoken_lab.evaluation.predictions import ImagePrediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictCommand(PredictOptions):
+    """Predict the classes of images: one line per image, or a CSV table; on request also where the objects are.
+
+    Examples:
+        everytoken predict runs/small photo.jpg
+        everytoken predict runs/small new-photos --out predictions.csv --sure 0.95
+        everytoken predict runs/small new-photos --out predictions.csv --coco objects.json --pictures located
+        everytoken predict exported/model.onnx new-photos
+        everytoken predict timm:deit_tiny_patch16_224 photo.jpg --top 3
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
+    registry:efficientnet_lite0."""
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
+    """Image files and folders (searched recursively)."""
+    out: str = ""
+    """Write a CSV table here instead of printing lines: image, class, probability, and the next best classes."""
+    json: bool = False
+    """Print JSON, one image per line."""
+    coco: str = ""
+    """Write boxes and masks of the objects here, in COCO's format."""
+    pictures: str = ""
+    """Write the images with mask and box drawn on them to this folder."""
+
+
+OPTIONS = PredictCommand
+
+
+def main(argv: list[str], prog: str) -> None:
+    """Parse, predict, print or write."""
+    command = parse(PredictCommand, prog, argv)
+    from everytoken_lab.classes import shown_name
+    from everytoken_lab.data.datasets import check_is_no_input
+
+    for target in filter(None, (command.out, command.coco)):
+        check_is_no_input(Path(target), command.images)
+    options = values_of(command, PredictOptions)
+    options["locate"] |= bool(command.coco or command.pictures)
+    with Progress("predict", "images") as progress:
+        result = predict(command.source, command.images, progress=progress, **options)
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if command.coco:
+        result.to_coco(command.coco)
+    if command.pictures:
+        result.save_pictures(command.pictures)
+    if command.out:
+        result.to_csv(command.out)
+        given = (name for image in result for name in ((image.answer,) if image.labels is None else image.labels))
+        often = Counter(given).most_common(5)
+        print(f"{len(result):,} images in {command.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
+    for image in result if command.json else ():
+        print(json.dumps(_row(image, bool(result.threshold)), ensure_ascii=False))
+    for image in () if command.json or command.out else result:
+        pairs = zip(image.classes, image.probabilities, strict=True)
+        likely = ", ".join(f"{shown_name(name)} {100 * p:.1f} %" for name, p in pairs)
+        box = f" at {' '.join(f'{edge:.0f}' for edge in image.location.pixels)}" if image.location else ""
+        if image.labels is not None:
+            shown = ", ".join(map(shown_name, image.labels)) or "none"
+            print(f"{image.path}: {shown} ({likely}){box}")
+            continue
+        print(f"{image.path}: {likely if image.sure else f'unsure ({likely})'}{box}")
+    if result.skipped and not command.json:
+        print(
+            f"{len(result.skipped)} images could not be read and were left out, the first: {next(iter(result.skipped))}"
+        )
+
+
+def _row(image: ImagePrediction, thresholded: bool) -> dict[str, Any]:
+    """One image as JSON."""
+    row: dict[str, Any] = {"image": image.path, "classes": dict(zip(image.classes, image.probabilities, strict=True))}
+    if image.labels is not None:
+        row["labels"] = image.labels
+    elif thresholded:
+        row["answer"] = image.answer
+    if image.location is not None:
+        row |= {"box": image.location.pixels, "size": image.location.size}
+    return row

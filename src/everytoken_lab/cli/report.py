@@ -1,0 +1,55 @@
+"""`everytoken report`: a page about one or several runs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from everytoken.errors import EverytokenError
+from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.reports import ReportOptions, report
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportCommand(ReportOptions):
+    """Write one page about runs: result with its interval over seeds, comparison, curves, classes, sample predictions.
+
+    Runs that differ in the seed only are one group. The group of the first run is the baseline (in a folder of runs,
+    one that learns plain labels); the others are compared with it seed by seed. The page holds everything it
+    shows and needs no network.
+
+    Examples:
+        everytoken report runs/plain-seed1 runs/plain-seed2 runs/token-seed1 runs/token-seed2 --out report.html
+        everytoken report runs --out report.html
+        everytoken report runs/mine --no-predictions
+    """
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folders, or folders of run folders."""
+    out: Path = Path("report.html")
+    """The file to write."""
+
+
+OPTIONS = ReportCommand
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Parse, collect, write."""
+    options = parse(ReportCommand, prog, argv)
+    if not options.runs:
+        raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
+    from everytoken_lab.progress import Progress
+
+    sys.stdout.flush()
+    result = report(
+        options.runs, options.out, progress=lambda title: Progress(title, "images"), **values_of(options, ReportOptions)
+    )
+    print(result.headline)
+    for note in result.notes:
+        print(f"note: {note}")
+    print(f"report: {options.out} ({options.out.stat().st_size / 1e6:.1f} MB)")
+    return 0

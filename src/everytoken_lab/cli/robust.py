@@ -1,0 +1,70 @@
+"""`everytoken robust`: one table of every test set: shifted data, corruptions, attacks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.progress import Progress
+from everytoken_lab.robust import RobustOptions, robustness
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustCommand(RobustOptions):
+    """Robustness and generalisation in one table. An interrupted run resumes from the files in --out.
+
+    Suites: val, v2, a, r, sketch, real, c (published ImageNet-C), corrupt (made on the fly), attack, or your own names.
+
+    Examples:
+        everytoken robust runs/small --suite val=photos/val corrupt --severities 1 3 5
+        everytoken robust timm:deit_small_patch16_224 --root /data/imagenet-tests
+        everytoken robust timm:deit_small_patch16_224 --weights a.pth --suite a=imagenet-a r=imagenet-r v2=imagenetv2
+        everytoken robust registry:efficientnet_lite0 --suite val=val attack --attack apgd-ce --eps 1/255 --limit 100
+        everytoken robust runs/plain --compare runs/aligned --suite val=val corrupt c=ImageNet-C
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a weights file, timm:NAME, hf-hub:USER/NAME, or registry:efficientnet_lite0."""
+    json: bool = False
+    """Print JSON instead of a table; both are written to --out."""
+    out: str = ""
+    """Folder for tables, predictions and logs. Default: RUN/robust, else robust/NAME."""
+
+
+OPTIONS = RobustCommand
+
+
+def main(argv: list[str], prog: str) -> None:
+    """Parse, evaluate, print."""
+    command = parse(RobustCommand, prog, argv)
+    with _SuiteProgress() as progress:
+        result = robustness(command.source, command.out, progress=progress, **values_of(command, RobustOptions))
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(result.table.json() if command.json else result.table)
+
+
+class _SuiteProgress:
+    """A bar for each suite in turn."""
+
+    def __init__(self) -> None:
+        self.suite = ""
+        self.bar: Progress | None = None
+
+    def __enter__(self) -> _SuiteProgress:
+        return self
+
+    def __call__(self, suite: str, done: int, total: int, doing: str = "") -> None:
+        if self.bar is None or suite != self.suite:
+            self.__exit__()
+            self.suite, self.bar = suite, Progress(suite, "images", every=30, keep=False).__enter__()
+        self.bar(done, total, doing)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.__exit__()
+            self.bar = None

@@ -1,0 +1,76 @@
+"""`everytoken transfer`: fine-tune a model on several datasets and tabulate them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from everytoken.errors import EverytokenError
+from everytoken_lab.cli._parse import parse
+from everytoken_lab.machine import default_workers
+
+if TYPE_CHECKING:
+    from everytoken_lab.robust.transfer import Target
+
+
+@dataclass(frozen=True)
+class TransferCommand:
+    """Fine-tune on CIFAR-10, CIFAR-100, Flowers-102, Stanford Cars or your own data, and make one table.
+
+    Flags after -- go to `everytoken train`, which does it with --weights. An interrupted run resumes.
+
+    Examples:
+        everytoken transfer runs/deit_small --suite cifar10 cifar100 flowers=flowers cars=cars
+        everytoken transfer timm:deit_small_patch16_224.fb_in1k --suite cifar10 -- --epochs 100 --batch-size 256
+        everytoken transfer runs/plain --compare runs/aligned --suite mine=photos --recipe transfer_cifar10
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a weights file, timm:NAME, registry:efficientnet_lite0|1|2 or hf-hub:USER/NAME."""
+    suite: tuple[str, ...] = ()
+    """cifar10, cifar100, flowers, cars, each with =FOLDER for data in folders, or NAME=FOLDER. Default: all but
+    flowers, which needs a folder."""
+    compare: str = ""
+    """A second model, fine-tuned in the same way, to compare with by paired differences."""
+    recipe: str = ""
+    """Another recipe for all of them; required for your own datasets."""
+    device: str = ""
+    """cpu, cuda, mps; default: the best available."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    """Loader processes."""
+    json: bool = False
+    """Print JSON instead of a table; both are written to --out."""
+    out: str = ""
+    """Folder for runs and tables. Default: RUN/transfer, else transfer/NAME."""
+
+
+OPTIONS = TransferCommand
+
+
+def main(argv: list[str], prog: str) -> None:
+    """Parse, fine-tune, evaluate, print."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    command = parse(TransferCommand, prog, argv[:cut])
+    from everytoken_lab.cli import main as run
+    from everytoken_lab.engine.distributed import pick_device
+    from everytoken_lab.robust import RobustOptions
+    from everytoken_lab.robust.run import default_folder
+    from everytoken_lab.robust.transfer import parse_targets, transfer
+
+    targets = parse_targets(command.suite, command.recipe)
+    device = pick_device(command.device)
+    flags = ["--device", device, "--workers", str(command.workers), *argv[cut + 1 :]]
+
+    def finetune(source: str, target: Target, folder: Path) -> None:
+        start = ["train", target.data, "--weights", source, "--recipe", target.recipe, "--out", str(folder)]
+        code = run([*start, *flags])
+        if code:
+            raise EverytokenError(f"fine-tuning on {target.name} stopped (code {code}); the same command resumes it")
+
+    sources = [command.source, *([command.compare] if command.compare else [])]
+    folder = Path(command.out) if command.out else default_folder(command.source, "transfer")
+    table = transfer(sources, targets, folder, finetune, RobustOptions(workers=command.workers, device=device))
+    print(table.json() if command.json else table)

@@ -1,0 +1,110 @@
+"""Images that are the same, or nearly.
+
+Near duplicates are found by a difference hash: the image as 9 x 8 grey cells, one bit for each pair of neighbours that
+says which is brighter. Two images are candidates when 3 of 64 bits differ at most (they then agree in one of four bands
+of 16 bits, by which they are found), and near duplicates when their 16 x 16 thumbnails also differ by 3 % at most.
+Cost: decoding each image; 1 KB of memory per image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from everytoken.errors import EverytokenError
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.decode import Picture
+
+BANDS = 4
+NEAR_BITS = 3
+NEAR_PIXELS = 0.03 * 255
+_FLAT = 4.0  # grey levels of spread below which an image is too empty to compare
+_CROWD = 64  # images in one band beyond which it says too little to compare all pairs
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What is known of one image; `trouble` is set when it cannot be read, and the rest is then empty."""
+
+    trouble: str = ""
+    digest: bytes = b""
+    size: tuple[int, int] = (0, 0)
+    code: int = 0
+    thumb: bytes = b""
+
+
+def read_facts(data: DataSet, index: int) -> ImageFacts:
+    """Read and decode one image."""
+    try:
+        raw = data.open_bytes(index)
+        picture = Picture(raw, data.where(index))
+        image = picture.upright()
+    except EverytokenError as error:
+        return ImageFacts(trouble=str(error).splitlines()[0])
+    except OSError as error:
+        return ImageFacts(trouble=f"{data.where(index)}: {error.strerror or error}")
+    code, thumb = fingerprint(image)
+    return ImageFacts("", hashlib.blake2b(raw, digest_size=16).digest(), image.size, code, thumb)
+
+
+def fingerprint(image: Image.Image) -> tuple[int, bytes]:
+    """(difference hash, thumbnail); a flat image has hash 0 and no thumbnail."""
+    grey = image.convert("L")
+    cells = np.asarray(grey.resize((9, 8), Image.Resampling.BOX), np.int16)
+    thumb = np.asarray(image.convert("RGB").resize((16, 16), Image.Resampling.BOX))
+    if thumb.std() < _FLAT:
+        return 0, b""
+    bits = (cells[:, 1:] > cells[:, :-1]).ravel()
+    return int.from_bytes(np.packbits(bits).tobytes(), "big"), thumb.tobytes()
+
+
+def read_all(data: DataSet, indices: Sequence[int], workers: int, tell: Callable[[], None]) -> list[ImageFacts]:
+    """One `ImageFacts` per index, in order."""
+    out = []
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        # in pieces, so that a million images do not wait in the queue
+        for start in range(0, len(indices), 256):
+            for image in pool.map(lambda i: read_facts(data, i), indices[start : start + 256]):
+                out.append(image)
+                tell()
+    return out
+
+
+def equal_groups(facts: Sequence[ImageFacts]) -> list[list[int]]:
+    """Positions of images with the same bytes, two or more together."""
+    found: dict[bytes, list[int]] = {}
+    for position, image in enumerate(facts):
+        if image.digest:
+            found.setdefault(image.digest, []).append(position)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def near_pairs(facts: Sequence[ImageFacts]) -> list[tuple[int, int]]:
+    """Pairs of images that look the same and have other bytes."""
+    bands: dict[tuple[int, int], list[int]] = {}
+    for position, image in enumerate(facts):
+        if image.thumb:
+            for band in range(BANDS):
+                bands.setdefault((band, image.code >> 16 * band & 0xFFFF), []).append(position)
+    pairs = {pair for members in bands.values() for pair in _pairs(members) if alike(facts[pair[0]], facts[pair[1]])}
+    return sorted(pairs)
+
+
+def _pairs(members: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """All pairs, or in a crowd those of neighbours only."""
+    reach = len(members) if len(members) <= _CROWD else 8
+    for i, first in enumerate(members):
+        for second in members[i + 1 : i + 1 + reach]:
+            yield first, second
+
+
+def alike(first: ImageFacts, second: ImageFacts) -> bool:
+    if first.digest == second.digest or (first.code ^ second.code).bit_count() > NEAR_BITS:
+        return False
+    a, b = (np.frombuffer(image.thumb, np.uint8).astype(np.int16) for image in (first, second))
+    return float(np.abs(a - b).mean()) <= NEAR_PIXELS

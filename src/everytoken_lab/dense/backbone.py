@@ -1,0 +1,203 @@
+"""Any timm backbone as a source of feature maps for dense tasks: several scales, any input size, weights from anywhere.
+
+`build_features` makes a `Features`, which turns images [B, 3, H, W] into feature maps [B, D_i, H / s_i, W / s_i],
+finest first. Networks with stages (Swin, ConvNeXt, ResNet) give the last map of each scale; transformers get a layer
+norm behind each of them, as in Swin's dense tasks. Plain transformers (ViT, DeiT, LV-ViT) are tapped after four of
+their blocks, all at one scale; the heads make scales of them. Taps: the last block and every third before it, which
+are the blocks that the released LV-ViT set-ups take (S 6, 9, 12, 15; M 10, 13, 16, 19; L 14, 17, 20, 23, from 0).
+
+Sizes: images are padded with zeros (the mean colour) to whole patches, right and below; position embeddings are resized
+to the size when weights are read, and again for every batch of another size. A few families cannot do that
+(`fixed_size` says so); feed them windows of that size.
+
+What dense tasks do not use is taken away or frozen (classifier, final norm), so that every trained weight gets a
+gradient, as many processes want it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.data import resolve_data_config
+from timm.layers import LayerNorm2d
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError
+from everytoken.models.families import UnsupportedModelError
+from everytoken_lab.models.open import Description, check_architecture, open_weights
+from everytoken_lab.training.options import BackboneOptions
+
+logger = logging.getLogger(__name__)
+
+_DYNAMIC: tuple[dict[str, Any], ...] = ({"strict_img_size": False}, {"dynamic_img_size": True}, {})  # ask for any size
+_SIZE_ARGUMENTS = ("num_classes", "img_size", "token_classes", "strict_img_size", "dynamic_img_size")
+
+
+class Features(nn.Module):
+    """Images -> feature maps, finest first.
+
+    Args:
+        backbone: a timm model; its classifier and final norm are taken away.
+        taps: see `BackboneOptions`.
+        fixed_size: the only (height, width) it takes, if it is one of those.
+
+    Attributes:
+        dims: channels of each map. strides: pixels per cell of each. plain: all maps have the same scale.
+        multiple: images are padded to multiples of this.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, taps: Sequence[int] = (), fixed_size: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        name = type(backbone).__name__
+        infos: Any = getattr(backbone, "feature_info", None)
+        if not infos or not hasattr(backbone, "forward_intermediates"):
+            raise UnsupportedModelError(f"{name} gives no feature maps (timm's forward_intermediates); take another")
+        infos = list(infos)
+        self.plain = len({info["reduction"] for info in infos}) == 1
+        self.indices = _taps(len(infos), taps, name) if self.plain else _stages(infos, taps, name)
+        self.dims = [int(infos[i]["num_chs"]) for i in self.indices]
+        self.strides = [int(infos[i]["reduction"]) for i in self.indices]
+        self.multiple = max(self.strides)
+        self.fixed_size = fixed_size
+        self.backbone: Any = backbone
+        backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
+        head = getattr(backbone, "head", None)
+        if isinstance(head, nn.Module) and any(True for _ in head.parameters()):
+            backbone.head = nn.Identity()  # ConvNeXt's keeps a norm
+        attends = not self.plain and any(isinstance(m, nn.LayerNorm) for m in backbone.modules())
+        self.norms = nn.ModuleList([LayerNorm2d(d) if attends else nn.Identity() for d in self.dims])
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """[B, 3, H, W] -> [B, D_i, ceil(H / m) m / s_i, ...] for each scale, m being `multiple`."""
+        size = (images.shape[-2], images.shape[-1])
+        if self.fixed_size is not None and size != self.fixed_size:
+            raise EverytokenError(
+                f"{type(self.backbone).__name__} takes images of {_text(self.fixed_size)} pixels only, not "
+                f"{_text(size)}: use windows of that size (mode slide), or a backbone that takes any size"
+            )
+        below, right = -size[0] % self.multiple, -size[1] % self.multiple
+        if below or right:
+            images = F.pad(images, (0, right, 0, below))
+        maps = self.backbone.forward_intermediates(images, indices=self.indices, norm=False, intermediates_only=True)
+        return [norm(grid) for norm, grid in zip(self.norms, maps, strict=True)]
+
+
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _taps(depth: int, wanted: Sequence[int], name: str) -> list[int]:
+    if wanted:
+        if any(not 0 <= i < depth for i in wanted) or sorted(set(wanted)) != list(wanted):
+            raise EverytokenError(f"taps is {list(wanted)}: {name} has blocks 0 to {depth - 1}; name some in order")
+        return list(wanted)
+    if depth < 4:
+        raise UnsupportedModelError(f"{name} has {depth} blocks, and features are taken from four")
+    step = min(3, depth // 4)
+    return [depth - 1 - k * step for k in (3, 2, 1, 0)]
+
+
+def _stages(infos: Sequence[Mapping[str, Any]], wanted: Sequence[int], name: str) -> list[int]:
+    """The last map of each scale, from stride 4 on."""
+    last = {int(info["reduction"]): i for i, info in enumerate(infos)}
+    indices = [i for stride, i in sorted(last.items()) if stride >= 4]
+    if wanted and list(wanted) != indices:
+        raise EverytokenError(f"taps is for plain transformers; {name} has stages, which are all taken")
+    return indices
+
+
+def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) -> tuple[Features, Description]:
+    """A backbone as the options say, with its weights, and the description of how it was made.
+
+    Args:
+        img_size: (height, width) that it is made for: of the position embeddings, and the only one if it is fixed.
+    """
+    size = (img_size, img_size) if isinstance(img_size, int) else img_size
+    weights = open_weights(options.weights, options.model) if options.weights else None
+    name, arguments = options.model, dict(options.model_kwargs)
+    if weights is not None:
+        name, arguments = weights.choose(name, arguments, asked=True)
+    if not name:
+        raise EverytokenError("which backbone? Name a model, or weights that know their own")
+    check_architecture(name)
+    backbone, arguments, any_size = _create(name, arguments, options.drop_path, size)
+    config = resolve_data_config({}, model=backbone)
+    features = Features(backbone, options.taps)
+    if not any_size and not _takes_any_size(features, size):
+        features.fixed_size = size
+    mean, std = config["mean"], config["std"]
+    if weights is not None:
+        logger.info("weights from %s: %s", weights.source, weights.load(backbone))
+        mean, std = weights.info.mean, weights.info.std
+    if options.grad_checkpointing:
+        features.backbone.set_grad_checkpointing(True)
+    return features, Description(name, arguments, img_size=size, mean=tuple(mean), std=tuple(std))
+
+
+def name_weights(options: BackboneOptions, asked: bool = True) -> BackboneOptions:
+    """The options with the model of the weights and the full name of published ones, which is what a run records.
+
+    Args:
+        asked: whether the user named the model, so that the weights do not choose it.
+    """
+    if not options.weights:
+        return options
+    weights = open_weights(options.weights, options.model)
+    model, arguments = weights.choose(options.model, options.model_kwargs, asked)
+    source = options.weights if Path(weights.source).exists() else weights.source
+    return replace(options, weights=source, model=model, model_kwargs=arguments)
+
+
+def rebuild_features(info: Description, taps: Sequence[int] = ()) -> Features:
+    """The backbone of a dense task's weights file, as it was made; its weights are random."""
+    arguments = {name: value for name, value in info.arguments.items() if name not in _SIZE_ARGUMENTS}
+    options = BackboneOptions(model=info.architecture, drop_path=0.0, model_kwargs=arguments, taps=tuple(taps))
+    return build_features(options, info.img_size)[0]
+
+
+def _create(
+    name: str, arguments: dict[str, Any], drop_path: float, size: tuple[int, int]
+) -> tuple[nn.Module, dict[str, Any], bool]:
+    """The timm model, the arguments it was made with, and whether it takes any size because it was asked to.
+
+    Families know different arguments: the ways to ask for a size are tried one after the other, and stochastic depth is
+    left out where there is none.
+    """
+    ways: list[dict[str, Any]] = [{"img_size": size, **way} for way in _DYNAMIC] + [{}]
+    problem = ""
+    for way, depth in itertools.product(ways, ({"drop_path_rate": drop_path}, {})):
+        used = {**arguments, "num_classes": 0, **way}
+        try:
+            backbone = timm.create_model(name, **used, **depth)
+        except TypeError as error:
+            problem = str(error)
+            continue
+        except (RuntimeError, OSError) as error:
+            raise EverytokenError(f"{name} cannot be used at {_text(size)} pixels: {str(error)[:200]}") from error
+        if drop_path and not depth:
+            logger.info("note: %s has no stochastic depth; drop_path is left out", name)
+        return backbone, used, len(way) == 2
+    raise EverytokenError(f"{name} does not take these arguments: {problem}")
+
+
+def _takes_any_size(features: Features, size: tuple[int, int]) -> bool:
+    """Whether images of another size pass, found by trying."""
+    like = next(features.parameters())
+    try:
+        with torch.no_grad():
+            features.eval()(like.new_zeros(1, 3, size[0], size[1] + features.multiple))
+    except (RuntimeError, AssertionError, ValueError, IndexError):
+        return False
+    finally:
+        features.train()
+    return True

@@ -1,0 +1,507 @@
+"""What segmentation and detection share: datasets of files, batches, weights that describe themselves, task, inference.
+
+A dense task is a `DenseTask` with its datasets, its network and its score. The
+weights file holds the whole network and a description of it (a subclass of `DenseInfo`), so `load_dense` needs nothing
+else, and a trained network is evaluated as its run was validated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.layers import convert_sync_batchnorm
+from torch import Tensor, nn
+
+from everytoken.data.batch import Batch, Prefetcher
+from everytoken.errors import EverytokenError
+from everytoken.files import make_inside, plain_json, write_picture
+from everytoken.models.weights import load_weights
+from everytoken_lab import schema
+from everytoken_lab.data.datasets import (
+    DEFAULT_VAL_SPLIT,
+    DataError,
+    DataSet,
+    Strings,
+    gather_images,
+    result_stems,
+    split_off,
+)
+from everytoken_lab.data.decode import ImageError
+from everytoken_lab.data.loader import BadImages, Loader, Request
+from everytoken_lab.dense.backbone import Features, name_weights, rebuild_features
+from everytoken_lab.draw import Card, Row, draw_sheet
+from everytoken_lab.engine.distributed import World, pick_device
+from everytoken_lab.engine.dryrun import plan
+from everytoken_lab.engine.held_out import held_out
+from everytoken_lab.engine.loop import run
+from everytoken_lab.engine.optim import default_scaling
+from everytoken_lab.engine.progress import watched
+from everytoken_lab.engine.recipe import apply, flat, overrides
+from everytoken_lab.engine.run_folder import Run, RunFolder
+from everytoken_lab.engine.task import Task
+from everytoken_lab.models.open import Description, find_weights, parse_metadata, read_metadata
+from everytoken_lab.training.batch_picture import IMAGES, pixels_of
+from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
+
+A = TypeVar("A")
+V = TypeVar("V")
+N = TypeVar("N", bound=nn.Module)
+PICTURES = 8  # of validation images, at the end of a run
+PICTURE_SIDE = 360  # pixels
+
+
+# -- datasets and batches ---------------------------------------------------------------------------------------------
+
+
+class FileSet(DataSet):
+    """Images of a folder, whose targets are not one class each.
+
+    Args:
+        root: the folder; images: paths below it.
+        class_names: of whatever the targets are made of.
+    """
+
+    def __init__(self, root: Path, images: Sequence[str], class_names: Sequence[str], name: str = "") -> None:
+        self.root, self.name = root, name or str(root)
+        self.images, self.class_names = Strings(images), list(class_names)
+        self.labels = np.full(len(images), -1, dtype=np.int64)  # of whole images: none
+
+    def key(self, i: int) -> str:
+        """The image's path below the root."""
+        return self.images[i]
+
+    def where(self, i: int) -> str:
+        """The image's path."""
+        return f"{self.root}/{self.images[i]}"
+
+    def open_bytes(self, i: int) -> bytes:
+        """The image file."""
+        return Path(self.where(i)).read_bytes()
+
+
+def split_by_name(data: DataSet, split: str, fraction: float) -> DataSet:
+    """The training or the validation images of a dataset without parts. By name alone: the same for every seed."""
+    kept, aside = split_off(data, fraction or DEFAULT_VAL_SPLIT, seed=0)
+    return data.subset(kept if split == "train" else aside)
+
+
+def whole_set(data: Any, i: int, kind: type[V]) -> tuple[V, int]:
+    """The whole dataset, and the number of sample i in it, of a dataset or of a subset of one."""
+    while not isinstance(data, kind):
+        data, i = data.base, int(data.indices[i])
+    return data, i
+
+
+def check_relative(name: str, where: str) -> str:
+    """The path of a file as an annotation file names it; refused where it would lead out of the folder of images."""
+    parts = re.split(r"[/\\]", name)
+    if not name or "\0" in name or ".." in parts or parts[0] == "" or re.match(r"[A-Za-z]:", name):
+        raise DataError(f"{where} names the file {name!r}; files are named relative to their folder and inside it")
+    return name
+
+
+class Views(Generic[V]):
+    """Makes batches for the loader; lives in each of its workers. Images that cannot be read are left out if asked."""
+
+    def __init__(self, data: DataSet, skip: bool = False) -> None:
+        self.data, self.skip = data, skip
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def view(self, request: Request, key: str) -> V:
+        """One image as the network gets it."""
+        raise NotImplementedError
+
+    def collate(self, views: list[V]) -> tuple[np.ndarray, np.ndarray, Any]:
+        """(images uint8 [B, 3, H, W], placement [B, 2, 3], targets) of a batch, which may be empty."""
+        raise NotImplementedError
+
+    def __getitems__(self, requests: list[Request]) -> Batch:
+        views: list[V] = []
+        kept: list[int] = []
+        skipped: list[tuple[str, str]] = []
+        for request in requests:
+            key = self.data.key(request.sample)
+            try:
+                views.append(self.view(request, key))
+            except ImageError as error:
+                if not self.skip:
+                    raise
+                skipped.append((key, str(error)))
+                continue
+            kept.append(request.sample)
+        images, placement, targets = self.collate(views)
+        return Batch(
+            images=torch.from_numpy(images),
+            labels=torch.from_numpy(self.data.labels[kept]),
+            placement=torch.from_numpy(placement.astype(np.float32).reshape(-1, 2, 3)),
+            indices=torch.tensor(kept, dtype=torch.int64),
+            keys=tuple(self.data.key(i) for i in kept),
+            targets=targets,
+            skipped=tuple(skipped),
+        )
+
+
+def resized(size: tuple[float, float], short: float, longest: float) -> tuple[int, int]:
+    """(width, height) of an image whose short side becomes `short`, unless its long side would exceed `longest`."""
+    factor = min(short / min(size), longest / max(size))
+    return max(int(size[0] * factor + 0.5), 1), max(int(size[1] * factor + 0.5), 1)
+
+
+def fill_colour(mean: Sequence[float]) -> tuple[int, int, int]:
+    """The mean colour of a network's normalisation, as bytes."""
+    red, green, blue = (min(255, round(255 * value)) for value in mean)
+    return red, green, blue
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DenseInfo:
+    """What somebody needs to know to use the weights of a dense task; subclasses add their head and evaluation.
+
+    Attributes:
+        backbone: how its timm model was made, and the input's normalisation; img_size is that of training.
+        class_names: of the answers. taps: blocks of a plain transformer.
+    """
+
+    METADATA: ClassVar[str]  # the key in the weights file
+    HINT: ClassVar[str]  # what to do with weights that are something else
+
+    backbone: Description
+    class_names: tuple[str, ...]
+    taps: tuple[int, ...]
+
+    def to_metadata(self) -> dict[str, str]:
+        """As safetensors keeps it, in one entry."""
+        return {self.METADATA: json.dumps(asdict(self))}
+
+
+I = TypeVar("I", bound=DenseInfo)  # noqa: E741
+
+
+def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features, I], N]) -> tuple[N, I]:
+    """A trained network in evaluation mode and its description, from its run folder or a weights file of it."""
+    path = find_weights(source)
+    values = parse_metadata(read_metadata(path), info_type.METADATA, path)
+    if values is None:
+        raise EverytokenError(f"{path} {info_type.HINT}")
+    info = schema.parse(info_type, values, f"{path}, description of the weights")
+    Description.from_values(values["backbone"], str(path))  # which checks architecture and arguments
+    model = build(rebuild_features(info.backbone, info.taps), info)
+    report = load_weights(model, path)
+    if report.missing or report.left_out:
+        raise EverytokenError(f"{path} does not fit the network that it describes:\n{report}")
+    return model.eval(), info
+
+
+# -- score ------------------------------------------------------------------------------------------------------------
+
+
+class Score(Generic[A]):
+    """Adds up what the answers for the images of a dataset are worth, and draws the first `pictures` of them."""
+
+    def __init__(self, pictures: int = 0) -> None:
+        self.pictures = pictures
+        self.cards: list[Card] = []
+
+    def add(self, batch: Batch, answer: A) -> None:
+        """The answer for a batch of one image."""
+        self.count(batch, answer)
+        if len(self.cards) < self.pictures:
+            self.cards.append(self.card(batch, answer))
+
+    def count(self, batch: Batch, answer: A) -> None:
+        """Compare an answer with the truth."""
+        raise NotImplementedError
+
+    def card(self, batch: Batch, answer: A) -> Card:
+        """Truth and answer."""
+        raise NotImplementedError
+
+    def join(self, world: World) -> None:
+        """Add what the other processes counted."""
+        raise NotImplementedError
+
+    def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Numbers by name, in percent, the most important one first; and a row for each class that occurs."""
+        raise NotImplementedError
+
+    def save_sheet(self, path: str | Path, subtitle: str) -> None:
+        """The pictures, as a JPEG."""
+        if self.cards:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write_picture(Path(path), draw_sheet("Truth and answer", subtitle, self.cards), quality=88)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+class DenseTask(Task):
+    """Trains a dense task. Subclasses make views and network, and say how a network is used and scored.
+
+    Args:
+        step: turns a batch into loss terms; its attribute `network_name` is the network that is trained.
+        info: what the weights say about themselves. views: of training and validation images.
+    """
+
+    command: ClassVar[str]
+    network_name: ClassVar[str]
+
+    def __init__(
+        self,
+        step: nn.Module,
+        info: DenseInfo,
+        views: tuple[Views[Any], Views[Any]],
+        options: DenseOptions,
+        world: World,
+        folder: RunFolder,
+    ) -> None:
+        if world.size > 1 and options.run.fsdp:
+            raise EverytokenError("fsdp is for classification; leave it out, and every process holds the whole network")
+        if world.size > 1 and world.device.type == "cuda":
+            step = convert_sync_batchnorm(step)  # timm's: torch's would drop the activations of timm's norms
+        super().__init__(step, options, world, folder)
+        backbone = replace(info.backbone, amp=options.optim.amp_dtype if options.optim.amp else "")
+        self.info = replace(info, backbone=backbone)
+        self.train_set, self.val_set = views[0].data, views[1].data
+        self.train_loader = self.loader(views[0], batch_size=options.dataset.batch_size, train=True)
+        self.val_loader = self.loader(views[1], train=False)
+        self.batches_per_epoch = len(self.train_loader)
+
+    @staticmethod
+    def complete(options: Any) -> Any:
+        """The options of a new run, with nothing left open."""
+        return options
+
+    def inference(self, network: Any) -> Callable[[Batch], Any]:
+        """How validation uses a network: batch of one image -> answer."""
+        raise NotImplementedError
+
+    def score(self, pictures: int) -> Score[Any]:
+        """An empty score for the validation images."""
+        raise NotImplementedError
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The timm model."""
+        network: Any = getattr(self.module, self.network_name)
+        backbone: nn.Module = network.features.backbone
+        return backbone
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Training batches of an epoch from a position on."""
+        info = self.info.backbone
+        yield from Prefetcher(self.train_loader.epoch(epoch, start), self.world.device, info.mean, info.std)
+
+    def _scored(self, module: nn.Module, pictures: int = 0) -> Score[Any]:
+        """Every validation image exactly once, over all processes."""
+        score, network = self.score(pictures), self.inference(getattr(module, self.network_name))
+        for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
+            with torch.no_grad(), self.autocast():
+                answer = network(batch)
+            score.add(batch, answer)
+        score.join(self.world)
+        return score
+
+    def validate(self, module: nn.Module) -> dict[str, float]:
+        """All numbers; "score" is the most important one."""
+        numbers, _ = self._scored(module).result()
+        named = {f"val_{name.replace(' ', '_')}": round(value, 4) for name, value in numbers.items()}
+        return {"score": max(next(iter(numbers.values())), 0.0), **named}
+
+    def finish(self, module: nn.Module) -> None:
+        """The table of classes and pictures, of a run of one process."""
+        if self.world.size > 1:
+            return
+        score = self._scored(module, PICTURES)
+        numbers, classes = score.result()
+        self.folder.write("classes.json", plain_json(classes))
+        self.folder.log(", ".join(f"{name} {value:.2f}" for name, value in numbers.items() if not value < 0))
+        score.save_sheet(self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
+
+    def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """The whole network in one file."""
+        prefix = self.network_name + "."
+        return {"": {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}}
+
+    def metadata(self) -> dict[str, str]:
+        """What `load_dense` reads."""
+        return self.info.to_metadata()
+
+    def describe(self) -> str:
+        """Data and model in a few words."""
+        count = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        return (
+            f"{len(self.train_set):,} training and {len(self.val_set):,} validation images, "
+            f"{len(self.info.class_names)} classes; {self.network_words()}, {count / 1e6:.1f} M parameters"
+        )
+
+    def network_words(self) -> str:
+        """The network in a few words."""
+        raise NotImplementedError
+
+    def picture(self, batch: Batch) -> Image.Image:
+        """Images of a batch with what is to be found in them."""
+        info, count = self.info.backbone, min(IMAGES, len(batch))
+        images = pixels_of(batch.images[:count], info.mean, info.std)
+        cards = [
+            Card(batch.keys[i], [self.truth(pixels, batch, i, PICTURE_SIDE)], side=PICTURE_SIDE)
+            for i, pixels in enumerate(images)
+        ]
+        return draw_sheet(f"The first batch: {count} of {len(batch)} images", "", cards, 2)
+
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
+        """Image i of a batch, uint8 [H, W, 3], and what is to be found in it."""
+        raise NotImplementedError
+
+
+def train_dense(
+    task_type: type[DenseTask], options: Any, asked: Set[str] = frozenset({"model"}), assignments: Sequence[str] = ()
+) -> Run:
+    """Train a dense task, or continue the run in the output folder.
+
+    Args:
+        asked: names of the options that the user gave; others may be a recipe's, whose model the weights replace.
+        assignments: of the kind `model_kwargs.depth=4`, which come last.
+    """
+    options, output = _completed(task_type, options, asked, assignments)
+    return run(partial(task_type, options), options, output)
+
+
+def plan_dense(
+    task_type: type[DenseTask], options: Any, asked: Set[str] = frozenset({"model"}), assignments: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What would be trained, and how long it would take from a few timed steps; nothing is written."""
+    options, output = _completed(task_type, options, asked, assignments)
+    quick = replace(options, dataset=replace(options.dataset, workers=0))
+    return plan(partial(task_type, quick), options, output)
+
+
+def _completed(
+    task_type: type[DenseTask], options: Any, asked: Set[str], assignments: Sequence[str]
+) -> tuple[Any, str]:
+    """The options with what was left open, such as the weights' full name and the rate's scaling; and the folder."""
+    options = task_type.complete(options)
+    asked = {*asked, *(text.partition("=")[0] for text in assignments)}
+    options = replace(options, model=name_weights(options.model, "model" in asked))
+    options = apply(options, overrides(assignments, flat(options)), "--set")
+    output = _checked_output(task_type, options)
+    optim = replace(options.optim, lr_scaling=default_scaling(options.optim, options.recipe))
+    return replace(options, optim=optim), output
+
+
+def _checked_output(task_type: type[DenseTask], options: DenseOptions) -> str:
+    """The run folder; raises on options that do not make a run."""
+    if not options.data:
+        raise EverytokenError(f"data is empty: name the images to train on (everytoken {task_type.command} train DATA)")
+    check_rate(options.optim)
+    return options.run.out or default_output(options, task_type.command)
+
+
+def held_out_note(data: str, val_split: float) -> str:
+    """What to say where a part of the images is held out."""
+    return f"note: {data} has no validation part: {val_split or DEFAULT_VAL_SPLIT:.0%} are held out (val_split)"
+
+
+# -- evaluation and prediction ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A network on a dataset.
+
+    Attributes:
+        numbers: by name, in percent; also images and images_per_second. classes: a row for each class that occurs.
+        notes: what the user should know. skipped: images that could not be read, with the reason.
+    """
+
+    numbers: dict[str, float]
+    classes: list[dict[str, Any]]
+    notes: list[str]
+    skipped: dict[str, str]
+
+
+def answer_images(
+    network: Callable[[Batch], A],
+    views: Views[Any],
+    options: EvaluateOptions | PredictOptions,
+    info: Description,
+    bad_images: BadImages | None = None,
+) -> Iterator[tuple[Batch, A]]:
+    """Each image with the network's answer, in the precision that it was validated in; see `Description.amp_dtype`."""
+    loader = Loader(views, train=False, workers=options.workers, bad_images=bad_images or BadImages("raise"))
+    device, dtype = torch.device(pick_device(options.device)).type, info.amp_dtype(options.amp)
+    with contextlib.closing(loader):
+        for batch in loader.epoch(0):
+            with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
+                answer = network(batch)
+            yield batch, answer
+
+
+def evaluate_dense(
+    options: EvaluateOptions,
+    network: Callable[[Batch], A],
+    views: Views[Any],
+    score: Score[A],
+    info: Description,
+    notes: list[str],
+) -> Evaluation:
+    """One pass over a dataset, an image at a time."""
+    bad_images, images, started = BadImages(options.on_bad_image), 0, time.perf_counter()
+    for batch, answer in answer_images(network, views, options, info, bad_images):
+        score.add(batch, answer)
+        images += 1
+    speed = {"images": images, "images_per_second": images / (time.perf_counter() - started)}
+    numbers, classes = score.result()
+    if options.pictures:
+        score.save_sheet(options.pictures, f"{options.source} on {options.data}")
+    return Evaluation({**numbers, **speed}, classes, notes, dict(bad_images.seen))
+
+
+def open_unseen(
+    options: EvaluateOptions,
+    part: Any,
+    open_data: Callable[[str, str, Any], DataSet],
+    divided: bool,
+    same: Callable[[Run], bool | None],
+    share: Callable[[Run], float] = lambda run: run.val_split,
+) -> tuple[DataSet, list[str]]:
+    """The part of the data that is asked for, and notes; of data without parts, the images that the run held out.
+
+    Args:
+        part: options of the data, with `val_split`. open_data: (data, split, part) -> dataset.
+        divided: whether the data has a validation part. same, share: see `held_out`.
+    """
+    if options.split != "val" or part.val_split or divided:
+        return open_data(options.data, options.split, part), []
+    origin = held_out([options.source], options.data, same, share)
+    opened = open_data(options.data, "val" if origin.share else "all", replace(part, val_split=origin.share))
+    note = origin.note(options.data, len(opened))
+    return opened, [note] if note else []
+
+
+def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[FileSet, Callable[[str, str], Path]]:
+    """The images, and where to put what is made of each: (key, ending) -> path; never over an image."""
+    root, names = gather_images(options.images)
+    stems = result_stems(root, names, Path(options.out), endings)
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+
+    def place(key: str, ending: str) -> Path:
+        make_inside(Path(options.out), stems[key].parent.relative_to(options.out))
+        return stems[key].with_name(stems[key].name + ending)
+
+    return FileSet(root, names, []), place

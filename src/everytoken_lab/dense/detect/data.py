@@ -1,0 +1,522 @@
+"""Images with objects: COCO json, where it lies and what is in it; views and batches of them.
+
+COCO          {train2017,val2017}/ (or images/{train2017,val2017}/)  annotations/instances_{train2017,val2017}.json
+one folder    images/ (or the images themselves) and one json file with "images" and "annotations"
+parts         train/ and val/ (or valid/), each like that; annotations may also be train.json and val.json side by side
+a json file   images in images/ next to it, next to it, or where the option `images` says
+
+What is wrong is an error that names the file and the annotation: a category that is not listed, an image that is not
+listed or not there, run lengths of another size than the image. Objects that are degenerate (no width or height,
+outside of the image, polygons with fewer than three corners) are counted and left out, with a note.
+
+Objects are kept as text in one block of memory, so that a large dataset costs little and worker processes share it.
+Images of a batch have different sizes; they lie in the top left corner of a canvas that holds the largest. Training
+draws a crop, a short side (the papers: 480 to 800 in steps of 32) and a flip, keyed by (seed, epoch, key); the long
+side is at most 1333. Evaluation takes one size of the whole image.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+import numpy as np
+import torch
+from annotated_types import Interval
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from everytoken import keyed
+from everytoken.data import placement as pl
+from everytoken_lab import schema
+from everytoken_lab.data.datasets import DataError, DataSet, Strings
+from everytoken_lab.data.decode import Picture
+from everytoken_lab.data.loader import Request
+from everytoken_lab.data.warp import render
+from everytoken_lab.dense.common import FileSet, Views, check_relative, resized, split_by_name, whole_set
+from everytoken_lab.dense.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through
+from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
+
+SPLITS = {
+    "train": ("train2017", "train", "training"),
+    "val": ("val2017", "val", "valid", "validation"),
+    "test": ("test2017", "test"),
+}
+CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
+CROP_LONGEST = 1333  # its long side is at most this
+CROP_SIZE = (384, 600)  # pixels of each side that a crop keeps
+_LARGEST = 2**20  # pixels along a side of an image
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """An object: its id in the file, its box x0, y0, x1, y1 in pixels of the source, its class from 0, whether it is a
+    crowd (many objects that are not told apart), its area as in the file, and its mask, if it has one."""
+
+    id: int
+    box: list[float]
+    label: int
+    crowd: bool
+    area: float
+    segmentation: Segmentation | None
+
+
+class InstanceSet(FileSet):
+    """Images of a folder and their objects.
+
+    Args:
+        root: the folder; images: paths below it. sizes: int64 [n, 2], (width, height) of each.
+        image_ids: of the images in `source`, the file of the annotations.
+        category_ids, class_names: of the classes.
+        annotations: of each image, JSON of the fields of its objects; "" where there are none.
+        notes: what the reader left out, in words.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        images: Sequence[str],
+        sizes: np.ndarray,
+        image_ids: Sequence[int],
+        category_ids: Sequence[int],
+        class_names: Sequence[str],
+        annotations: Sequence[str],
+        source: str,
+        notes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(root, images, class_names, source)
+        self.source, self.sizes, self.image_ids = source, sizes, np.array(image_ids, dtype=np.int64)
+        self.category_ids, self.notes, self.annotations = list(category_ids), list(notes), Strings(annotations)
+
+    def size(self, i: int) -> tuple[int, int]:
+        """(width, height) of image i, as the annotations say."""
+        return int(self.sizes[i][0]), int(self.sizes[i][1])
+
+    def objects(self, i: int) -> list[Annotation]:
+        """The objects of image i."""
+        text = self.annotations[i]
+        return [Annotation(*fields) for fields in json.loads(text)] if text else []
+
+    def trained(self, i: int) -> list[Annotation]:
+        """Objects of image i that are trained on: no crowds, and at least a pixel wide and high inside the image."""
+        width, height = self.size(i)
+        return [o for o in self.objects(i) if not o.crowd and min(_inside(o.box, width, height)) >= 1]
+
+    def run_lengths(self, i: int, annotation: Annotation) -> dict[str, Any]:
+        """The mask of an object of image i, which is its box if it has no segmentation, as COCO's run lengths."""
+        x0, y0, x1, y1 = annotation.box
+        shape = annotation.segmentation or [[x0, y0, x1, y0, x1, y1, x0, y1]]
+        return encode(shape, self.size(i), self.describe(annotation))
+
+    def describe(self, annotation: Annotation) -> str:
+        """File and annotation, for messages."""
+        return f"{self.source}: annotation {annotation.id}"
+
+    def check_size(self, i: int, picture: Picture) -> None:
+        """The image must have the size that its annotations were made for."""
+        width, height = self.size(i)
+        if picture.size != (width, height):
+            hint = " (the image is turned by its EXIF tag)" if picture.size == (height, width) else ""
+            raise AnnotationError(
+                f"{self.where(i)} is {picture.size[0]} x {picture.size[1]} pixels, and {self.source} says {width} x "
+                f"{height}{hint}. Boxes and masks would be in the wrong place; correct one of the two."
+            )
+
+    def as_coco(self, samples: Sequence[int], masks: bool) -> dict[str, Any]:
+        """Truth for the COCO evaluator: images `samples`, whose ids become their place in the list (from 1)."""
+        rows: list[dict[str, Any]] = []
+        for number, i in enumerate(samples, 1):
+            for o in self.objects(i):
+                x0, y0, x1, y1 = o.box
+                row = {"id": len(rows) + 1, "image_id": number, "category_id": o.label + 1, "iscrowd": int(o.crowd)}
+                runs = {"segmentation": self.run_lengths(i, o)} if masks else {}
+                rows.append({**row, "area": o.area, "bbox": [x0, y0, x1 - x0, y1 - y0], **runs})
+        sizes = [self.size(i) for i in samples]
+        images = [{"id": n, "width": width, "height": height} for n, (width, height) in enumerate(sizes, 1)]
+        categories = [{"id": c, "name": name} for c, name in enumerate(self.class_names, 1)]
+        return {"info": {}, "images": images, "annotations": rows, "categories": categories}
+
+
+def _inside(box: Sequence[float], width: int, height: int) -> tuple[float, float]:
+    """Width and height of the part of a box x0, y0, x1, y1 that lies inside an image."""
+    return min(box[2], width) - max(box[0], 0), min(box[3], height) - max(box[1], 0)
+
+
+# -- where it lies ----------------------------------------------------------------------------------------------------
+
+
+def open_instances(data: str, split: str, options: CocoOptions | None = None) -> DataSet:
+    """A part of a dataset.
+
+    Args:
+        data: its folder, or a json file.
+        split: "train", "val", "test" as the files have it, or "all": everything of data without parts. Without a
+            validation part, "train" and "val" divide the images by their names (`val_split`).
+    """
+    options = options or CocoOptions()
+    if split in ("train", "val") and not divided(data, options):
+        return split_by_name(_read(data, "all", options), split, options.val_split)
+    return _read(data, split, options)
+
+
+def divided(data: str, options: CocoOptions) -> bool:
+    """Whether the data has a validation part."""
+    return bool(options.val_annotations) or (not options.annotations and _find(Path(data), "val") is not None)
+
+
+def whole_file(data: Path) -> Path:
+    """The json file of data without parts, so that a folder and the file in it are seen to be the same data."""
+    try:
+        return (_find(data, "all") or data).resolve()
+    except DataError:  # several: one of them was chosen by name
+        return data.resolve()
+
+
+def _read(data: str, split: str, options: CocoOptions) -> InstanceSet:
+    root = Path(data)
+    if not root.exists():
+        raise DataError(f"there is no folder or file {data}")
+    given = options.val_annotations if split == "val" and options.val_annotations else options.annotations
+    folder = options.val_images if split == "val" and options.val_images else options.images
+    path = Path(given) if given else _find(root, split)
+    if path is None:
+        part = "" if split == "all" else f" for {split!r}"
+        raise DataError(
+            f"{data} has no COCO json{part}: put annotations/instances_{SPLITS.get(split, SPLITS['train'])[0]}.json or "
+            "one json file next to the images, or name it with the option annotations"
+        )
+    return read_coco(path, _images(root, path, split, folder))
+
+
+def _find(root: Path, split: str) -> Path | None:
+    """The json file of a part of the data; of all of it, the only one there is."""
+    if root.is_file():
+        return root if split == "all" else None
+    for name in SPLITS.get(split, ()):
+        for place in (root / "annotations", root):
+            for stem in (f"instances_{name}", name):
+                if (place / f"{stem}.json").is_file():
+                    return place / f"{stem}.json"
+        if (root / name).is_dir():
+            return _only(root / name)
+    return _only(root) if split == "all" else None
+
+
+def _only(folder: Path) -> Path | None:
+    files = sorted(p for p in folder.glob("*.json") if not p.name.startswith("."))
+    if len(files) > 1:
+        files = [p for p in files if "instances" in p.name or "annotations" in p.name] or files
+    if len(files) > 1:
+        names = ", ".join(p.name for p in files)
+        raise DataError(f"{folder} holds several json files ({names}); choose one with the option annotations")
+    return files[0] if files else None
+
+
+def _images(root: Path, path: Path, split: str, folder: str) -> Path:
+    """The folder that the names of images in a json file start from."""
+    if folder:
+        return Path(folder)
+    bases = [path.parent, *([root] if root.is_dir() else []), path.parent.parent]
+    parts = [n for names in SPLITS.values() for n in names if n in path.stem]
+    parts += SPLITS.get(split, ())
+    for base in bases:
+        folders = [place for n in parts for place in (base / n / "images", base / n, base / "images" / n)]
+        for place in (*folders, base / "images"):
+            if place.is_dir():
+                return place
+    return path.parent
+
+
+# -- what is in it ----------------------------------------------------------------------------------------------------
+
+
+_Id = Annotated[int, Interval(ge=-(2**53), le=2**53)]
+
+
+class _Image(TypedDict):
+    id: _Id
+    file_name: str
+    width: float
+    height: float
+
+
+class _Category(TypedDict):
+    id: _Id
+    name: NotRequired[str | int]
+
+
+class _Annotation(TypedDict):
+    image_id: int
+    category_id: int
+    bbox: list[float]
+    id: NotRequired[_Id]
+    iscrowd: NotRequired[bool | int | None]
+    area: NotRequired[float | None]
+    segmentation: NotRequired[Any]
+
+
+class _Coco(TypedDict):
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: list[_Category]
+
+
+def read_coco(path: Path, images: Path) -> InstanceSet:
+    """A COCO json file and its folder of images, checked."""
+    content = schema.read_json(path, _Coco)
+    categories = sorted(content["categories"], key=lambda category: category["id"])
+    if not categories:
+        raise DataError(f"{path} lists no categories")
+    rows = sorted(content["images"], key=lambda row: row["file_name"])
+    files = [check_relative(row["file_name"], f"{path}: image {row['id']}") for row in rows]
+    category_ids, image_ids = [c["id"] for c in categories], [row["id"] for row in rows]
+    _check_unique(path, "images have the file_name", files)
+    _check_unique(path, "images have the id", image_ids)
+    _check_unique(path, "categories have the id", category_ids)
+    _check_present(path, images, files)
+    for row in rows:
+        if not all(1 <= side <= _LARGEST and side == int(side) for side in (row["width"], row["height"])):
+            raise DataError(
+                f"{path}: image {row['id']} is {row['width']:g} x {row['height']:g} pixels, which cannot be"
+            )
+    sizes = np.array([[row["width"], row["height"]] for row in rows], dtype=np.int64).reshape(-1, 2)
+    annotations, notes = _read_annotations(path, content["annotations"], image_ids, sizes, category_ids)
+    names = [str(c.get("name", c["id"])) for c in categories]
+    return InstanceSet(images, files, sizes, image_ids, category_ids, names, annotations, str(path), notes)
+
+
+def _check_unique(path: Path, what: str, values: Sequence[str] | Sequence[int]) -> None:
+    if len(set(values)) < len(values):
+        double = next(value for value, following in pairwise(sorted(values)) if value == following)
+        raise DataError(f"{path}: two {what} {double!r}")
+
+
+def _check_present(path: Path, images: Path, names: Sequence[str]) -> None:
+    """Every image that is listed has a file; folders are read once instead of asking for each."""
+    folders: dict[str, set[str]] = {}
+    missing = []
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        if folder not in folders:
+            place = images / folder
+            folders[folder] = set(os.listdir(place)) if place.is_dir() else set()
+        if file not in folders[folder]:
+            missing.append(name)
+    if missing:
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DataError(
+            f"{path} lists the image {missing[0]!r}{more}, which is not in {images}. Add it, name the right folder "
+            "with the option images, or take it out of the file."
+        )
+
+
+def _read_annotations(
+    path: Path, rows: Sequence[_Annotation], image_ids: Sequence[int], sizes: np.ndarray, category_ids: Sequence[int]
+) -> tuple[list[str], list[str]]:
+    """The objects of each image, see `InstanceSet`, and what was left out."""
+    positions = {number: i for i, number in enumerate(image_ids)}
+    classes = {number: k for k, number in enumerate(category_ids)}
+    objects: list[list[Any]] = [[] for _ in image_ids]
+    left_out: list[Any] = []
+    for row in rows:
+        number = row.get("id", "(without id)")
+        where = f"{path}: annotation {number}"
+        if row["image_id"] not in positions:
+            raise DataError(
+                f"{where} is of image {row['image_id']!r}, which is not among the {len(positions)} images of the file"
+            )
+        if row["category_id"] not in classes:
+            raise DataError(
+                f"{where} is of category {row['category_id']!r}, which is none of the {len(classes)} categories "
+                f"({category_ids[0]} to {category_ids[-1]})"
+            )
+        if len(row["bbox"]) != 4:
+            raise DataError(f"{where}: bbox is [x, y, width, height], not {row['bbox']!r}")
+        i = positions[row["image_id"]]
+        size = (int(sizes[i][0]), int(sizes[i][1]))
+        segmentation = row.get("segmentation")
+        usable = check(segmentation, size, where) if segmentation else None
+        x, y, width, height = row["bbox"]
+        box, area = [x, y, x + width, y + height], row.get("area")
+        empty = not np.isfinite(box).all() or min(width, height, *_inside(box, *size)) <= 0
+        if empty or (segmentation and usable is None):
+            left_out.append(number)
+            continue
+        fields = (row.get("id", -1), box, classes[row["category_id"]], bool(row.get("iscrowd", 0)))
+        objects[i].append((*fields, width * height if area is None else area, usable))
+    texts = [json.dumps(of_image) if of_image else "" for of_image in objects]
+    if not left_out:
+        return texts, []
+    numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+    note = f"{len(left_out)} annotations without width, height or area inside their image are left out ({numbers})"
+    return texts, [f"{path}: {note}"]
+
+
+# -- views and batches ------------------------------------------------------------------------------------------------
+
+
+class DetectTransform:
+    """A view of an image; random if it gets a generator.
+
+    Args:
+        options: sizes, crop, flip. fill: colour of what lies outside, which nothing does but rounding.
+    """
+
+    def __init__(self, options: DetectAugment, fill: tuple[int, int, int] = (124, 116, 104)) -> None:
+        self.options, self.fill = options, fill
+
+    def __call__(self, picture: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, pl.Affine]:
+        """(pixels uint8 [h, w, 3], matrix [2, 3]: pixel of the view -> pixel of the upright source)."""
+        options = self.options
+        which, flip, crop, *draws = rng.random(8).tolist() if rng is not None else (0.0, 1.0, 1.0)
+        left, top, width, height = (0.0, 0.0, *map(float, picture.size))
+        if crop < options.crop:
+            left, top, width, height = random_crop(picture.size, *draws)
+        short = options.sizes[int(which * len(options.sizes))]
+        columns, rows = resized((width, height), short, options.longest)
+        matrix = np.array([[width / columns, 0.0, left], [0.0, height / rows, top]])
+        if flip < options.hflip:
+            matrix = pl.compose(matrix, np.array([[-1.0, 0.0, columns], [0.0, 1.0, 0.0]]))
+        return render(picture, matrix, (rows, columns), bicubic=False, fill=self.fill)
+
+
+def random_crop(size: tuple[int, int], first: float, *draws: float) -> tuple[float, ...]:
+    """(left, top, width, height) of a crop, in pixels of an image of (width, height); draws in 0..1."""
+    whole = resized(size, CROP_RESIZE[int(first * len(CROP_RESIZE))], CROP_LONGEST)
+    low, high = (tuple(min(side, limit) for side in whole) for limit in CROP_SIZE)
+    sides = tuple(int(a + u * (b - a + 1)) for a, b, u in zip(low, high, draws[:2], strict=True))
+    starts = tuple(int(u * (a - b + 1)) for a, b, u in zip(whole, sides, draws[2:], strict=True))
+    return tuple(value * n / m for value, n, m in zip((*starts, *sides), size * 2, whole * 2, strict=True))
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Objects of a batch, those of the first image first.
+
+    Attributes:
+        boxes: float32 [n, 4] in pixels of the canvas. labels: int64 [n], classes from 1 (0 is none of them).
+        masks: uint8 [n, H, W] on the canvas; None without masks.
+        counts: objects of each image. sizes: (height, width) of each image on the canvas.
+        matrices: float64 [B, 2, 3], pixel of the canvas -> pixel of the source. sources: (height, width) of each.
+    """
+
+    boxes: Tensor
+    labels: Tensor
+    masks: Tensor | None
+    counts: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
+    matrices: np.ndarray
+    sources: tuple[tuple[int, int], ...]
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Objects:
+        masks = None if self.masks is None else change(self.masks)
+        return replace(self, boxes=change(self.boxes), labels=change(self.labels), masks=masks)
+
+    def to(self, device: Any, non_blocking: bool = False) -> Objects:
+        """The same on another device."""
+        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Objects:
+        """The same in page-locked memory."""
+        return self._with(lambda tensor: tensor.pin_memory())
+
+    def per_image(self) -> list[dict[str, Tensor]]:
+        """As torchvision's detection parts want them: boxes, labels, masks and size (height, width) of each image."""
+        parts = zip(self.boxes.split(self.counts), self.labels.split(self.counts), self.sizes, strict=True)
+        images = [{"boxes": b, "labels": c, "size": torch.tensor(size)} for b, c, size in parts]
+        if self.masks is not None:
+            for image, masks in zip(images, self.masks.split(self.counts), strict=True):
+                image["masks"] = masks
+        return images
+
+
+@dataclass(frozen=True)
+class _View:
+    """One image as it is seen, and its objects; source: (width, height)."""
+
+    pixels: np.ndarray
+    boxes: np.ndarray
+    labels: np.ndarray
+    masks: list[np.ndarray]
+    matrix: np.ndarray
+    source: tuple[int, int]
+
+
+class ObjectViews(Views[_View]):
+    """Views of images and their objects.
+
+    Args:
+        seed: None: no randomness. masks: with masks of the objects. truth: with objects at all.
+    """
+
+    def __init__(
+        self,
+        data: DataSet,
+        transform: DetectTransform,
+        seed: int | None,
+        *,
+        masks: bool = True,
+        truth: bool = True,
+        skip: bool = False,
+    ) -> None:
+        super().__init__(data, skip)
+        self.transform, self.seed = transform, seed
+        self.masks, self.truth = masks and truth, truth
+
+    def view(self, request: Request, key: str) -> _View:
+        """Of one image: boxes that have an area in it, and their masks."""
+        rng = None if self.seed is None else keyed.generator(self.seed, request.epoch, key, "detect")
+        picture = self.data.picture(request.sample)
+        pixels, matrix = self.transform(picture, rng)
+        nothing = _View(pixels, np.zeros((0, 4)), np.zeros(0, np.int64), [], matrix, picture.size)
+        if not self.truth:
+            return nothing
+        data, i = whole_set(self.data, request.sample, InstanceSet)
+        data.check_size(i, picture)
+        objects = data.trained(i)
+        if not objects:
+            return nothing
+        height, width = pixels.shape[:2]
+        boxes = boxes_through(np.array([o.box for o in objects]), matrix).clip(0, [width, height] * 2)
+        inside = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+        objects = [o for o, has_area in zip(objects, inside.tolist(), strict=True) if has_area]
+        masks = []
+        for o in objects if self.masks else ():
+            if o.segmentation is None:
+                raise AnnotationError(
+                    f"{data.describe(o)} has no segmentation. With masks off, boxes alone are trained on."
+                )
+            masks.append(through(o.segmentation, picture.size, matrix, (height, width), data.describe(o)))
+        labels = np.array([o.label + 1 for o in objects], dtype=np.int64)
+        return _View(pixels, boxes[inside], labels, masks, matrix, picture.size)
+
+    def collate(self, views: list[_View]) -> tuple[np.ndarray, np.ndarray, Objects]:
+        """All on one canvas."""
+        sizes = [(view.pixels.shape[0], view.pixels.shape[1]) for view in views]
+        height, width = (max((size[axis] for size in sizes), default=1) for axis in (0, 1))
+        images = np.empty((len(views), 3, height, width), dtype=np.uint8)
+        images[:] = np.array(self.transform.fill, dtype=np.uint8)[:, None, None]
+        counts = [len(view.labels) for view in views]
+        masks = np.zeros((sum(counts) if self.masks else 0, height, width), dtype=np.uint8)
+        first = 0
+        for canvas, view, (h, w) in zip(images, views, sizes, strict=True):
+            canvas[:, :h, :w] = view.pixels.transpose(2, 0, 1)
+            for mask in view.masks:
+                masks[first, :h, :w] = mask
+                first += 1
+        objects = Objects(
+            boxes=torch.from_numpy(np.concatenate([np.zeros((0, 4)), *(v.boxes for v in views)]).astype(np.float32)),
+            labels=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(v.labels for v in views)])),
+            masks=torch.from_numpy(masks) if self.masks else None,
+            counts=tuple(counts),
+            sizes=tuple(sizes),
+            matrices=np.array([view.matrix for view in views]).reshape(-1, 2, 3),
+            sources=tuple((view.source[1], view.source[0]) for view in views),
+        )
+        placement = [pl.from_pixels(view.matrix, view.pixels.shape[1::-1], view.source) for view in views]
+        return images, np.array(placement), objects  # placements are of the images, not of the canvas

@@ -1,0 +1,263 @@
+"""From an image to objects, in pixels of the source, with masks as run lengths; `evaluate` and `predict`.
+
+A detector is used as its run was validated, unless the options say otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from everytoken.data.batch import Batch, normalise
+from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically, write_picture
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.dense.common import (
+    Evaluation,
+    Score,
+    answer_images,
+    evaluate_dense,
+    open_predicted,
+    open_unseen,
+    whole_set,
+)
+from everytoken_lab.dense.detect.data import (
+    DetectTransform,
+    InstanceSet,
+    Objects,
+    ObjectViews,
+    divided,
+    open_instances,
+    whole_file,
+)
+from everytoken_lab.dense.detect.masks import run_lengths, tool
+from everytoken_lab.dense.detect.metrics import Detections, average_precision
+from everytoken_lab.dense.detect.model import Detector, DetectorInfo, load_detector
+from everytoken_lab.dense.detect.options import NEW_RUN, DetectAugment, DetectEval, DetectPredict, FindOptions
+from everytoken_lab.draw import Card, Panel, Row, object_overlay
+from everytoken_lab.engine.distributed import World, pick_device
+from everytoken_lab.engine.run_folder import Run
+from everytoken_lab.training.options import fill
+
+
+def resolve(find: FindOptions, augment: DetectAugment) -> FindOptions:
+    """With nothing left open, for a new run: sizes are those of training."""
+    sizes = {"size": min(800, max(augment.sizes)), "max_size": augment.longest}
+    open_sizes = replace(find, size=find.size or None, max_size=find.max_size or None)
+    return fill(open_sizes, {**NEW_RUN, **sizes})
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A detector, and how it is used; `find` has nothing left open. mean, std: of the images' normalisation."""
+
+    model: Detector
+    find: FindOptions
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @staticmethod
+    def of(model: Detector, info: DetectorInfo, find: FindOptions | None = None) -> Inference:
+        """As the detector was validated, where `find` does not say otherwise."""
+        find = find or FindOptions()
+        find = replace(find, size=find.size or info.find.size, max_size=find.max_size or info.find.max_size)
+        validated = {name: value for name, value in asdict(info.find).items() if value is not None}
+        resolved = resolve(fill(find, validated), DetectAugment())
+        return Inference(model, resolved, info.backbone.mean, info.backbone.std)
+
+    @property
+    def transform(self) -> DetectTransform:
+        """Makes the views that it needs."""
+        assert self.find.size is not None
+        assert self.find.max_size is not None
+        return DetectTransform(DetectAugment((self.find.size,), self.find.max_size))
+
+    def on(self, device: torch.device | str) -> Callable[[Batch], Detections]:
+        """Batch of one image, as bytes -> its objects."""
+        return lambda batch: self(batch, device)[0]
+
+    def __call__(self, batch: Batch, device: torch.device | str) -> list[Detections]:
+        """Objects of each image of a batch of bytes."""
+        objects: Objects = batch.targets
+        images = normalise(batch.images.to(device, non_blocking=True), self.mean, self.std)
+        detections = []
+        answers = self.model.detect(images, objects.sizes, self.find)
+        for answer, matrix, size in zip(answers, objects.matrices, objects.sources, strict=True):
+            boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)
+            scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # the view is upright
+            boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)
+            masks = None
+            if "masks" in answer:
+                pairs = zip(answer["masks"].cpu(), boxes.tolist(), strict=True)
+                masks = [run_lengths(paste(mask, box, size).numpy()[None])[0] for mask, box in pairs]
+            scores, labels = answer["scores"].cpu().numpy().astype(np.float64), answer["labels"].cpu().numpy() - 1
+            detections.append(Detections(boxes, scores, labels, masks))
+        return detections
+
+
+def paste(mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> torch.Tensor:
+    """A mask [28, 28] of probabilities put into its box on an image of (height, width): bool [height, width].
+
+    A pixel is inside if the mask, interpolated at its centre, is at least one half.
+    """
+    whole = torch.zeros(size, dtype=torch.bool)
+    axes, spans = [], []
+    for low, high, length in zip(box[:2], box[2:], size[::-1], strict=True):
+        start = min(max(math.floor(low) - 1, 0), length)
+        span = slice(start, max(min(math.ceil(high) + 1, length), start))
+        spans.append(span)
+        axes.append((torch.arange(span.start, span.stop) + 0.5 - low) / max(high - low, 1e-6) * 2 - 1)
+    grid = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="ij")[::-1], -1).float()
+    if grid.numel():
+        whole[spans[1], spans[0]] = (
+            F.grid_sample(mask[None, None].float(), grid[None], align_corners=False)[0, 0] >= 0.5
+        )
+    return whole
+
+
+def truth_of(data: InstanceSet, i: int, masks: bool) -> Detections:
+    """The objects that an image has, as if they had been detected; crowds are left out."""
+    objects = [o for o in data.objects(i) if not o.crowd]
+    runs = [data.run_lengths(i, o) for o in objects] if masks else None
+    boxes = np.array([o.box for o in objects], dtype=np.float64).reshape(-1, 4)
+    return Detections(boxes, np.ones(len(objects)), np.array([o.label for o in objects], dtype=np.int64), runs)
+
+
+def draw_objects(
+    pixels: np.ndarray, detections: Detections, names: Sequence[str], scores: bool = True, side: int = 0
+) -> Image.Image:
+    """Objects over an image uint8 [H, W, 3], with class and score; `side`: see `object_overlay`."""
+    captions = [names[label] for label in detections.labels.tolist()]
+    if scores:
+        captions = [f"{name} {100 * score:.0f}" for name, score in zip(captions, detections.scores, strict=True)]
+    masks = [tool().decode(runs).astype(bool) for runs in detections.masks or ()]
+    return object_overlay(pixels, detections.boxes, captions, masks, side)
+
+
+# -- evaluate, predict ------------------------------------------------------------------------------------------------
+
+
+class DetectScore(Score[Detections]):
+    """COCO's average precision.
+
+    Args:
+        data: the truth. columns: class of the data for each class of the detector, -1 for none; default: the same.
+        sure: objects with at least this score are drawn.
+    """
+
+    def __init__(
+        self, data: DataSet, columns: Sequence[int] | None = None, pictures: int = 0, sure: float = 0.5
+    ) -> None:
+        super().__init__(pictures)
+        self.data, self.columns, self.sure = data, columns, sure
+        self.whole = whole_set(data, 0, InstanceSet)[0]
+        self.detections: dict[int, Detections] = {}  # by number of the image in `whole`
+
+    def count(self, batch: Batch, answer: Detections) -> None:
+        """They are compared at the end."""
+        assert batch.indices is not None
+        self.detections[whole_set(self.data, int(batch.indices[0]), InstanceSet)[1]] = answer
+
+    def join(self, world: World) -> None:
+        """The detections of all processes."""
+        self.detections = {k: v for part in world.gather(self.detections) for k, v in part.items()}
+
+    def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """AP of masks first, if there are masks."""
+        numbers, classes = average_precision(self.whole, self.detections, self.columns)
+        return dict(sorted(numbers.items(), key=lambda item: not item[0].startswith("mask"))), classes
+
+    def card(self, batch: Batch, answer: Detections) -> Card:
+        """The objects of an image and those that were detected, side by side."""
+        i, names, side = next(reversed(self.detections)), self.whole.class_names, 480
+        shown = answer.better_than(self.sure)
+        if self.columns is not None:
+            shown = shown.take([k for k, label in enumerate(shown.labels.tolist()) if self.columns[label] >= 0])
+            shown = replace(shown, labels=np.array([self.columns[c] for c in shown.labels.tolist()], dtype=np.int64))
+        pixels = np.asarray(self.whole.picture(i).upright())
+        truth = draw_objects(pixels, truth_of(self.whole, i, shown.masks is not None), names, scores=False, side=side)
+        panels = [Panel("truth", truth), Panel("answer", draw_objects(pixels, shown, names, side=side))]
+        return Card(self.whole.key(i), [Row("", panels)], side=side)
+
+
+def class_columns(model_names: Sequence[str], data_names: Sequence[str], where: str) -> list[int]:
+    """Of each class of a detector, the class of the data with its name, -1 if there is none."""
+    index = {name: k for k, name in enumerate(data_names)}
+    columns = [index.get(name, -1) for name in model_names]
+    if max(columns, default=-1) < 0:
+        raise EverytokenError(
+            f"no class of the detector ({', '.join(list(model_names)[:3])}, ...) is a category of {where} "
+            f"({', '.join(list(data_names)[:3])}, ...)"
+        )
+    return columns
+
+
+def evaluate(options: DetectEval) -> Evaluation:
+    """COCO's average precision of a detector, in percent, and a row for each class that occurs."""
+    device, coco = pick_device(options.device), options.coco
+
+    def same(run: Run) -> bool | None:
+        option = "annotations" if run.config.get("annotations") else "data"
+        return run.names(coco.annotations or options.data, option, whole_file)
+
+    def share(run: Run) -> float:
+        return 0.0 if run.config.get("val_annotations") else run.val_split
+
+    data, notes = open_unseen(options, coco, open_instances, divided(options.data, coco), same, share)
+    if not len(data):
+        raise EverytokenError(f"{options.data} has no images for {options.split!r}")
+    whole, _ = whole_set(data, 0, InstanceSet)
+    detector, info = load_detector(options.source)
+    columns = class_columns(info.class_names, whole.class_names, whole.name)
+    notes += whole.notes
+    unknown = sum(c not in columns for c in range(whole.num_classes))
+    if unknown:
+        notes.append(f"{unknown} of the {whole.num_classes} categories of the data are unknown to the detector")
+    inference = Inference.of(detector.to(device), info, options.find)
+    views = ObjectViews(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
+    score = DetectScore(data, columns, options.picture_count if options.pictures else 0, options.sure)
+    evaluation = evaluate_dense(options, inference.on(device), views, score, info.backbone, notes)
+    if options.results:
+        ids = [whole.category_ids[c] if c >= 0 else None for c in columns]
+        rows = [
+            row for i, found in sorted(score.detections.items()) for row in found.rows(int(whole.image_ids[i]), ids)
+        ]
+        Path(options.results).parent.mkdir(parents=True, exist_ok=True)
+        known = [row for row in rows if row["category_id"] is not None]
+        write_atomically(Path(options.results), json.dumps(known).encode())
+    return evaluation
+
+
+def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
+    """Objects of images: a picture of each, and predictions.json, written to a folder; never over an image.
+
+    Returns:
+        A row for each image (file, and how many objects of which class), and notes for the user.
+    """
+    device = pick_device(options.device)
+    images, place = open_predicted(options, (".objects.jpg",))
+    detector, info = load_detector(options.source)
+    names = list(info.class_names)
+    inference = Inference.of(detector.to(device), info, options.find)
+    rows: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
+    views = ObjectViews(images, inference.transform, None, truth=False)
+    for batch, answer in answer_images(inference.on(device), views, options, info.backbone):
+        assert batch.indices is not None
+        key, shown = batch.keys[0], answer.better_than(options.sure)
+        picture = draw_objects(np.asarray(images.picture(int(batch.indices[0])).upright()), shown, names)
+        write_picture(place(key, ".objects.jpg"), picture, quality=90)
+        objects += answer.rows(key, names)
+        rows.append({"image": key, **dict(Counter(names[label] for label in shown.labels.tolist()).most_common())})
+    write_atomically(Path(options.out) / "predictions.json", json.dumps(objects).encode())
+    return rows, []

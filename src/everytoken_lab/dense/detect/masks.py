@@ -1,0 +1,152 @@
+"""Masks of objects: COCO's polygons and run lengths, at the source's size or through a view of it.
+
+A segmentation is a list of polygons [[x0, y0, x1, y1, ...], ...] in continuous pixel coordinates, or run lengths
+{"size": [height, width], "counts": ...}: numbers of 0s, 1s, 0s, ... down the columns, as a list or as COCO's string.
+Rasterising and run lengths are pycocotools', so that masks are to the pixel what the evaluator thinks they are.
+
+In a view, polygons are moved and then drawn at the view's size; run lengths are decoded and sampled by the nearest
+neighbour. The view is the same matrix that the pixels went through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from everytoken.data import placement as pl
+from everytoken.data.placement import sample_mask
+from everytoken.errors import need
+from everytoken_lab import schema
+from everytoken_lab.data.decode import ImageError
+
+Segmentation = list[list[float]] | dict[str, Any]
+_FARTHEST = 1e5  # pixels from the corner of an image to a polygon's corner; pycocotools allocates by it
+
+
+class _RunLengths(TypedDict):
+    size: list[int]
+    counts: str | list[int]
+
+
+class AnnotationError(ImageError):
+    """An annotation cannot be used; the message names file and annotation and says why."""
+
+
+def tool() -> Any:
+    """pycocotools' mask functions."""
+    return need("pycocotools.mask", "detect", "everytoken detect")
+
+
+def check(segmentation: Any, size: tuple[int, int], where: str) -> Segmentation | None:
+    """A segmentation that can be used, or None if nothing is in it (polygons with fewer than three corners).
+
+    Args:
+        size: (width, height) of the image.
+        where: file and annotation, for messages.
+    """
+    if isinstance(segmentation, dict):
+        runs = schema.parse(_RunLengths, segmentation, f"{where}: segmentation")
+        if runs["size"] != [size[1], size[0]]:
+            raise AnnotationError(
+                f"{where}: its mask is {' x '.join(map(str, runs['size'][::-1]))} pixels and its image is {size[0]} x "
+                f"{size[1]}. Both must have the same size."
+            )
+        counts = runs["counts"]
+        lengths = _unpack(counts, where) if isinstance(counts, str) else np.array(counts, dtype=np.float64)
+        if (lengths < 0).any() or lengths.sum() != size[0] * size[1]:
+            raise AnnotationError(
+                f"{where}: its run lengths add up to {lengths.sum():.0f} pixels and its image has {size[0] * size[1]}."
+            )
+        return {"size": runs["size"], "counts": counts}
+    if not isinstance(segmentation, list):
+        raise AnnotationError(f"{where}: a segmentation is a list of polygons or run lengths, not {segmentation!r:.60}")
+    polygons = schema.parse(list[list[float]], segmentation, f"{where}: segmentation")
+    for polygon in polygons:
+        if len(polygon) % 2 or not (np.abs(polygon) < _FARTHEST).all():
+            raise AnnotationError(
+                f"{where}: a polygon is a list of x, y, x, y, ... in pixels; this one has {len(polygon)} numbers, from "
+                f"{min(polygon)} to {max(polygon)}"
+            )
+    return [polygon for polygon in polygons if len(polygon) >= 6] or None
+
+
+def _unpack(text: str, where: str) -> np.ndarray:
+    """Lengths of COCO's compressed run lengths: 5 bits per character, least first, differences from the third on.
+
+    pycocotools trusts such text: it decodes an empty one to whatever is in memory.
+    """
+    codes = np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8).astype(np.int64) - 48
+    last = np.flatnonzero(codes & 32 == 0)  # characters at which a number ends
+    starts = np.concatenate([[0], last[:-1] + 1])
+    if not len(codes) or not len(last) or last[-1] != len(codes) - 1 or (codes < 0).any() or (codes > 63).any():
+        raise AnnotationError(f"{where}: its run lengths are damaged ({text[:20]!r})")
+    digits = last - starts + 1
+    if digits.max() > 7:  # more than 2 ** 34 pixels
+        raise AnnotationError(f"{where}: its run lengths are damaged ({text[:20]!r})")
+    places = np.arange(len(codes)) - np.repeat(starts, digits)
+    values = np.add.reduceat((codes & 31) << (5 * places), starts)
+    values -= np.where(codes[last] & 16, np.int64(1) << (5 * digits), 0)
+    values[1::2] = values[1::2].cumsum()
+    values[2::2] = values[2::2].cumsum()
+    return values
+
+
+def encode(segmentation: Segmentation, size: tuple[int, int], where: str) -> dict[str, Any]:
+    """COCO's compressed run lengths of a checked segmentation of an image of (width, height)."""
+    coco = tool()
+    try:
+        if isinstance(segmentation, list):
+            runs: dict[str, Any] = coco.merge(coco.frPyObjects(segmentation, size[1], size[0]))
+        elif isinstance(segmentation["counts"], list):
+            runs = coco.frPyObjects(segmentation, size[1], size[0])
+        else:
+            runs = {"size": [size[1], size[0]], "counts": segmentation["counts"]}
+            coco.area(runs)
+    except (ValueError, TypeError) as error:
+        raise AnnotationError(f"{where}: its segmentation cannot be read ({error})") from error
+    return runs
+
+
+def decode(segmentation: Segmentation, size: tuple[int, int], where: str) -> np.ndarray:
+    """uint8 [height, width] of 0 and 1."""
+    runs = encode(segmentation, size, where)
+    try:
+        out: np.ndarray = tool().decode(runs)
+    except ValueError as error:
+        raise AnnotationError(f"{where}: its run lengths cannot be read ({error})") from error
+    return out
+
+
+def through(
+    segmentation: Segmentation, size: tuple[int, int], matrix: pl.Affine, out: tuple[int, int], where: str
+) -> np.ndarray:
+    """A mask as a view shows it: uint8 [height, width].
+
+    Args:
+        size: (width, height) of the source. out: (height, width) of the view.
+        matrix: [2, 3], pixel of the view -> pixel of the source.
+    """
+    if isinstance(segmentation, list):
+        back = pl.invert(matrix)
+        moved = [pl.apply(back, np.reshape(part, (-1, 2))).reshape(-1).tolist() for part in segmentation]
+        return decode(moved, (out[1], out[0]), where)
+    placement = pl.from_pixels(matrix, (out[1], out[0]), size)
+    return sample_mask(decode(segmentation, size, where), placement, out, 0)
+
+
+def boxes_through(boxes: np.ndarray, matrix: pl.Affine) -> np.ndarray:
+    """Boxes [n, 4] (x0, y0, x1, y1) of the source as a view shows them; see `through`."""
+    corners: np.ndarray = pl.apply(pl.invert(matrix), boxes.reshape(-1, 2, 2))
+    return np.concatenate([corners.min(1), corners.max(1)], axis=1)
+
+
+def run_lengths(masks: Sequence[np.ndarray] | np.ndarray) -> list[dict[str, Any]]:
+    """Binary masks [n, height, width] as compressed run lengths that JSON can hold."""
+    coco, out = tool(), []
+    for mask in masks:
+        runs = coco.encode(np.asfortranarray(mask.astype(np.uint8)))
+        out.append({"size": [int(v) for v in runs["size"]], "counts": runs["counts"].decode()})
+    return out

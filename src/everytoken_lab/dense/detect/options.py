@@ -1,0 +1,138 @@
+"""Options of `everytoken detect`; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+import tyro
+
+from everytoken_lab.engine.options import OptimOptions
+from everytoken_lab.training.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions
+
+
+@dataclass(frozen=True)
+class DetectorOptions:
+    """The detector."""
+
+    detector: Literal["cascade", "mask"] = "cascade"
+    """cascade: Cascade Mask R-CNN, three stages at IoU 0.5, 0.6 and 0.7. mask: Mask R-CNN, one stage."""
+    masks: bool = True
+    """Find masks too; without, only boxes (Cascade R-CNN, Faster R-CNN), and annotations need no segmentation."""
+    box_head: Literal["auto", "conv", "mlp"] = "auto"
+    """conv: four convolutions with batch norm and a hidden layer. mlp: two hidden layers. auto: conv for cascade."""
+    class_agnostic: bool | None = None
+    """One box for all classes of a region, instead of one for each class. Default: yes for cascade, no for mask."""
+    box_loss: Literal["auto", "l1", "smooth_l1", "giou"] = "auto"
+    """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades. auto: smooth_l1 for
+    cascade, l1 for mask."""
+    channels: int = 256
+    """Channels of the pyramid and of the convolutions in the heads."""
+    hidden: int = 1024
+    """Width of the hidden layers of a box head."""
+    anchor_scale: float = 8
+    """Side of the anchors, in cells of their level."""
+    proposals: int = 0
+    """Proposals per image, in evaluation at most 1000; 0: 2000 for cascade, 1000 for mask."""
+    regions: int = 512
+    """Proposals per image that each stage is trained on, at most a quarter of them objects."""
+    norm_eval: bool = False
+    """Keep the backbone's batch norms as they are (pretrained ResNets with few images per process)."""
+
+
+@dataclass(frozen=True)
+class CocoOptions:
+    """Images and annotations."""
+
+    annotations: str = ""
+    """COCO json of this part of the data (train: of the training part); default: found below DATA."""
+    images: str = ""
+    """Folder of its images; default: found below DATA."""
+    val_annotations: str = ""
+    """detect train: COCO json of the validation part; default: found below DATA."""
+    val_images: str = ""
+    """detect train: folder of its images; default: as for images."""
+    val_split: float = 0.0
+    """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
+
+
+@dataclass(frozen=True)
+class DetectData(BatchOptions, CocoOptions):
+    """Images, annotations and batches."""
+
+    keep_empty: bool = False
+    """Train on images without objects too; the papers leave them out."""
+
+
+@dataclass(frozen=True)
+class DetectAugment:
+    """Augmentation: a random crop, a random size and a flip."""
+
+    sizes: tuple[int, ...] = tuple(range(480, 801, 32))
+    """Short sides, one of which is drawn for each image."""
+    longest: int = 1333
+    """The long side is at most this; the short side is then smaller than drawn."""
+    hflip: float = 0.5
+    """Chance of a left-right flip."""
+    crop: float = 0.5
+    """Chance of a random crop before the resize, as in Swin's set-up: of an image with a short side of 400, 500 or 600
+    pixels, 384 to 600 of each side."""
+
+
+@dataclass(frozen=True)
+class FindOptions:
+    """Evaluation. Options that are not given are as in the run's validation; defaults for a new run are in brackets."""
+
+    size: int | None = None
+    """Short side of the image. [800, or the largest of training if that is smaller]"""
+    max_size: int | None = None
+    """The long side is at most this. [as in training]"""
+    score_thresh: float | None = None
+    """Drop objects with a lower score. [0.05]"""
+    nms_thresh: float | None = None
+    """Of two boxes of a class that overlap by more than this IoU, only the one with the higher score is kept. [0.5]"""
+    max_detections: int | None = None
+    """Objects per image. [100]"""
+
+
+NEW_RUN = {"score_thresh": 0.05, "nms_thresh": 0.5, "max_detections": 100}
+"""What a run's `FindOptions` are where they are left open."""
+
+
+def _optim() -> OptimOptions:
+    optim = OptimOptions(epochs=12, sched="multistep", decay_milestones=(8, 11), weight_decay=0.05)
+    return replace(optim, lr=1e-4, warmup_iters=500, warmup_lr=1e-7)
+
+
+@dataclass(frozen=True)
+class DetectOptions(DenseOptions):
+    """Everything that determines a run."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
+    """COCO's folder, a folder with images/ and one json, a folder with parts of such, or a json file."""
+    detector: tyro.conf.OmitArgPrefixes[DetectorOptions] = field(default_factory=DetectorOptions)
+    dataset: tyro.conf.OmitArgPrefixes[DetectData] = field(default_factory=DetectData)
+    augment: tyro.conf.OmitArgPrefixes[DetectAugment] = field(default_factory=DetectAugment)
+    find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
+    optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=_optim)
+
+
+@dataclass(frozen=True)
+class DetectEval(EvaluateOptions):
+    """Options of `evaluate`."""
+
+    coco: tyro.conf.OmitArgPrefixes[CocoOptions] = field(default_factory=CocoOptions)
+    find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
+    sure: float = 0.5
+    """Draw objects with at least this score."""
+    results: str = ""
+    """Write all objects to this file, in COCO's results format."""
+
+
+@dataclass(frozen=True)
+class DetectPredict(PredictOptions):
+    """Options of `predict`."""
+
+    sure: float = 0.5
+    """Draw and count objects with at least this score; the file has all objects above score_thresh."""
+    find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)

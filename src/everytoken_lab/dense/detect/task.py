@@ -1,0 +1,131 @@
+"""The detection task, and `train`.
+
+Loss: the sum of all terms: objectness and anchor boxes of the proposals, and class, box and mask of each stage with the
+stage's weight. What is sampled in a step is drawn from torch's generator, which the loop seeds for every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from everytoken.data.batch import Batch
+from everytoken.errors import EverytokenError
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.dense.common import DenseTask, fill_colour, held_out_note, plan_dense, train_dense, whole_set
+from everytoken_lab.dense.detect.data import DetectTransform, InstanceSet, Objects, ObjectViews, divided, open_instances
+from everytoken_lab.dense.detect.infer import DetectScore, Inference, resolve
+from everytoken_lab.dense.detect.masks import tool
+from everytoken_lab.dense.detect.metrics import Detections
+from everytoken_lab.dense.detect.model import Detector, DetectorInfo, build_detector
+from everytoken_lab.dense.detect.options import DetectOptions
+from everytoken_lab.draw import Panel, Row, fit_photo, object_overlay
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.run_folder import RunFolder
+
+
+class DetectStep(nn.Module):
+    """Batch -> loss terms."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Terms by name; "loss" is their sum."""
+        terms = self.detector.losses(batch.images, batch.targets)
+        return {"loss": torch.stack(list(terms.values())).sum(), **terms}
+
+
+class DetectTask(DenseTask):
+    """Trains a detector."""
+
+    command = "detect"
+    network_name = "detector"
+    score_name = "mAP"
+    info: DetectorInfo
+    options: DetectOptions
+
+    def __init__(self, options: DetectOptions, world: World, folder: RunFolder) -> None:
+        training, validation = _open_data(options, folder)
+        names, side = tuple(training.class_names), options.augment.sizes[-1]
+        detector, info = build_detector(options.model, options.detector, side, names, options.find)
+        transform = DetectTransform(options.augment, fill_colour(info.backbone.mean))
+        masks, skip = options.detector.masks, options.dataset.on_bad_image == "skip"
+        whole = Inference.of(detector, info).transform
+        views = (
+            ObjectViews(training, transform, options.run.seed, masks=masks, skip=skip),
+            ObjectViews(validation, whole, None, masks=False, skip=skip),
+        )
+        super().__init__(DetectStep(detector), info, views, options, world, folder)
+
+    @staticmethod
+    def complete(options: DetectOptions) -> DetectOptions:
+        """Evaluation as for a new run where it is left open."""
+        tool()  # say at once if it is missing
+        return replace(options, find=resolve(options.find, options.augment))
+
+    def inference(self, network: Detector) -> Callable[[Batch], Detections]:
+        """How validation uses a network."""
+        return Inference.of(network, self.info).on(self.world.device)
+
+    def score(self, pictures: int) -> DetectScore:
+        """AP of masks, or of boxes if there are no masks."""
+        return DetectScore(self.val_set, pictures=pictures)
+
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
+        """The image and its objects."""
+        objects: Objects = batch.targets
+        some = slice(sum(objects.counts[:i]), sum(objects.counts[: i + 1]))
+        names = [self.info.class_names[label - 1] for label in objects.labels[some].tolist()]
+        masks = () if objects.masks is None else list(objects.masks[some].cpu().numpy().astype(bool))
+        shown = object_overlay(pixels, objects.boxes[some].cpu().numpy(), names, masks, side)
+        photo = fit_photo(Image.fromarray(pixels), side)
+        return Row("", [Panel("what the network gets", photo), Panel(f"its {len(names)} objects", shown)])
+
+    def network_words(self) -> str:
+        """Detector and backbone."""
+        options, sizes = self.options.detector, self.options.augment.sizes
+        kind = {"cascade": "Cascade ", "mask": ""}[options.detector] + ("Mask R-CNN" if options.masks else "R-CNN")
+        return f"{kind} on {self.info.backbone.architecture}, short side {min(sizes)} to {max(sizes)}"
+
+
+train = partial(train_dense, DetectTask)
+dry_run = partial(plan_dense, DetectTask)
+
+
+def _open_data(options: DetectOptions, folder: RunFolder) -> tuple[DataSet, DataSet]:
+    """Training and validation images."""
+    data, dataset = options.data, options.dataset
+    training, validation = open_instances(data, "train", dataset), open_instances(data, "val", dataset)
+    if list(training.class_names) != list(validation.class_names):
+        raise EverytokenError("the categories of training and validation annotations differ; they must be the same")
+    with_objects = training if dataset.keep_empty else only_with_objects(training)
+    for part, name in ((with_objects, "training"), (validation, "validation")):
+        if not len(part):
+            raise EverytokenError(f"{data} has no {name} images")
+    if not divided(data, dataset):
+        folder.log(held_out_note(data, dataset.val_split))
+    notes = [note for part in (training, validation) for note in whole_set(part, 0, InstanceSet)[0].notes]
+    if len(with_objects) < len(training):
+        count = len(training) - len(with_objects)
+        notes.append(f"{count} training images without objects are left out (keep_empty)")
+    for note in dict.fromkeys(notes):
+        folder.log(f"note: {note}")
+    return with_objects, validation
+
+
+def only_with_objects(data: DataSet) -> DataSet:
+    """Without the images that have nothing to learn from."""
+    keep = []
+    for i in range(len(data)):
+        whole, number = whole_set(data, i, InstanceSet)
+        if whole.trained(number):
+            keep.append(i)
+    return data if len(keep) == len(data) else data.subset(np.array(keep, dtype=np.int64))

@@ -1,0 +1,346 @@
+"""The segmenter: backbone, side layers for plain transformers, head (FCN or UperNet) and auxiliary head.
+
+FCN: Long et al. 2015 (here: 3x3 convolutions and a classifier on one map). UperNet: Xiao et al. 2018, section 3:
+pyramid pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused.
+Side layers are the released LV-ViT set-up (All Tokens Matter, section 4.4): each of four taps becomes one level by
+transposed convolutions; the last one is widened. Its coarsest level stays at the stride of the tokens.
+
+The papers' models come out with the parameters of their tables (millions; ADE20K's 150 classes, 512 px):
+LV-ViT-S + FCN 30, LV-ViT-S / M / L + UperNet 44 / 77 / 209, Swin-T / S / B + UperNet 60 / 81 / 121. Tests count them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError
+from everytoken.models import lvvit
+from everytoken.models.weights import load_weights, read_weights
+from everytoken_lab.dense.backbone import Features, build_features
+from everytoken_lab.dense.common import DenseInfo, load_dense
+from everytoken_lab.dense.segment.options import DecoderOptions, InferOptions
+from everytoken_lab.models.open import find_weights
+from everytoken_lab.training.options import BackboneOptions
+
+logger = logging.getLogger(__name__)
+
+POOLS = (1, 2, 3, 6)  # cells along each axis, of pyramid pooling
+
+
+class ConvNormRelu(nn.Sequential):
+    """Convolution without bias, batch norm, ReLU; the size stays. Initial weights as mmcv's (Kaiming, fan-out)."""
+
+    def __init__(self, dim: int, out: int, kernel: int) -> None:
+        conv = nn.Conv2d(dim, out, kernel, padding=kernel // 2, bias=False)
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+        super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True))
+
+
+class Classifier(nn.Sequential):
+    """Dropout of whole channels, then a class for every cell."""
+
+    def __init__(self, dim: int, classes: int, dropout: float) -> None:
+        conv = nn.Conv2d(dim, classes, 1)
+        nn.init.normal_(conv.weight, std=0.01)
+        nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+        super().__init__(nn.Dropout2d(dropout), conv)
+
+
+class FcnHead(nn.Module):
+    """Convolutions on one map.
+
+    Args:
+        dims: channels of all maps. index: the map to look at.
+        classes: outputs. channels: inside. convs: how many 3x3 convolutions. dropout: before the classifier.
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        classes: int,
+        channels: int = 256,
+        convs: int = 1,
+        index: int = -1,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        widths = [dims[index], *[channels] * convs]
+        self.convs = nn.Sequential(*[ConvNormRelu(a, b, 3) for a, b in pairwise(widths)])
+        self.classifier = Classifier(widths[-1], classes, dropout)
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        """[[B, D_i, h_i, w_i], ...] -> [B, K, h, w] of the map at `index`."""
+        out: Tensor = self.classifier(self.convs(maps[self.index]))
+        return out
+
+
+class UperHead(nn.Module):
+    """Pyramid pooling on the last map, a feature pyramid over all, fused at the first map's resolution.
+
+    Args:
+        dims: channels of the maps, finest first; any number of them.
+        classes: outputs. channels: inside. dropout: before the classifier.
+    """
+
+    def __init__(self, dims: Sequence[int], classes: int, channels: int = 512, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.pooled = nn.ModuleList([ConvNormRelu(dims[-1], channels, 1) for _ in POOLS])
+        self.bottleneck = ConvNormRelu(dims[-1] + len(POOLS) * channels, channels, 3)
+        self.lateral = nn.ModuleList([ConvNormRelu(d, channels, 1) for d in dims[:-1]])
+        self.smooth = nn.ModuleList([ConvNormRelu(channels, channels, 3) for _ in dims[:-1]])
+        self.fuse = ConvNormRelu(len(dims) * channels, channels, 3)
+        self.classifier = Classifier(channels, classes, dropout)
+
+    def pool(self, grid: Tensor) -> Tensor:
+        """[B, D, h, w] -> [B, channels, h, w] with a view of the whole image in it."""
+        views = [grid]
+        for cells, conv in zip(POOLS, self.pooled, strict=True):
+            views.append(resize(conv(F.adaptive_avg_pool2d(grid, cells)), grid))
+        out: Tensor = self.bottleneck(torch.cat(views, 1))
+        return out
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        """[[B, D_i, h_i, w_i], ...] -> [B, K, h_0, w_0]."""
+        levels = [conv(grid) for conv, grid in zip(self.lateral, maps[:-1], strict=True)]
+        levels.append(self.pool(maps[-1]))
+        for i in range(len(levels) - 1, 0, -1):
+            levels[i - 1] = levels[i - 1] + resize(levels[i], levels[i - 1])
+        out = [conv(grid) for conv, grid in zip(self.smooth, levels[:-1], strict=True)]
+        out.append(levels[-1])
+        logits: Tensor = self.classifier(self.fuse(torch.cat([resize(grid, out[0]) for grid in out], 1)))
+        return logits
+
+
+def resize(grid: Tensor, like: Tensor | tuple[int, int]) -> Tensor:
+    """Bilinear, to the height and width of `like`."""
+    size = (like.shape[-2], like.shape[-1]) if isinstance(like, Tensor) else like
+    if (grid.shape[-2], grid.shape[-1]) == size:
+        return grid
+    return F.interpolate(grid, size, mode="bilinear", align_corners=False)
+
+
+def _norm_relu(channels: int) -> list[nn.Module]:
+    return [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+
+
+def _side(dim: int, out: int, finer: int) -> nn.Sequential:
+    """A map at `finer` times the resolution. One convolution, or two if it is made finer."""
+    if finer == 1:
+        return nn.Sequential(nn.Conv2d(dim, out, 1, bias=False), *_norm_relu(out))
+    up = nn.ConvTranspose2d(dim, dim, finer, stride=finer, bias=False)
+    return nn.Sequential(up, *_norm_relu(dim), nn.Conv2d(dim, out, 1, bias=False), *_norm_relu(out))
+
+
+class SideLayers(nn.Module):
+    """One level per tap: [B, D, h, w] each -> [B, D, 4h, 4w], [B, D, 2h, 2w], [B, D, h, w], [B, last, h, w].
+
+    Args:
+        dims: channels of the taps.
+        last: channels of the last level.
+        finer: how much finer than the tokens each level is, one number per tap; the released FCN uses the last two taps
+            with (1, 2), the released UperNet four with (4, 2, 1, 1).
+    """
+
+    def __init__(self, dims: Sequence[int], last: int = 2048, finer: Sequence[int] = (4, 2, 1, 1)) -> None:
+        super().__init__()
+        self.first = len(dims) - len(finer)  # taps before it are not used
+        used = list(dims[self.first :])
+        self.dims = [*used[:-1], last]
+        self.layers = nn.ModuleList([_side(d, out, f) for d, out, f in zip(used, self.dims, finer, strict=True)])
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Maps of the taps -> levels, finest first (or last, as `finer` says)."""
+        return [layer(grid) for layer, grid in zip(self.layers, maps[self.first :], strict=True)]
+
+
+class InterpolatedLevels(nn.Module):
+    """One level per tap: a 1x1 convolution, interpolation, a 3x3 convolution; at 4, 2, 1 and 1/2 times the resolution.
+
+    Args:
+        dims: channels of the taps, and of the levels.
+    """
+
+    def __init__(self, dims: Sequence[int]) -> None:
+        super().__init__()
+        self.dims, self.scales = list(dims), (4, 2, 1, 0.5)
+        self.lateral = nn.ModuleList([nn.Conv2d(d, d, 1) for d in dims])
+        self.convs = nn.ModuleList([nn.Conv2d(d, d, 3, padding=1) for d in dims])
+        for conv in (*self.lateral, *self.convs):
+            nn.init.xavier_uniform_(conv.weight)
+            nn.init.zeros_(conv.bias)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Maps of the taps -> levels, finest first."""
+        levels = []
+        for grid, lateral, conv, scale in zip(maps, self.lateral, self.convs, self.scales, strict=True):
+            size = (max(int(grid.shape[-2] * scale), 1), max(int(grid.shape[-1] * scale), 1))
+            levels.append(conv(resize(lateral(grid), size)))
+        return levels
+
+
+class Segmenter(nn.Module):
+    """Images -> class logits for every pixel.
+
+    Args:
+        features: the backbone.
+        options: head and auxiliary head.
+        classes: outputs.
+    """
+
+    def __init__(self, features: Features, options: DecoderOptions, classes: int) -> None:
+        super().__init__()
+        self.features = features
+        dims = features.dims
+        self.pyramid: nn.Module = nn.Identity()
+        if features.plain:
+            fcn = options.head == "fcn"
+            last = options.pyramid_channels or (768 if fcn else 2048)
+            finer = (1, 2) if fcn else (4, 2, 1, 1)
+            if len(dims) < len(finer):
+                raise EverytokenError(f"taps has {len(dims)} blocks, and the {options.head} head needs {len(finer)}")
+            if options.neck == "interpolated" and len(dims) != 4:
+                raise EverytokenError(f"taps has {len(dims)} blocks, and the interpolated neck makes levels of four")
+            interpolated = options.neck == "interpolated"
+            self.pyramid = InterpolatedLevels(dims) if interpolated else SideLayers(dims, last, finer)
+            dims = self.pyramid.dims
+        channels = options.channels or (256 if options.head == "fcn" else 512)
+        self.head: nn.Module
+        if options.head == "fcn":
+            self.head = FcnHead(dims, classes, channels, options.convs, dropout=options.dropout)
+        else:
+            self.head = UperHead(dims, classes, channels, options.dropout)
+        self.aux: nn.Module | None = None
+        if options.aux_weight:
+            aux_channels = options.aux_channels or 256
+            self.aux = FcnHead(dims, classes, aux_channels, index=max(len(dims) - 2, 0), dropout=options.dropout)
+        if options.head == "fcn":
+            for i in range(len(features.norms) - (2 if self.aux is not None else 1)):
+                features.norms[i] = nn.Identity()  # of maps that nothing looks at
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> logits [B, K, H, W]."""
+        return self._to_pixels(self.head(self.pyramid(self.features(images))), images)
+
+    def both(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of the head and of the auxiliary head, [B, K, H, W] each."""
+        maps = self.pyramid(self.features(images))
+        aux = None if self.aux is None else self._to_pixels(self.aux(maps), images)
+        return self._to_pixels(self.head(maps), images), aux
+
+    def _to_pixels(self, logits: Tensor, images: Tensor) -> Tensor:
+        """Interpolate to the padded image that the backbone saw, and cut off the padding."""
+        m, (height, width) = self.features.multiple, images.shape[-2:]
+        padded = (-(-height // m) * m, -(-width // m) * m)
+        return resize(logits, padded)[..., :height, :width]
+
+
+@dataclass(frozen=True)
+class SegmenterInfo(DenseInfo):
+    """What a segmenter's weights say about themselves: head, and how the run was validated."""
+
+    METADATA: ClassVar[str] = "everytoken-segment"
+    HINT: ClassVar[str] = (
+        "is not a segmenter of `everytoken segment train`. A classifier's token head can be read as a segmenter: head "
+        '"token".'
+    )
+
+    decoder: DecoderOptions
+    evaluation: InferOptions
+    test_scales: tuple[float, ...] = ()
+
+
+def build_segmenter(
+    backbone: BackboneOptions,
+    decoder: DecoderOptions,
+    size: int | tuple[int, int],
+    class_names: tuple[str, ...],
+    evaluation: InferOptions | None = None,
+    test_scales: tuple[float, ...] = (),
+) -> tuple[Segmenter, SegmenterInfo]:
+    """A segmenter to be trained, its backbone with the weights that the options name."""
+    features, info = build_features(backbone, size)
+    model = Segmenter(features, decoder, len(class_names))
+    taps = tuple(features.indices)
+    return model, SegmenterInfo(info, class_names, taps, decoder, evaluation or InferOptions(), test_scales)
+
+
+def load_segmenter(source: str | Path) -> tuple[Segmenter, SegmenterInfo]:
+    """A trained segmenter and its description, of a run folder, its weights file, or a released file of mmseg."""
+    path = find_weights(source)
+    if path.suffix != ".safetensors":
+        return load_mmseg(path)
+    return load_dense(
+        source, SegmenterInfo, lambda features, info: Segmenter(features, info.decoder, len(info.class_names))
+    )
+
+
+# -- released segmenters ----------------------------------------------------------------------------------------------
+
+_MMSEG_NAMES = (  # in the files of mmseg -> here
+    (r"backbone\.side_layer(\d)\.", lambda match: f"pyramid.layers.{int(match[1]) - 1}."),
+    (r"backbone\.", "features.backbone."),
+    (r"decode_head\.psp_modules\.(\d)\.1\.", r"head.pooled.\1."),
+    (r"decode_head\.lateral_convs\.", "head.lateral."),
+    (r"decode_head\.fpn_convs\.", "head.smooth."),
+    (r"decode_head\.fpn_bottleneck\.", "head.fuse."),
+    (r"(decode_head|auxiliary_head)\.conv_seg\.", r"\1.classifier.1."),
+    (r"decode_head\.", "head."),
+    (r"auxiliary_head\.", "aux."),
+)
+LVVIT = {16: ("lvvit_s", {}), 20: ("lvvit_m", {}), 24: ("lvvit_l", {"residual_divisor": 1.0})}  # by depth
+
+
+def load_mmseg(path: Path) -> tuple[Segmenter, SegmenterInfo]:
+    """A released UperNet on LV-ViT (`upernet_lvvit_s|m|l.pth`), whose names are those of mmseg 0.x.
+
+    Its blocks have norms with epsilon 1e-6, and those of L do not divide their residuals, as in the released set-up.
+    """
+    state = read_weights(path)
+    depth = len({name.split(".")[2] for name in state if name.startswith("backbone.blocks.")})
+    if depth not in LVVIT or "decode_head.fpn_bottleneck.conv.weight" not in state:
+        raise EverytokenError(f"{path} is not a released UperNet on LV-ViT, and {SegmenterInfo.HINT}")
+    architecture, arguments = LVVIT[depth]
+    decoder = DecoderOptions(
+        channels=len(state["decode_head.fpn_bottleneck.conv.weight"]),
+        aux_channels=len(state["auxiliary_head.convs.0.conv.weight"]),
+        pyramid_channels=len(state["backbone.side_layer4.0.weight"]),
+    )
+    meta = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("meta") or {}
+    count = len(state["decode_head.conv_seg.weight"])
+    names = tuple(str(name).strip() for name in meta.get("CLASSES") or ())
+    names = names if len(names) == count else tuple(f"class {number}" for number in range(count))
+    evaluation = InferOptions("slide", 341, (1.0,), False, 512)
+    backbone = BackboneOptions(model=architecture, model_kwargs=arguments)
+    model, info = build_segmenter(backbone, decoder, 512, names, evaluation, (0.75, 1.0, 1.25, 1.5, 1.75))
+    for module in model.features.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-6
+    renamed = {mmseg_name(name): value for name, value in state.items()}
+    positions = lvvit.checkpoint_filter_fn(
+        {"pos_embed": renamed["features.backbone.pos_embed"]}, model.features.backbone
+    )
+    renamed["features.backbone.pos_embed"] = positions["pos_embed"]
+    report = load_weights(model, renamed)
+    if report.missing or report.left_out:
+        raise EverytokenError(f"{path} does not fit the network that it looks like:\n{report}")
+    if report.unknown:
+        logger.warning("%s: %s", path, report)
+    return model.eval(), info
+
+
+def mmseg_name(name: str) -> str:
+    """Our name of a weight that mmseg calls `name`."""
+    for pattern, ours in _MMSEG_NAMES:
+        name = re.sub(f"^{pattern}", ours, name)
+    return name.replace(".conv.", ".0.").replace(".bn.", ".1.") if name.startswith(("head.", "aux.")) else name

@@ -1,0 +1,161 @@
+"""Options of `everytoken segment`; recipes are flat YAML files of these names. Defaults are the papers' set-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+import tyro
+
+from everytoken_lab.engine.options import OptimOptions, RunOptions
+from everytoken_lab.training.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions, SourceOptions
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """The head."""
+
+    head: Literal["upernet", "fcn"] = "upernet"
+    """UperNet (pyramid pooling and a feature pyramid), or FCN (convolutions on one map)."""
+    channels: int = 0
+    """Channels inside the head; 0: 512 for UperNet, 256 for FCN."""
+    convs: int = 2
+    """3x3 convolutions of an FCN head."""
+    dropout: float = 0.1
+    """Dropout of channels before the classifier."""
+    aux_weight: float = 0.4
+    """Weight of the auxiliary FCN head's loss; 0: no such head."""
+    aux_channels: int = 0
+    """Channels inside the auxiliary head; 0: 256."""
+    neck: Literal["transposed", "interpolated"] = "transposed"
+    """How levels are made of a plain transformer: transposed convolutions (LV-ViT's), or convolutions around an
+    interpolation, the coarsest level at half the tokens' resolution (DeiT's)."""
+    pyramid_channels: int = 0
+    """Channels of the coarsest pyramid level built from a plain transformer; 0: 2048 for UperNet, 768 for FCN."""
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Images and masks."""
+
+    layout: Literal["auto", "ade20k", "folders", "coco", "voc"] = "auto"
+    """How the data is laid out; auto: detected from the folders. See docs/segment.md."""
+    images: str = ""
+    """Layout folders: the folder of images, below DATA; default: images."""
+    masks: str = ""
+    """Layout folders: the folder of masks, below DATA; default: masks or annotations."""
+    classes: str = ""
+    """Class file: a name per line (value 0 first), or JSON {"value": "name"}; default: found below DATA."""
+    ignore_index: tuple[int, ...] = (255,)
+    """Mask values to ignore: such pixels count neither in the loss nor in the metrics."""
+    reduce_zero_label: bool | None = None
+    """Ignore value 0 and number the classes from 1. Default: depends on the layout (true for ADE20K)."""
+    val_split: float = 0.0
+    """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
+
+
+@dataclass(frozen=True)
+class SegmentData(BatchOptions, MaskOptions):
+    """Images, masks and batches."""
+
+
+@dataclass(frozen=True)
+class SegmentAugment:
+    """Augmentation: a random scale, a crop, a flip, photometric distortion."""
+
+    crop_size: int = 512
+    """Side of the square crop that the network is trained on."""
+    resize: int = 0
+    """The short side of an image before the random scale; 0: the crop's side."""
+    scale: tuple[float, float] = (0.5, 2.0)
+    """Random scale, on top of resize."""
+    hflip: float = 0.5
+    """Chance of a left-right flip."""
+    photometric: bool = True
+    """Random brightness, contrast, saturation and hue."""
+    cat_max_ratio: float = 0.75
+    """Look for a crop in which no class covers more than this (ten attempts); 1: take the first."""
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Evaluation. Options that are not given are as in the run's validation; defaults for a new run are in brackets."""
+
+    mode: Literal["whole", "slide"] | None = None
+    """The whole image at once, or overlapping windows of the training crop's size. [whole]"""
+    stride: int | None = None
+    """Step of the windows; 0: two thirds of the window. [0]"""
+    scales: tuple[float, ...] = ()
+    """Average over these scales, for example 0.75 1.0 1.25 1.5 1.75. [1.0]"""
+    flip: bool | None = None
+    """Average with the mirrored image as well. [False]"""
+
+
+NEW_RUN = {"mode": "whole", "stride": 0, "scales": (1.0,), "flip": False}
+"""What a run's `EvalOptions` are where they are left open."""
+
+
+@dataclass(frozen=True)
+class ValidateOptions(EvalOptions):
+    """Evaluation. What the run's validation leaves open is in brackets."""
+
+    test_scales: tuple[float, ...] = ()
+    """Scales of `segment eval --multi-scale`, which also averages mirrored images; validation does not use them."""
+
+
+@dataclass(frozen=True)
+class InferOptions(EvalOptions):
+    """Evaluation of trained weights. Options that are not given are as in the run's validation."""
+
+    resize: int | None = None
+    """Short side that images are resized to; 0: the training crop's side."""
+
+
+def _optim() -> OptimOptions:
+    optim = OptimOptions(iters=160_000, warmup_iters=1500, weight_decay=0.01, sched="linear")
+    return replace(optim, lr=6e-5, warmup_lr=6e-11, min_lr=5e-6)
+
+
+@dataclass(frozen=True)
+class SegmentOptions(DenseOptions):
+    """Everything that determines a run."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
+    """Folder of images and masks: ADE20K, COCO panoptic, Pascal VOC, or images/ and masks/ with a class file."""
+    decoder: tyro.conf.OmitArgPrefixes[DecoderOptions] = field(default_factory=DecoderOptions)
+    dataset: tyro.conf.OmitArgPrefixes[SegmentData] = field(default_factory=SegmentData)
+    augment: tyro.conf.OmitArgPrefixes[SegmentAugment] = field(default_factory=SegmentAugment)
+    evaluation: tyro.conf.OmitArgPrefixes[ValidateOptions] = field(default_factory=ValidateOptions)
+    optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=_optim)
+    run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=lambda: RunOptions(val_iters=8000))
+
+
+@dataclass(frozen=True)
+class SegmenterOptions(SourceOptions):
+    """Which part of a model answers, and how it is used."""
+
+    head: Literal["segment", "token", "class"] = "segment"
+    """segment: the head of `segment train`. token: a classifier's token head. class: its class head at every cell."""
+    class_map: str = ""
+    """For a token or class head: JSON {"class of the data": ["class of the head", ...] or "*"}; default: by name."""
+    model: str = ""
+    """timm model name, for a classifier's weights without metadata."""
+    img_size: int = 0
+    """Side of a classifier's windows; 0: the model's own."""
+    multi_scale: bool = False
+    """Average over the scales that the run's recipe names for testing (test_scales) and their mirror images."""
+    evaluation: tyro.conf.OmitArgPrefixes[InferOptions] = field(default_factory=InferOptions)
+
+
+@dataclass(frozen=True)
+class SegmentEval(SegmenterOptions, EvaluateOptions):
+    """Options of `evaluate`."""
+
+    masks: tyro.conf.OmitArgPrefixes[MaskOptions] = field(default_factory=MaskOptions)
+    picture_count: int = 16
+    """Number of images in it."""
+
+
+@dataclass(frozen=True)
+class SegmentPredict(SegmenterOptions, PredictOptions):
+    """Options of `predict`."""

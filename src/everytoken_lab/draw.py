@@ -1,0 +1,495 @@
+"""Everything that is drawn: colours of classes, overlays on photos, panels with legends, cards and sheets of cards.
+
+A `Card` is about one image: rows of panels (`Panel`) with a legend; `draw_sheet` puts cards under a title. Colours
+belong to classes, grey is for the rest, and all palettes can be told apart with any kind of colour vision, and in grey
+(heat). HTML pages are made from templates (`everytoken_lab.reports`), which use the same palette.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+if TYPE_CHECKING:
+    from everytoken_lab.maps.summary import MapSummary
+
+# The first ten classes; these colours can be told apart on a photograph. Grey is for the rest.
+PALETTE = (
+    *("#e6194b", "#3cb4ff", "#ffd21e", "#2fbf71", "#b15be3"),
+    *("#ff8c1a", "#1f4ed8", "#00c2b2", "#ff7ab8", "#7a4a1e"),
+)
+OTHER = "#8a8a8a"
+INK, FAINT, PAPER, CARD, RED, GREEN = "#1c1c1e", "#6b6b70", "#f2f2f4", "#ffffff", "#c62828", "#2e7d32"
+OWN, PARTNER, HALF = "#d55e00", "#0072b2", "#f4f2ee"  # of two mixed images
+DIFFERENT = "#e66100"
+PANEL, GAP, LEGEND, PAD, LINE = 232, 10, 250, 16, 20  # pixels: side of a panel, between panels, width of a legend
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """'#rrggbb' as numbers."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+class ClassColours:
+    """A class has one colour on all pictures, which its place in the list of classes decides.
+
+    Args:
+        names: of all classes; others get the colours after theirs as they come.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.numbers = {name: number for number, name in reversed(list(enumerate(names)))}
+
+    def __getitem__(self, name: str) -> str:
+        return colour_of(self.numbers.setdefault(name, len(self.numbers)))
+
+    def choose(self, names: Sequence[str]) -> dict[str, str]:
+        """Class -> colour for the classes of one card, the main ones first; more than ten get none."""
+        return {name: self[name] for name in list(dict.fromkeys(names))[: len(PALETTE)]}
+
+
+def colour_of(number: int) -> str:
+    """The colour of a class: ten that are told apart easily, then others, whose neighbours are far from each other."""
+    if number < len(PALETTE):
+        return PALETTE[number]
+    hue, light = number * 0.7548776662466927 % 1, number * 0.5698402909980532 % 1  # spread evenly over the square
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.34 + 0.36 * light, 0.8)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+# -- overlays ---------------------------------------------------------------------------------------------------------
+
+
+def cells_of(
+    size: tuple[int, int], grid: tuple[int, int], area: tuple[float, float, float, float]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """For each pixel of a photo: the number of its cell (row-major), and whether the map covers it. Both [h, w].
+
+    Args:
+        size: (width, height) of the photo.
+        grid: (rows, columns) of the map, which covers
+        area: (x0, y0, x1, y1) of the photo, in fractions.
+    """
+    (width, height), (rows, columns) = size, grid
+    x0, y0, x1, y1 = area
+    column = np.floor(((np.arange(width) + 0.5) / width - x0) / (x1 - x0) * columns).astype(np.int64)
+    row = np.floor(((np.arange(height) + 0.5) / height - y0) / (y1 - y0) * rows).astype(np.int64)
+    inside = ((row >= 0) & (row < rows))[:, None] & ((column >= 0) & (column < columns))[None, :]
+    cells = row.clip(0, rows - 1)[:, None] * columns + column.clip(0, columns - 1)[None, :]
+    return cells, inside
+
+
+def class_overlay(
+    photo: Image.Image, cells: NDArray[np.int64], inside: NDArray[np.bool_], summary: MapSummary, legend: dict[int, str]
+) -> Image.Image:
+    """The best class of each cell in its colour, stronger where it is surer, on the photo in grey."""
+    return _classes_on(photo, cells, inside, summary.top, summary.confidence, legend)
+
+
+def _classes_on(
+    photo: Image.Image,
+    cells: NDArray[np.int64],
+    inside: NDArray[np.bool_],
+    classes: NDArray[np.integer],
+    confidence: NDArray[np.floating],
+    colours: dict[int, str],
+) -> Image.Image:
+    paint = np.array([rgb(colours.get(int(c), OTHER)) for c in classes.ravel()], np.float32)[cells]
+    strength = (0.6 * np.sqrt(confidence.ravel()))[cells][..., None]  # what nobody is sure about stays grey
+    base = _grey(photo)
+    mixed = np.where(inside[..., None], (1 - strength) * base + strength * paint, 0.5 * base + 40)
+    edge = np.zeros(inside.shape, bool)  # a dark line where the colour changes
+    edge[:, 1:] |= (paint[:, 1:] != paint[:, :-1]).any(axis=-1)
+    edge[1:, :] |= (paint[1:, :] != paint[:-1, :]).any(axis=-1)
+    mixed[edge & inside] *= 0.4
+    return _image(mixed)
+
+
+def token_overlay(
+    photo: Image.Image, classes: NDArray[np.integer], confidence: NDArray[np.floating], colours: dict[int, str]
+) -> Image.Image:
+    """Classes [h, w] of tokens that cover the whole photo, with their confidence; classes without a colour are grey."""
+    rows, columns = classes.shape
+    cells, inside = cells_of(photo.size, (rows, columns), (0.0, 0.0, 1.0, 1.0))
+    return _classes_on(photo, cells, inside, classes, confidence, colours)
+
+
+def confidence_overlay(
+    photo: Image.Image, cells: NDArray[np.int64], inside: NDArray[np.bool_], summary: MapSummary
+) -> Image.Image:
+    """How sure each cell is, as heat on the photo."""
+    heat = heat_colours(summary.confidence.ravel()[cells]).astype(np.float32)
+    base = _grey(photo)
+    return _image(np.where(inside[..., None], 0.4 * base + 0.6 * heat, 0.5 * base + 40))
+
+
+def heat_overlay(photo: Image.Image, values: NDArray[np.floating]) -> Image.Image:
+    """Values [h, w], 0 or more, as heat on the photo; smooth between cells, the highest is the brightest."""
+    values = np.asarray(values, np.float32)
+    values = values / max(float(values.max()), 1e-12)
+    smooth = np.asarray(Image.fromarray(values).resize(photo.size, Image.Resampling.BICUBIC)).clip(0, 1)
+    strength = (0.45 + 0.3 * smooth)[..., None]
+    return _image((1 - strength) * _grey(photo) + strength * heat_colours(smooth))
+
+
+def difference_overlay(photo: Image.Image, same: NDArray[np.bool_], inside: NDArray[np.bool_]) -> Image.Image:
+    """The photo in grey, with colour on the cells [h, w] where two maps differ; dark where there is only one map."""
+    strength = _blocks((0.7 * (inside & ~same)).astype(np.float32)[..., None], photo.size)
+    light = _blocks(np.where(inside, 1.0, 0.4).astype(np.float32)[..., None], photo.size)
+    return _image((1 - strength) * light * _grey(photo) + strength * np.array(rgb(DIFFERENT), np.float32))
+
+
+def share_picture(values: NDArray[np.floating], size: tuple[int, int]) -> Image.Image:
+    """Shares [h, w]: orange is the first image's, blue the second's, light is half and half."""
+    return _image(_blocks(share_colours(values), size))
+
+
+def heat_colours(values: NDArray[np.floating]) -> NDArray[np.uint8]:
+    """Dark blue through teal to yellow, for 0..1; ends up [..., 3]."""
+    return _ramp(values, ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b")).astype(np.uint8)
+
+
+def share_colours(values: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Colours [..., 3] of shares 0..1."""
+    return _ramp(values, (PARTNER, HALF, OWN))
+
+
+def _ramp(values: NDArray[np.floating], colours: Sequence[str]) -> NDArray[np.float32]:
+    stops = np.array([rgb(c) for c in colours], np.float32)
+    at = np.linspace(0, 1, len(stops))
+    return np.stack([np.interp(values, at, stops[:, i]) for i in range(3)], axis=-1).astype(np.float32)
+
+
+def _blocks(values: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
+    """Cells [h, w, c] as blocks of pixels of a picture of (width, height)."""
+    width, height = size
+    rows = (np.arange(height) * values.shape[0]) // height
+    columns = (np.arange(width) * values.shape[1]) // width
+    return values[rows][:, columns]
+
+
+def _grey(photo: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
+
+
+def _image(values: NDArray[np.floating]) -> Image.Image:
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+
+
+# -- masks and objects ------------------------------------------------------------------------------------------------
+
+
+def class_palette(classes: int) -> NDArray[np.uint8]:
+    """uint8 [K, 3]: the colours of Pascal VOC's masks, which spread the bits of the class over red, green and blue.
+
+    They stay the same whatever the number of classes. VOC's own first colour, black, is left out.
+    """
+    numbers = np.arange(1, classes + 1)
+    colours = np.zeros((classes, 3), dtype=np.uint8)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= ((numbers >> channel & 1) << (7 - bit)).astype(np.uint8)
+        numbers = numbers >> 3
+    return colours
+
+
+def palette_image(mask: NDArray[np.integer], classes: int) -> Image.Image:
+    """A mask as a PNG that viewers show in colours and programs read as classes (16-bit grey above 255 classes)."""
+    if classes > 255:
+        return Image.fromarray(mask.astype(np.uint16))
+    image = Image.fromarray(mask.astype(np.uint8))
+    image.putpalette(np.concatenate([class_palette(classes), np.zeros((256 - classes, 3), np.uint8)]).tobytes())
+    return image
+
+
+def mask_overlay(
+    pixels: NDArray[np.uint8], mask: NDArray[np.integer], classes: int, strength: float = 0.6
+) -> Image.Image:
+    """Colours of classes [H, W] over an image uint8 [H, W, 3]. What is ignored (-1) becomes darker."""
+    colours = np.concatenate([class_palette(classes), np.zeros((1, 3), np.uint8)])  # -1 is the last
+    grey = pixels.mean(-1, keepdims=True) * 0.5 + pixels * 0.5
+    return _image((grey * (1 - strength) + colours[mask].astype(np.float32) * strength).round())
+
+
+def mask_legend(masks: Sequence[NDArray[np.integer]], names: Sequence[str]) -> list[Entry]:
+    """The classes in masks, the largest first, with their share of all pixels."""
+    counts = np.bincount(np.concatenate([mask.ravel() for mask in masks]) + 1, minlength=len(names) + 1)[1:]
+    order = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i]]
+    colours = ["#" + bytes(colour).hex() for colour in class_palette(len(names))]
+    return [Entry(colours[i], re.split("[;,]", names[i])[0], float(counts[i] / counts.sum())) for i in order]
+
+
+def object_overlay(
+    pixels: NDArray[np.uint8],
+    boxes: NDArray[np.floating],
+    captions: Sequence[str],
+    masks: Sequence[NDArray[np.bool_]] = (),
+    side: int = 0,
+) -> Image.Image:
+    """Objects over an image uint8 [H, W, 3], the first one on top: mask, box and caption in its colour.
+
+    Args:
+        boxes: [n, 4], x0, y0, x1, y1 in pixels. masks: [H, W] of each object, or none.
+        side: make the long side so long before boxes are drawn; 0: as it is.
+    """
+    mixed = pixels.astype(np.float32)
+    colours = [rgb(PALETTE[k % len(PALETTE)]) for k in range(len(boxes))]
+    for mask, colour in reversed(list(zip(masks, colours, strict=False))):
+        mixed[mask] = mixed[mask] * 0.55 + np.array(colour, np.float32) * 0.45
+    picture = _image(mixed.round())
+    if side:
+        picture = fit_photo(picture, side)
+    draw = ImageDraw.Draw(picture)
+    scaled = (boxes * (max(picture.size) / max(pixels.shape[:2]))).tolist()
+    for (x0, y0, x1, y1), colour in reversed(list(zip(scaled, colours, strict=True))):
+        draw.rectangle((x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)), outline=colour, width=2)
+    for (x0, y0, _, _), colour, text in reversed(list(zip(scaled, colours, captions, strict=True))):
+        at = (x0 + 2, max(y0 - 14, 0) + 1)
+        left, top, right, bottom = draw.textbbox(at, text)
+        draw.rectangle((left - 2, top - 1, right + 2, bottom + 1), fill=colour)
+        dark = np.dot(colour, [0.3, 0.59, 0.11]) < 140
+        draw.text(at, text, fill="white" if dark else "black")
+    return picture
+
+
+# -- text and charts --------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def font_of(size: int, latin: bool = True) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font; for other scripts, the first of some common fonts that this machine has."""
+    for name in () if latin else ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf", "Arial Unicode.ttf", "msyh.ttc"):
+        try:
+            return ImageFont.truetype(name, size)
+        except OSError:
+            continue
+    return ImageFont.load_default(size=size)
+
+
+def draw_text(
+    draw: ImageDraw.ImageDraw,
+    at: tuple[float, float],
+    text: str,
+    size: int,
+    fill: str,
+    width: float,
+    middle: bool = False,
+) -> None:
+    """Text that is cut to ``width`` with an ellipsis at its end, or in its middle for paths."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    font = font_of(size, latin=all(letter < "\u0250" or letter in "…·" for letter in text))
+    if draw.textlength(text, font=font) > width:
+        keep = len(text)
+        while keep > 1:
+            keep -= 1
+            front = keep // 3 if middle else keep
+            cut = text[:front] + "…" + (text[len(text) - (keep - front) :] if middle else "")
+            if draw.textlength(cut, font=font) <= width:
+                break
+        text = cut
+    draw.text(at, text, fill=fill, font=font)
+
+
+def layer_chart(
+    lines: Sequence[tuple[str, str, Sequence[float]]], level: float, size: tuple[int, int] = (PANEL, PANEL)
+) -> Image.Image:
+    """Lines (name, colour, values from layer 0; a shorter one ends at the last layer) and a dashed level by area."""
+    scale = 2  # drawn twice as large, then smoothed
+    width, height = (side * scale for side in size)
+    image = Image.new("RGB", (width, height), CARD)
+    draw = ImageDraw.Draw(image)
+    left, right, top, bottom = 34 * scale, width - 8 * scale, 8 * scale, height - 40 * scale
+    values = [v for _, _, line in lines for v in line] + [level]
+    low, high = max(0.0, min(values) - 0.08), min(1.0, max(values) + 0.08)
+    layers = max(len(line) for _, _, line in lines) - 1
+
+    def at(layer: float, value: float) -> tuple[float, float]:
+        return left + (right - left) * layer / max(layers, 1), bottom - (bottom - top) * (value - low) / (high - low)
+
+    for i in range(4):
+        value = low + (high - low) * i / 3
+        y = at(0, value)[1]
+        draw.line((left, y, right, y), fill="#e4e4e8", width=scale)
+        draw_text(draw, (2 * scale, y - 7 * scale), f"{value:.2f}", 12 * scale, FAINT, left)
+    for layer in sorted({0, layers // 2, layers}):
+        draw_text(draw, (at(layer, low)[0] - 4 * scale, bottom + 3 * scale), str(layer), 12 * scale, FAINT, 60)
+    y = at(0, level)[1]
+    for start in range(left, right, 12 * scale):
+        draw.line((start, y, min(start + 7 * scale, right), y), fill="#55555a", width=2 * scale)
+    for i, (name, colour, line) in enumerate(lines):
+        first = layers + 1 - len(line)
+        points = [at(first + j, value) for j, value in enumerate(line)]
+        draw.line(points, fill=colour, width=2 * scale, joint="curve")
+        for x, y in points:
+            radius = 2.6 * scale
+            box = (x - radius, y - radius, x + radius, y + radius)
+            draw.ellipse(box, fill=colour) if i == 0 else draw.rectangle(box, fill=colour)
+        draw_text(draw, (left + i * 92 * scale, height - 19 * scale), name, 13 * scale, colour, 120 * scale)
+    return image.resize(size, Image.Resampling.LANCZOS)
+
+
+# -- panels, cards, sheets --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture with a title above it and a line below."""
+
+    title: str
+    image: Image.Image
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a legend: colour and name; with the part of the cells, if there is one."""
+
+    colour: str
+    name: str
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Panels side by side with a legend.
+
+    Attributes:
+        label: a line above them, in the colour `ink`.
+        bars: (left word, right word, "heat" or "share") of colour bars below the legend.
+        remark: a line in red (or `remark_ink`) below the legend.
+    """
+
+    label: str
+    panels: Sequence[Panel]
+    legend: Sequence[Entry] = ()
+    bars: Sequence[tuple[str, str, str]] = ()
+    remark: str = ""
+    ink: str = FAINT
+    remark_ink: str = RED
+
+
+@dataclass(frozen=True)
+class Card:
+    """Everything about one image; cards of one `section` stand together under its name. `side`: of its panels."""
+
+    title: str
+    rows: Sequence[Row] = field(default_factory=tuple)
+    section: str = ""
+    side: int = PANEL
+
+
+def fit_photo(image: Image.Image, side: int = PANEL) -> Image.Image:
+    """A photo whose longer side is as long as a panel; small ones keep their pixels."""
+    scale = side / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS)
+
+
+def draw_card(card: Card) -> Image.Image:
+    """One card."""
+    panels, side = max(len(row.panels) for row in card.rows), card.side
+    legend = any(row.legend or row.bars or row.remark for row in card.rows)
+    width = 2 * PAD + panels * side + (panels - 1) * GAP + (GAP + LEGEND if legend else 0)
+    heights = [LINE * 3 + 14 + max(panel.image.height for panel in row.panels) for row in card.rows]
+    image = Image.new("RGB", (width, PAD + LINE + sum(heights) + 6 * len(heights) + PAD), CARD)
+    draw = ImageDraw.Draw(image)
+    draw_text(draw, (PAD, PAD - 4), card.title, 17, INK, width - 2 * PAD, middle=True)
+    y = PAD + LINE + 4
+    for row, height in zip(card.rows, heights, strict=True):
+        draw_text(draw, (PAD, y), row.label, 14, row.ink, width - 2 * PAD)
+        for i, panel in enumerate(row.panels):
+            x = PAD + i * (side + GAP)
+            draw_text(draw, (x, y + LINE + 4), panel.title, 15, INK, side)
+            image.paste(panel.image, (x, y + 2 * LINE + 6))
+            draw_text(draw, (x, y + 2 * LINE + 9 + panel.image.height), panel.caption, 13, FAINT, side)
+        _draw_legend(image, draw, row, PAD + panels * (side + GAP) + 6, y + 2 * LINE + 6)
+        y += height + 6
+    return image
+
+
+def _draw_legend(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, x: int, top: int) -> None:
+    bottom = top + max(panel.image.height for panel in row.panels)
+    bottom -= (LINE + 8) * len(row.bars) + (LINE if row.remark else 0)
+    y = top
+    for entry in row.legend[: (bottom - top) // LINE]:
+        draw.rounded_rectangle((x, y + 2, x + 15, y + 16), 3, fill=entry.colour)
+        left = x + 24
+        if entry.share is not None:
+            percent = f"{entry.share:.0%}" if entry.share >= 0.005 else "<1%"
+            draw.text((x + 56, y), percent, fill=FAINT, font=font_of(14), anchor="ra")
+            left = x + 63
+        draw_text(draw, (left, y), entry.name, 14, INK, LEGEND - (left - x))
+        y += LINE
+    y = bottom
+    for low, high, kind in row.bars:
+        words = 64
+        ramp = np.linspace(0, 1, LEGEND - 2 * words)[None, :].repeat(12, axis=0)
+        colours = heat_colours(ramp) if kind == "heat" else share_colours(1 - ramp).astype(np.uint8)
+        draw_text(draw, (x, y + 4), low, 13, FAINT, words)
+        image.paste(Image.fromarray(colours), (x + words, y + 6))
+        draw_text(draw, (x + LEGEND - words + 6, y + 4), high, 13, FAINT, words)
+        y += LINE + 8
+    if row.remark:
+        draw_text(draw, (x, y), row.remark, 13, row.remark_ink, LEGEND)
+
+
+def draw_sheet(title: str, subtitle: str, cards: Sequence[Card], columns: int = 1) -> Image.Image:
+    """Cards under a title, in columns; sections have a heading each."""
+    sections: dict[str, list[Image.Image]] = {}
+    for card in cards:
+        sections.setdefault(card.section, []).append(draw_card(card))
+    return _lay_out(title, subtitle, sections, columns)
+
+
+def stack(title: str, subtitle: str, images: Sequence[Image.Image]) -> Image.Image:
+    """Images (cards, say) below each other under a title."""
+    return _lay_out(title, subtitle, {"": list(images)}, 1)
+
+
+def _lay_out(title: str, subtitle: str, sections: dict[str, list[Image.Image]], columns: int) -> Image.Image:
+    columns = max(1, min(columns, sum(map(len, sections.values()))))
+    card_width = max(image.width for images in sections.values() for image in images)
+    head, bar = 76, 40
+    width = columns * (card_width + PAD) + PAD
+    rows = {
+        name: [images[i : i + columns] for i in range(0, len(images), columns)] for name, images in sections.items()
+    }
+    height = head + sum(bar for name in sections if name)
+    height += sum(max(image.height for image in row) + PAD for group in rows.values() for row in group)
+    sheet = Image.new("RGB", (width, height), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw_text(draw, (PAD * 2, 14), title, 22, INK, width - 4 * PAD)
+    draw_text(draw, (PAD * 2, 46), subtitle, 15, FAINT, width - 4 * PAD)
+    y = head
+    for name, group in rows.items():
+        if name:
+            draw_text(draw, (PAD * 2, y + 10), name, 18, FAINT, width - 4 * PAD)
+            y += bar
+        for row in group:
+            for i, image in enumerate(row):
+                sheet.paste(image, (PAD + i * (card_width + PAD), y))
+            y += max(image.height for image in row) + PAD
+    return sheet
+
+
+def contact_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], side: int = 64) -> Image.Image:
+    """Thumbnails in named rows: (name, images)."""
+    gap, margin = 4, 150
+    columns = max((len(images) for _, images in rows), default=0)
+    sheet = Image.new("RGB", (margin + columns * (side + gap) + gap, len(rows) * (side + gap) + gap), CARD)
+    draw = ImageDraw.Draw(sheet)
+    for number, (name, images) in enumerate(rows):
+        y = gap + number * (side + gap)
+        draw_text(draw, (gap + 4, y + side // 2 - 9), name, 15, INK, margin - 2 * gap - 8)
+        for column, image in enumerate(images):
+            resampling = Image.Resampling.NEAREST if max(image.size) < side else Image.Resampling.LANCZOS
+            sheet.paste(ImageOps.fit(image, (side, side), resampling), (margin + column * (side + gap), y))
+    return sheet

@@ -1,0 +1,352 @@
+"""Accuracy of a classifier over a whole set: every image exactly once, over any number of processes.
+
+`Predictions` keeps what each image got, so that tables, intervals and paired comparisons can be made later. Top-k
+counts a hit when the label is among the k largest logits; calibration error is the usual one with 15 equal bins of
+confidence; with ReaL labels an image is right when its prediction is among its labels, and images without labels are
+left out.
+
+With several labels per image, `MultiLabelPredictions` keeps the logits: mAP is the mean over classes of the average
+precision, the mean of the precision at each labelled image in the order of the scores; F1 is that of all decisions
+together, each at a probability of a half.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically
+from everytoken_lab import schema
+from everytoken_lab.calibration import calibration_error, sigmoid
+from everytoken_lab.stats import Estimate, bootstrap_weights, percentage, with_added_images
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model answered for each labelled image, in the dataset's order.
+
+    Attributes:
+        index: [N] position in the dataset.
+        label: [N] the folder's class.
+        top: [N, 5] (or fewer) predicted classes, best first.
+        confidence: [N] softmax probability of the first.
+        loss: [N] cross entropy with the label.
+    """
+
+    index: np.ndarray
+    label: np.ndarray
+    top: np.ndarray
+    confidence: np.ndarray
+    loss: np.ndarray
+
+    @staticmethod
+    def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> Predictions:
+        """From one batch: logits [B, K], labels [B]."""
+        logits = logits.float()
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        spread = torch.logsumexp(logits, dim=1)
+        confidence = (logits.gather(1, best[:, :1])[:, 0] - spread).exp()
+        loss = spread - logits.gather(1, label[:, None])[:, 0]
+        arrays = (index, label, best, confidence, loss)
+        return Predictions(*(t.detach().cpu().numpy() for t in arrays))
+
+    @staticmethod
+    def join(parts: Sequence[Predictions]) -> Predictions:
+        """Parts of a set, from batches or processes -> the whole, sorted by index, without repetitions."""
+        return Predictions(**_joined(Predictions, parts))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """[N] bool: the first prediction is the label."""
+        return self.top[:, 0] == self.label
+
+    def summary(self) -> dict[str, float]:
+        """Top-1, top-5 (percent), loss, calibration error (percent)."""
+        hits = self.top == self.label[:, None]
+        return {
+            "top1": 100 * float(hits[:, 0].mean()),
+            "top5": 100 * float(hits.any(1).mean()),
+            "loss": float(self.loss.mean()),
+            "ece": 100 * calibration_error(self.confidence, self.correct),
+        }
+
+    def label_text(self, row: int, names: Sequence[str]) -> str:
+        """The label of a row in words."""
+        return names[int(self.label[row])]
+
+    def answer_text(self, row: int, names: Sequence[str]) -> str:
+        """The answer for a row in words."""
+        return names[int(self.top[row, 0])]
+
+    def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """For each class: images, recall, precision (percent; None without images) and what it is taken for most."""
+        rows = []
+        guess = self.top[:, 0]
+        for number, name in enumerate(names):
+            labelled, predicted = self.label == number, guess == number
+            wrong = guess[labelled & ~predicted]
+            taken = names[int(np.bincount(wrong).argmax())] if len(wrong) else ""
+            rows.append(
+                {
+                    "class": name,
+                    "images": int(labelled.sum()),
+                    "recall": 100 * float(predicted[labelled].mean()) if labelled.any() else None,
+                    "precision": 100 * float(labelled[predicted].mean()) if predicted.any() else None,
+                    "taken for": taken,
+                }
+            )
+        return rows
+
+    @property
+    def accuracy(self) -> Estimate:
+        """Top-1 in percent with its 95 % interval."""
+        return percentage(self.correct)
+
+    def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
+        """Write an .npz file in one step, with unreadable images (key -> reason) and a note of what it belongs to."""
+        _save(self, path, note, skipped)
+
+    @staticmethod
+    def saved(path: Path, note: str) -> tuple[Predictions, dict[str, str]] | None:
+        """What `save` wrote, with the unreadable images; None if there is no whole file with this very note."""
+        found = _saved(Predictions, path, note)
+        return None if found is None else (Predictions(**found[0]), found[1])
+
+
+@dataclass(frozen=True)
+class MultiLabelPredictions:
+    """What a model answered for each image of which several classes may be true, in the dataset's order.
+
+    Attributes:
+        index: [N] position in the dataset.
+        label: [N, K] bool.
+        logits: [N, K] float32; their sigmoids are probabilities.
+    """
+
+    index: np.ndarray
+    label: np.ndarray
+    logits: np.ndarray
+
+    @staticmethod
+    def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> MultiLabelPredictions:
+        """From one batch: logits and labels [B, K]."""
+        index, label, logits = (t.detach().cpu() for t in (index, label, logits))
+        return MultiLabelPredictions(index.numpy(), label.bool().numpy(), logits.float().numpy())
+
+    @staticmethod
+    def join(parts: Sequence[MultiLabelPredictions]) -> MultiLabelPredictions:
+        """Parts of a set -> the whole, sorted by index, without repetitions."""
+        return MultiLabelPredictions(**_joined(MultiLabelPredictions, parts))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """[N] bool: exactly the labels are above a half."""
+        return ((self.logits > 0) == self.label).all(1)
+
+    @property
+    def confidence(self) -> np.ndarray:
+        """[N] probability of the likeliest class."""
+        return sigmoid(self.logits.max(1))
+
+    def label_text(self, row: int, names: Sequence[str]) -> str:
+        """The labels of a row in words."""
+        return ", ".join(names[k] for k in np.flatnonzero(self.label[row]).tolist()) or "none"
+
+    def answer_text(self, row: int, names: Sequence[str]) -> str:
+        """The classes of a row that are likelier than a half, in words."""
+        return ", ".join(names[k] for k in np.flatnonzero(self.logits[row] > 0).tolist()) or "none"
+
+    def summary(self) -> dict[str, float]:
+        """mAP, F1 (percent), loss (per image, added up over the classes)."""
+        x, y = self.logits.astype(np.float64), self.label
+        named = x > 0
+        found = float((named & y).sum())
+        return {
+            "mAP": self.mean_ap,
+            "f1": 100 * 2 * found / max(1.0, float(named.sum() + y.sum())),
+            "loss": float((np.logaddexp(0, x) - x * y).sum(1).mean()),
+        }
+
+    @property
+    def mean_ap(self) -> float:
+        """mAP in percent over the classes that have images; 0 if none has."""
+        values = [average_precision(self.logits[:, k], self.label[:, k]) for k in self._with_images()]
+        return 100 * float(np.mean(values)) if values else 0.0
+
+    @property
+    def accuracy(self) -> Estimate:
+        """mAP in percent with its 95 % interval: by the bootstrap's variance, and four images added."""
+        return self._estimate(self.mean_ap, self._bootstrap(), (0, 0, 1, 1))
+
+    def difference(self, other: MultiLabelPredictions) -> Estimate:
+        """mAP of this minus that of another model on the same images, in points, paired by the bootstrap."""
+        return self._estimate(self.mean_ap - other.mean_ap, self._bootstrap() - other._bootstrap(), (-1, 1))
+
+    def _estimate(self, value: float, draws: np.ndarray, added: Sequence[float]) -> Estimate:
+        """With an interval that counts as many images as there are, or fewer if small classes weigh more than others.
+
+        A positive of one of k classes, with m of them, has the weight 1 / (k m) in mAP.
+        """
+        positives = self.label.sum(0)[self._with_images()]
+        if not len(positives):
+            return Estimate(value, 100 * min(added), 100 * max(added))
+        count = min(int(self.label.any(1).sum()), len(positives) ** 2 / float((1 / positives).sum()))
+        return with_added_images(value / 100, count * float(np.nanvar(draws)), count, added)
+
+    def _with_images(self) -> list[int]:
+        found: list[int] = np.flatnonzero(self.label.any(0)).tolist()
+        return found
+
+    def _bootstrap(self) -> np.ndarray:
+        """mAP (0..1) over images drawn again and again; a class that is not drawn does not count, nan without any."""
+        draws = int(np.clip(5e7 / max(1, self.logits.size), 100, 1000))
+        values = []
+        for _, weights in bootstrap_weights(len(self), draws):
+            each = [average_precisions(self.logits[:, k], self.label[:, k], weights) for k in self._with_images()]
+            table = np.reshape(each, (-1, len(weights)))
+            with np.errstate(invalid="ignore"):
+                values.append(np.nansum(table, 0) / np.isfinite(table).sum(0))
+        return np.concatenate(values)
+
+    def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """For each class: images, average precision, recall and precision at a half (percent; None without images)."""
+        rows = []
+        for k, name in enumerate(names):
+            y, named = self.label[:, k], self.logits[:, k] > 0
+            rows.append(
+                {
+                    "class": name,
+                    "images": int(y.sum()),
+                    "AP": 100 * average_precision(self.logits[:, k], y) if y.any() else None,
+                    "recall": 100 * float(named[y].mean()) if y.any() else None,
+                    "precision": 100 * float(y[named].mean()) if named.any() else None,
+                }
+            )
+        return rows
+
+    def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
+        """As `Predictions.save`."""
+        _save(self, path, note, skipped)
+
+    @staticmethod
+    def saved(path: Path, note: str) -> tuple[MultiLabelPredictions, dict[str, str]] | None:
+        """As `Predictions.saved`."""
+        found = _saved(MultiLabelPredictions, path, note)
+        return None if found is None else (MultiLabelPredictions(**found[0]), found[1])
+
+
+AnyPredictions = Predictions | MultiLabelPredictions
+
+
+def predictions_of(index: Tensor, label: Tensor, logits: Tensor) -> AnyPredictions:
+    """Of one batch, whichever kind of labels it has: [B], or [B, K] for several of an image."""
+    kind = MultiLabelPredictions if label.dim() == 2 else Predictions
+    return kind.of_batch(index, label, logits)
+
+
+def join_predictions(parts: Sequence[AnyPredictions]) -> AnyPredictions:
+    """Parts of a set, all of one kind -> the whole."""
+    if parts and isinstance(parts[0], MultiLabelPredictions):
+        return MultiLabelPredictions.join([part for part in parts if isinstance(part, MultiLabelPredictions)])
+    return Predictions.join([part for part in parts if isinstance(part, Predictions)])
+
+
+def average_precision(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Mean of the precision at each positive in the order of the scores [n], highest first; nan without positives."""
+    return float(average_precisions(scores, positive, np.ones((1, len(scores))))[0])
+
+
+def average_precisions(scores: np.ndarray, positive: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The same for images that count several times or never, [draws, n] -> [draws]; equal scores count together."""
+    order = np.argsort(-scores, kind="stable")
+    ranked = -scores[order]
+    ends = np.searchsorted(ranked, ranked, side="right") - 1
+    weights = weights[:, order]
+    hits = weights * positive[order]
+    right, total = hits.cumsum(1), weights.cumsum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values: np.ndarray = np.nansum(hits * (right / total)[:, ends], 1) / right[:, -1]
+    return values
+
+
+def _joined(kind: type[Any], parts: Sequence[Any]) -> dict[str, np.ndarray]:
+    if not parts:
+        raise EverytokenError("there are no images to evaluate")
+    names = [field.name for field in fields(kind)]
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    _, first = np.unique(joined["index"], return_index=True)
+    return {name: joined[name][first] for name in names}
+
+
+def _save(predictions: AnyPredictions, path: Path, note: str, skipped: Mapping[str, str] | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = io.BytesIO()
+    np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(predictions))
+    write_atomically(path, file.getbuffer())
+
+
+def _saved(kind: type[Any], path: Path, note: str) -> tuple[dict[str, np.ndarray], dict[str, str]] | None:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["note"]) != note:
+                return None
+            skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
+            return {field.name: arrays[field.name] for field in fields(kind)}, skipped
+    except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
+        return None  # torn: it is made again
+
+
+def real_accuracy(
+    predictions: Predictions,
+    keys: Sequence[str],
+    labels: Mapping[str, Sequence[int]],
+    numbers: np.ndarray | None = None,
+) -> dict[str, float]:
+    """ReaL accuracy; images without labels are left out.
+
+    Args:
+        predictions: of a model; keys: of all images.
+        labels: an image's file name -> its right classes among ImageNet's 1,000.
+        numbers: ImageNet's class for each class that was answered (`imagenet_numbers`); None: the same.
+    """
+    sets = real_sets([keys[i] for i in predictions.index], labels)
+    top = predictions.top if numbers is None else numbers[predictions.top]
+    judged = [(row, s) for row, s in zip(top, sets, strict=True) if s]
+    hits = [row[0] in s for row, s in judged]
+    hits5 = [any(c in s for c in row) for row, s in judged]
+    return {"real_top1": 100 * float(np.mean(hits)), "real_top5": 100 * float(np.mean(hits5)), "real_images": len(hits)}
+
+
+def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
+    """The right classes of each image, found by its file name with any ending; () for images without labels."""
+    names = [PurePosixPath(key) for key in keys]
+    sets = [labels.get(name.name, labels.get(f"{name.stem}.JPEG")) for name in names]
+    if all(entry is None for entry in sets):
+        raise EverytokenError(
+            "none of the images has ReaL labels: they are found by the names of the original validation files "
+            f"(ILSVRC2012_val_00000001.JPEG), the first image here is {keys[0]}"
+        )
+    return [entry or () for entry in sets]
+
+
+def read_real(path: str | Path) -> dict[str, list[int]]:
+    """`real.json`: 50,000 lists in the order of the validation files -> file name -> classes."""
+    lists = schema.read_json(Path(path), list[list[int]])
+    return {f"ILSVRC2012_val_{number:08d}.JPEG": entry for number, entry in enumerate(lists, start=1)}

@@ -1,0 +1,687 @@
+"""The loop that trains every task: update, average, log, validate, checkpoint, resume.
+
+    run(lambda world, folder: Detection(..., options, world, folder), options, "runs/first")
+
+A task (`Task`) has a module that turns a batch into loss terms, its batches, and a way to be validated; the loop does
+the rest. It counts epochs (`optim.epochs`, validated every `run.val_interval` epochs) or updates (`optim.iters`,
+validated every `run.val_iters` updates), through as many passes over the data as that takes.
+
+Resuming is exact: batches are functions of (seed, epoch, position) and everything random in an update is seeded by
+(seed, update, rank) just before it, so a run that was killed anywhere ends with the weights of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError
+from everytoken.files import plain_json, write_atomically
+from everytoken.keyed import StepKey, generator
+from everytoken.models.weights import WeightsError, check_weights
+from everytoken_lab.data.datasets import network_address
+from everytoken_lab.engine.backends import kernel_settings
+from everytoken_lab.engine.checkpoint import (
+    SHARDS,
+    checkpoints_in,
+    load_shards,
+    load_state,
+    newest_good,
+    problems,
+    save_checkpoint,
+    save_sharded_checkpoint,
+    whole_tensors,
+    write_weights,
+)
+from everytoken_lab.engine.checks import check_loop
+from everytoken_lab.engine.distributed import (
+    ShardedAverage,
+    World,
+    distribute,
+    join_world,
+    load_module_state,
+    load_optimizer_state,
+    load_optimizer_values,
+    module_state,
+    optimizer_state,
+    training_state,
+    whole,
+)
+from everytoken_lab.engine.optim import (
+    RunningStatistics,
+    build_optimizer,
+    build_schedule,
+    learning_rate,
+    prepare_fused,
+    step_unless,
+)
+from everytoken_lab.engine.options import LoopOptions
+from everytoken_lab.engine.progress import TrainingProgress
+from everytoken_lab.engine.recipe import flat
+from everytoken_lab.engine.run_folder import PUBLISHED, Run, RunFolder
+from everytoken_lab.engine.task import Task
+from everytoken_lab.engine.track import build_trackers
+
+_QUICK = 120  # seconds: the report evaluates the best weights once more if a validation takes less
+_TALK_EVERY = 8  # updates after which processes agree on stopping and saving
+_READ_EVERY = 1000  # updates at most whose flags stay on the device
+_SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
+_PATHS = ("data", "maps", "weights")
+_HARMLESS = {"workers", "out", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
+
+
+class BadLossError(EverytokenError):
+    """The loss was not finite too often."""
+
+
+class Stopped(EverytokenError):  # noqa: N818  (not an error)
+    """A signal asked the run to stop; the state was saved, and the same call continues."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> Run:
+    """Train a task to its end in the folder `output`, from its last good checkpoint if it has one.
+
+    Args:
+        build: makes the task, for this process.
+        options: of the run, checked here.
+
+    Raises:
+        Stopped: after SIGTERM or SIGINT; the same call continues the run.
+    """
+    check_loop(options)
+    if options.run.threads:
+        torch.set_num_threads(options.run.threads)
+    with join_world(options.run.device) as world:
+        torch.manual_seed(options.run.seed)  # of fresh weights
+        folder = RunFolder(output, writable=world.is_main)
+        settings = kernel_settings(world.device, options.run.deterministic)
+        with settings, closing(build(world, folder)) as task, _exclusive(folder, world):
+            Loop(task, options, folder, world).run()
+    return folder.read()
+
+
+@contextmanager
+def _exclusive(folder: RunFolder, world: World) -> Iterator[None]:
+    """Hold the run folder's lock in the first process; if another program has it, all processes stop alike."""
+    lock = None
+    with world.agree():
+        if world.is_main:
+            lock = folder.open()
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+class Loop:
+    """One training run: `run()` begins or continues it and trains to the end.
+
+    Attributes:
+        step: updates done.
+        epoch, position: passes over the data that are done, and batches of the next one.
+        total: updates in all, and epochs: passes over the data in all (a fraction, if updates are counted).
+    """
+
+    def __init__(self, task: Task, options: LoopOptions, folder: RunFolder, world: World) -> None:
+        self.task, self.options, self.folder, self.world = task, options, folder, world
+        optim = options.optim
+        self.accumulate = optim.grad_accum_steps
+        self.updates_per_epoch = task.batches_per_epoch // self.accumulate
+        if self.updates_per_epoch == 0 and not optim.iters:
+            raise EverytokenError(
+                f"an epoch has {task.batches_per_epoch} batches, fewer than grad_accum_steps {self.accumulate}: lower "
+                "--batch-size or --grad-accum-steps"
+            )
+        self.global_batch = options.dataset.batch_size * world.size * self.accumulate
+        self.lr = learning_rate(optim, self.global_batch)
+        self.fsdp = options.run.fsdp and world.size > 1
+        if optim.model_ema:  # a copy, which a sharded module does not allow
+            kind = ShardedAverage if self.fsdp else ModelEmaV3
+            task.trainable_module_ema = kind(task.module, decay=optim.model_ema_decay, use_warmup=True)
+            if self.fsdp:
+                task.trainable_module_ema.shard_twin(task.module, task.backbone, world)
+        task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
+        self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
+        self.statistics = RunningStatistics(task.module)
+        self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
+        # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
+        self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
+        self.epochs = (
+            round(self.total * self.accumulate / self.batches_per_epoch, 4)
+            if optim.iters
+            else self.total // self.updates_per_epoch
+        )
+        dtype = getattr(torch, optim.amp_dtype)
+        scaled = optim.amp and dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
+        self.step = self.epoch = self.position = 0
+        self.best: dict[str, float] = {}
+        self.bad_in_row = self.bad_total = 0
+        self.unread: list[tuple[Tensor, int, Mapping[str, Tensor], list[str]]] = []  # see `read_flags`
+        self.seconds = 0.0  # of training, over all starts
+        self.saved = time.monotonic()
+        self.validating = 0.0  # seconds of the last validation
+        self.signal = 0  # that asked to stop
+
+    @property
+    def ema(self) -> nn.Module | None:
+        """The average of the module's weights, if one is kept."""
+        average = self.task.get_trainable_module(ema=True)
+        return None if average is None else average.module
+
+    @property
+    def place(self) -> int:
+        """Updates done of `total`: `step`, unless epochs are counted and the batch was changed on the way."""
+        if self.options.optim.iters:
+            return self.step
+        return self.epoch * self.updates_per_epoch + self.position // self.accumulate
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last update is done, or so many epochs brought nothing better that there will be no more."""
+        patience, epoch = self.options.run.patience, self.place / max(1, self.updates_per_epoch)
+        waited = epoch - self.best["step"] / max(1, self.updates_per_epoch) if self.best else 0.0
+        between = self.position == 0 and not self.options.optim.iters
+        return self.place >= self.total or (patience > 0 and between and waited >= patience)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Begin or continue the run, and train to the end."""
+        newest, state = self.newest_checkpoint()
+        changes = self._changes(state) if state else {}
+        if checkpoints_in(self.folder.checkpoints):
+            self._refuse_another_run(changes)
+        try:
+            resumed = self.resume(newest, state)
+        except (RuntimeError, KeyError) as error:  # a network of another shape
+            why = str(error).strip().splitlines()[0]
+            raise EverytokenError(
+                f"{self.folder.path} holds another run{_listed(changes)} ({why}). Choose another output."
+            ) from error
+        if resumed and self.is_done and self.folder.read().summary.get("updates") == self.step:
+            return  # its record stays as it is
+        if resumed:
+            for key, (before, now) in changes.items():
+                self.folder.log(f"note: continuing with another {key}: {before!r} before, {now!r} now")
+        self.folder.write_config(flat(self.options), self.task.timm_config())
+        if self.world.is_main:
+            self.folder.trackers = build_trackers(self.options, self.folder.path, flat(self.options))
+        self.folder.log(
+            f"{self.task.describe()}; global batch {self.global_batch}, lr {self.lr:.3g}, {self._length()}; run folder "
+            f"{self.folder.path}"
+        )
+        try:
+            with self._signals():
+                if self.step == 0 and not resumed and self.options.run.val_first:
+                    self._validate_and_save()
+                while not self.is_done:
+                    self._train()
+                    self._validate_and_save()
+        finally:
+            self.folder.close_trackers()
+        self._finish()
+
+    def _train(self) -> None:
+        """Updates until it is time to validate."""
+        self.task.trainable_module.train()
+        batches = self._batches()
+        with TrainingProgress(self) as progress:
+            while True:
+                started = time.perf_counter()
+                terms, images, waited = self._update(batches)
+                interval = min(self.options.run.log_interval, _READ_EVERY)
+                if self.world.device.type == "cpu" or self.step % interval == 0:
+                    self.read_flags()  # where the host waits for the device, the clock must see it
+                spent = time.perf_counter() - started
+                self.seconds += spent
+                progress.update(terms, images, waited, spent)
+                if self.validation_is_due():
+                    return  # which saves, too
+                self._stop_or_save()
+
+    def _batches(self) -> Iterator[Any]:
+        """Batches from the current place on, pass after pass over the data."""
+        while True:
+            for batch in self.task.train_batches(self.epoch, self.position):
+                self.position += 1
+                if self.position == self.batches_per_epoch:
+                    self.epoch, self.position = self.epoch + 1, 0
+                yield batch
+                if self.position == 0:
+                    break
+
+    def validation_is_due(self) -> bool:
+        """Whether an epoch, or what lies between two validations, has just ended."""
+        if self.options.optim.iters:
+            every = self.options.run.val_iters
+            return self.step == self.total or (bool(every) and self.step % every == 0)
+        return self.position == 0  # after every epoch, though not all of them are validated
+
+    def _update(self, batches: Iterator[Any]) -> tuple[Mapping[str, Tensor], int, float]:
+        """One update of the weights; returns the loss terms, the number of images and the seconds spent waiting."""
+        run, task = self.options.run, self.task
+        torch_seed = int(generator(run.seed, self.step, self.world.rank, "update").integers(2**62))
+        torch.manual_seed(torch_seed)  # drop path and dropout draw from torch's generator
+        # objectives read the part that is done; where epochs are counted, in epochs
+        epoch, epochs = (
+            (self.place / self.total, 1)
+            if self.options.optim.iters
+            else (self.place / self.updates_per_epoch, int(self.epochs))
+        )
+        terms: dict[str, Tensor] = {}
+        keys: list[str] = []
+        waited = 0.0
+        self.statistics.keep()
+        for part in range(self.accumulate):
+            started = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - started
+            batch = replace(batch, key=StepKey(run.seed, self.step, self.world.rank, part, epoch, epochs))
+            with nullcontext() if part == self.accumulate - 1 else task.no_sync():
+                with task.autocast():
+                    answer = task(batch)
+                self.scaler.scale(answer["loss"] / self.accumulate).backward()
+            for name, value in answer.items():
+                if name != "output":
+                    terms[name] = terms.get(name, 0) + value.detach() / self.accumulate
+            keys += batch.keys
+            if self.step == 0 and part == 0:
+                task.show(batch)
+        self._apply(terms, keys)
+        return terms, len(keys), waited
+
+    def _apply(self, terms: dict[str, Tensor], keys: list[str]) -> None:
+        """Clip, step, schedule, average. Nothing here waits for the device: see `read_flags`."""
+        self.scaler.unscale_(self.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if self.options.optim.clip_grad:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.optim.clip_grad, norm)
+        # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
+        bad = ~torch.isfinite(norm)
+        step_unless(self.optimizer, bad)
+        self.statistics.restore_if(bad)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scaler.is_enabled():  # a gradient that its scale made too large for float16 is nothing to report
+            bad = bad & ~torch.isfinite(terms["loss"])
+        terms["grad_norm"] = norm
+        self.unread.append((bad, self.step, terms, keys))
+        self.step += 1
+        self.schedule.step_update(self.place)
+        self.task.update_ema(step=self.step)
+
+    def read_flags(self) -> None:
+        """Count and report the updates since the last call that were left out because they were not finite.
+
+        They were left out on the device, so that the host can prepare the next updates; asking is a wait for the
+        device, once for all of them: at the log interval and before every checkpoint. On the CPU there is nothing to
+        wait for, and every update is read at once.
+
+        Raises:
+            BadLossError: too many in a row.
+        """
+        unread, self.unread = self.unread, []
+        if not unread:
+            return
+        flags = torch.stack([bad for bad, *_ in unread])
+        if self.scaler.is_enabled():  # losses are of this process; gradients are everybody's
+            flags = self.world.add(flags.int()) > 0
+        for bad, (_, step, terms, keys) in zip(flags.tolist(), unread, strict=True):
+            self.bad_in_row = self.bad_in_row + 1 if bad else 0
+            if bad:
+                self._bad_update(step, terms, keys)
+
+    def _bad_update(self, step: int, terms: Mapping[str, Tensor], keys: list[str]) -> None:
+        self.bad_total += 1
+        values = {name: float(value) for name, value in terms.items()}
+        self.folder.log(f"update {step}: the loss or its gradient is not finite ({values}); the update was left out")
+        self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
+        if self.bad_in_row >= self.options.run.bad_loss_limit:
+            raise BadLossError(
+                f"{self.bad_in_row} updates in a row had a loss that is not finite; the last good weights are in the "
+                f"checkpoint. The images are listed in {self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, "
+                "clip_grad 1, amp_dtype bfloat16 or no amp."
+            )
+
+    def _validate_and_save(self) -> None:
+        """Validate, remember the best, checkpoint."""
+        self.read_flags()
+        run, optim = self.options.run, self.options.optim
+        epoch = round(self.place / self.total * self.epochs, 4) if optim.iters else self.epoch
+        row: dict[str, Any] = {"kind": "epoch", "step": self.step, "epoch": epoch, "seconds": round(self.seconds, 2)}
+        if optim.iters or self.epoch % run.val_interval == 0 or self.place == self.total:
+            row.update(self._validate(self.task.module))
+            if self.ema is not None:
+                row.update({f"ema_{name}": value for name, value in self._validate(self.ema).items()})
+            score = row.get("ema_score", row["score"])
+            if not self.best or score > self.best["score"]:
+                self.best = {"score": score, "epoch": epoch, "step": self.step}
+            text = f"{self.when()}: validation {self.task.score_name} {score:.2f}"
+            if self.best["step"] != self.step:
+                text += f" (best {self.best['score']:.2f} at {self._best_at()})"
+            self.folder.log(text)
+        # before the checkpoint: a run that is killed between the two drops the row and redoes it
+        self.folder.record(row)
+        self.save()
+        if self.best.get("step") == self.step:  # after it: best weights without a checkpoint are an earlier run's
+            self._write_best()
+        if not self.is_done and self.world.any(bool(self.signal)):
+            self._stop()
+
+    def _validate(self, module: nn.Module) -> dict[str, float]:
+        self.world.share_buffers(module)
+        was_training = module.training
+        module.eval()
+        started = time.monotonic()
+        with torch.no_grad():
+            numbers = self.task.validate(module)
+        self.validating = time.monotonic() - started
+        module.train(was_training)
+        return numbers
+
+    def _finish(self) -> None:
+        """Write the summary, and what the task has to show."""
+        run = self.folder.read()
+        summary = {
+            "best": self.best,
+            "last": run.history[-1] if run.history else {},
+            "epochs": self.epochs if self.place >= self.total else self.epoch,
+            "updates": self.step,
+            "seconds": round(self.seconds, 1),
+            "updates left out": self.bad_total,
+        }
+        self.folder.write("summary.json", plain_json(summary))
+        if not self.world.is_main:
+            return
+        module = self.task.module if self.ema is None else self.ema
+        with torch.no_grad():
+            self.task.finish(module.eval())
+        self.folder.log(
+            f"best {self.task.score_name} {self.best['score']:.2f} at {self._best_at()}; weights: "
+            f"{self.folder.path / 'best.safetensors'}"
+        )
+        if self.task.is_reported:
+            self._report()
+
+    def _report(self) -> None:
+        """report.html; with predictions, unless these would take long."""
+        path, quick = self.folder.path / "report.html", self.world.size == 1 and self.validating < _QUICK
+        with self.folder.surviving("report.html"):
+            self.folder.read().report(
+                path,
+                predictions=quick,
+                data=network_address(getattr(self.options, "data", "")),
+                device=self.world.device.type,
+                workers=self.options.dataset.workers,
+            )
+            more = "" if quick else "; without predictions, which `everytoken report` adds"
+            self.folder.log(f"report: {path}{more}")
+
+    # -- words ----------------------------------------------------------------------------------------------------
+
+    def when(self) -> str:
+        """epoch 3/10, or update 8000/160000."""
+        if self.options.optim.iters:
+            return f"update {self.step}/{self.total}"
+        return f"epoch {self.epoch + bool(self.position)}/{self.epochs}"
+
+    def _best_at(self) -> str:
+        return f"update {self.best['step']}" if self.options.optim.iters else f"epoch {self.best['epoch']:.0f}"
+
+    def _length(self) -> str:
+        if self.options.optim.iters:
+            return f"{self.total} updates ({self.epochs:.1f} epochs)"
+        return f"{self.epochs} epochs of {self.updates_per_epoch} updates"
+
+    # -- signals --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT ask to stop after the current update; only the main thread can be asked."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.signal:  # a second signal does not wait
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def _stop_or_save(self) -> None:
+        """Between updates: stop if a signal came, and write a checkpoint if it is time.
+
+        Saving sharded weights is collective, so rank 0's clock decides for all; processes talk every few updates only.
+        """
+        run = self.options.run
+        due = bool(run.checkpoint_steps) and self.step % run.checkpoint_steps == 0
+        if self.world.size == 1 or self.step % _TALK_EVERY == 0:
+            if self.world.any(bool(self.signal)):
+                self.save()
+                self._stop()
+            late = time.monotonic() - self.saved > run.checkpoint_minutes * 60
+            due |= self.world.any(self.world.is_main and late)
+        if due:
+            self.save()
+
+    def _stop(self) -> None:
+        text = f"stopped by a signal after update {self.step}; the same command continues from here"
+        self.folder.log(text)
+        raise Stopped(text, 128 + (self.signal or signal.SIGTERM))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self.read_flags()  # which updates were left out is part of it
+        self.saved = time.monotonic()
+        state: dict[str, Any] = {
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "updates_of_epoch": self.position // self.accumulate,
+            "updates_per_epoch": self.updates_per_epoch,
+            "global_batch": self.global_batch,
+            "best": self.best,
+            "bad_total": self.bad_total,
+            "seconds": self.seconds,
+            "options": plain_json(flat(self.options), None),
+        }
+        root, keep = self.folder.checkpoints, self.options.run.keep
+        if self.fsdp:
+            values = training_state(self.task.module, self.ema, self.optimizer)
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            state["values"] = {name: value for name, value in values.items() if name not in tensors}
+            state["averaged"] = self.ema is not None
+            save_sharded_checkpoint(root, self.step, tensors, state, self.world, keep)
+            return
+        if not self.world.is_main:
+            return
+        state["module"] = self.task.module.state_dict()
+        state["optimizer"] = optimizer_state(self.task.module, self.optimizer)
+        weights = {f"model{suffix}": tensors for suffix, tensors in self.task.weights(state["module"]).items()}
+        if self.ema is not None:
+            state["ema"] = self.ema.state_dict()
+            weights |= {f"ema{suffix}": tensors for suffix, tensors in self.task.weights(state["ema"]).items()}
+        save_checkpoint(root, self.step, weights, state, self.task.metadata(), keep)
+
+    def _write_best(self) -> None:
+        state = module_state(self.task.module if self.ema is None else self.ema, self.fsdp)
+        if self.world.is_main:
+            for suffix, tensors in self.task.weights(state).items():
+                write_weights(self.folder.path / f"best{suffix}.safetensors", tensors, self.task.metadata())
+
+    def newest_checkpoint(self) -> tuple[Path | None, Mapping[str, Any] | None]:
+        """The newest whole checkpoint and the state that it holds; rank 0 looks for it."""
+        newest = newest_good(self.folder.checkpoints, self.folder.log) if self.world.is_main else None
+        newest = self.world.gather(newest)[0]
+        if newest is None:
+            return None, None
+        with self.world.agree():
+            if not newest.is_dir():
+                raise EverytokenError(
+                    f"rank {self.world.rank} (on {socket.gethostname()}) does not see {newest}, from which rank 0 "
+                    "continues. Give an output on a disk that all machines share."
+                )
+        return newest, load_state(newest)
+
+    def resume(self, newest: Path | None, state: Mapping[str, Any] | None) -> bool:
+        """Continue from what `newest_checkpoint` returned, if there is one."""
+        if newest is None or state is None:
+            self._refuse_to_overwrite()
+            self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
+            return False
+        if self.options.run.resume == "never":
+            raise EverytokenError(
+                f"{self.folder.path} holds a run already (checkpoint {newest.name}); choose another output, or let "
+                "resume be auto to continue it"
+            )
+        averaged = state.get("averaged", "ema" in state)
+        if "values" in state:  # of a sharded run
+            values = training_state(self.task.module, self.ema, self.optimizer)
+            load_shards(newest, {name: value for name, value in values.items() if isinstance(value, Tensor)})
+            load_optimizer_values(self.task.module, self.optimizer, {**values, **state["values"]})
+        else:
+            load_module_state(self.task.module, state["module"], self.fsdp)
+            if self.ema is not None:
+                load_module_state(self.ema, state["ema"], self.fsdp)
+            load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+        prepare_fused(self.optimizer)
+        self.scaler.load_state_dict(state["scaler"])
+        self.step, self.best = state["step"], state["best"]
+        self.bad_total, self.seconds = state["bad_total"], state["seconds"]
+        self._restore_place(state)
+        self.schedule.step_update(self.place)
+        self.folder.forget_after(self.step)
+        if self.best.get("step") == self.step and averaged == (self.ema is not None):
+            self._write_best()  # the run may have been killed between this checkpoint and its best weights
+        elif self.best:
+            whole = self._best_is_whole() if self.world.is_main else None
+            if self.world.gather(whole)[0] is False and not self.is_done:
+                self.best = {}  # the next validation counts as the best
+        if self.is_done:
+            self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
+        elif self.options.optim.iters:
+            self.folder.log(f"continuing from {newest.name}: {self.step:,} of {self.total:,} updates done")
+        else:
+            done = f"{self.position // self.accumulate} of its {self.updates_per_epoch} updates done"
+            self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
+        return True
+
+    def _best_is_whole(self) -> bool:
+        """Whether the best weights are there and whole; if not, they are made again from their checkpoint."""
+        stem = "model" if self.ema is None else "ema"
+        source = self.folder.checkpoints / f"step-{self.best['step']:08d}"
+        for suffix in self.task.weights(self.task.module.state_dict()):
+            path = self.folder.path / f"best{suffix}.safetensors"
+            try:
+                check_weights(path)
+                continue
+            except FileNotFoundError:
+                self.folder.log(f"note: {path} is missing")
+            except (OSError, WeightsError) as error:
+                self.folder.log(f"note: {error}")
+            plain = source / f"{stem}{suffix}.safetensors"
+            if problems(source) or not (plain.is_file() or (source / SHARDS).is_dir()):
+                self.folder.log(
+                    f"note: the checkpoint that had these weights ({source.name}) is gone, so they cannot be made again"
+                )
+                return False
+            if plain.is_file():
+                write_atomically(path, plain.read_bytes())
+            else:
+                tensors = self.task.weights(whole_tensors(source, "module." if self.ema is None else "ema."))[suffix]
+                write_weights(path, tensors, self.task.metadata())
+            self.folder.log(f"note: {path.name} is made again from {source.name}")
+        return True
+
+    def _restore_place(self, state: Mapping[str, Any]) -> None:
+        """Epoch and position of a checkpoint, which may have been written with another batch.
+
+        With another batch an epoch has another number of updates. Epochs that are done stay done, and of the current
+        one the images that were shown count: the order of the images does not depend on the batch. Where updates are
+        counted, the number of updates decides.
+        """
+        before = state["global_batch"]
+        if before != self.global_batch:
+            self.folder.log(f"note: the global batch is {self.global_batch} now and was {before}")
+        if self.options.optim.iters:
+            self.epoch, self.position = divmod(self.step * self.accumulate, self.batches_per_epoch)
+            return
+        done: int = state["updates_of_epoch"]
+        if state["updates_per_epoch"] != self.updates_per_epoch:
+            done = min(done * before // self.global_batch, self.updates_per_epoch)
+        self.epoch, self.position = state["epoch"], done * self.accumulate
+        if self.position == self.batches_per_epoch:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _refuse_to_overwrite(self) -> None:
+        """Raise if the folder has results of an earlier run, which a new one would replace.
+
+        A start that was killed before its first checkpoint leaves none: the best weights are written after the
+        checkpoint of their epoch, and only the row of the first epoch may be there before it.
+        """
+        results = sorted(p.name for p in self.folder.path.glob("best*.safetensors"))
+        results += [p.name for p in [self.folder.path / "summary.json"] if p.exists()]
+        epochs = sum(row.get("kind") == "epoch" for row in self.folder.rows())
+        results += [f"metrics of {epochs} epochs"] if epochs > 1 else []
+        if results:
+            raise EverytokenError(
+                f"{self.folder.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint to "
+                "continue from; training would overwrite them. Choose another output, or delete the folder."
+            )
+
+    def _changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What the run in the folder had, and what it would get now; harmless changes are left out."""
+        before, now = json.loads(state["options"]), flat(self.options)
+        return {
+            name: (before[name], now[name])
+            for name in now
+            if name in before and before[name] != now[name] and name not in _HARMLESS
+        }
+
+    def _refuse_another_run(self, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        """Continuing with other settings may be wanted; with another network or other data it is a mistake."""
+        different = {
+            name: values for name, values in changes.items() if name in _SAME_RUN and not _means_the_same(name, *values)
+        }
+        if different:
+            raise EverytokenError(
+                f"{self.folder.path} holds another run{_listed(different)}. Choose another output, or repeat the "
+                "settings of that one to continue it."
+            )
+
+
+def _means_the_same(name: str, before: Any, now: Any) -> bool:
+    """Whether an option may mean the same as before: a path that has moved."""
+    if name not in _PATHS or not before or not now or str(now).startswith(PUBLISHED):
+        return False
+    return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
+
+
+def _listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    return "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in list(changes.items())[:3])

@@ -1,0 +1,167 @@
+"""Recipes: flat YAML files of option names, plus `objectives` and `mixing`. Unknown keys are errors with suggestions.
+
+model: lvvit_s
+batch_size: 128
+lr_base: 1.0e-3
+objectives:
+  token_labeling: {beta: 0.5}
+mixing:
+  mixtoken: {alpha: 1.0}
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import typing
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from everytoken.errors import did_you_mean
+from everytoken.objectives import registry
+from everytoken_lab import schema
+from everytoken_lab.schema import SchemaError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+_DICTS = ("objectives", "mixing", "model_kwargs")
+
+
+class RecipeError(SchemaError):
+    """A recipe or an override is wrong; the message names the key."""
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that are shipped."""
+    folder = resources.files("everytoken_lab.recipes")
+    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+
+
+def read_recipe(name: str, trust_code: bool = False) -> dict[str, Any]:
+    """The content of a shipped recipe, or of a YAML file of your own (a path that ends in .yaml).
+
+    Args:
+        trust_code: whether it may name objectives by import paths, which are imported then.
+    """
+    values = parse_recipe(recipe_text(name), name)
+    if not trust_code:
+        registry.refuse_code(values, name)
+    return values
+
+
+def recipe_text(name: str) -> str:
+    """The text of a shipped recipe or of a file."""
+    if name.endswith((".yaml", ".yml")):
+        try:
+            return Path(name).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise RecipeError(f"there is no recipe file {name}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"the recipe file {name} cannot be read: {error}") from error
+    if name not in recipe_names():
+        raise RecipeError(
+            f"there is no recipe {name!r}.{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; your "
+            "own is a path that ends in .yaml"
+        )
+    return (resources.files("everytoken_lab.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def parse_recipe(text: str, where: str) -> dict[str, Any]:
+    """YAML text -> names and values."""
+    content = schema.read_yaml(text, where)
+    return schema.parse(dict[str, Any], {} if content is None else content, where)
+
+
+def header(name: str) -> str:
+    """The comment block on top of a shipped recipe: cost, result, source, and whether it was run."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), recipe_text(name).splitlines())
+    return "\n".join(line.lstrip("# ") for line in lines)
+
+
+def apply(options: T, values: Mapping[str, Any], where: str) -> T:
+    """A copy of `options` with flat `values` put into the group that owns each name; types are checked."""
+    groups: dict[str, Any] = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    groups = {name: group for name, group in groups.items() if dataclasses.is_dataclass(group)}
+    owner = {name: hint for name, hint in typing.get_type_hints(type(options)).items() if name not in groups}
+    home = dict.fromkeys(owner, "")
+    for name, group in groups.items():
+        owner.update(typing.get_type_hints(type(group), include_extras=False))
+        home.update({f.name: name for f in dataclasses.fields(group)})
+    values = dict(values)
+    for key in values:
+        if key not in home:
+            raise RecipeError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
+    for key in _DICTS:  # `hard:` without settings is `hard: {}`
+        if isinstance(values.get(key), Mapping) and typing.get_origin(owner[key]) is dict and key != "model_kwargs":
+            values[key] = {name: {} if fields is None else fields for name, fields in values[key].items()}
+        elif key in values and values[key] is None:
+            values[key] = {}
+    kind = dataclasses.make_dataclass("Settings", [(key, owner[key]) for key in values])
+    checked: Any = schema.parse(kind, values, where)
+    changes = {key: getattr(checked, key) for key in values}
+    top: dict[str, Any] = {key: value for key, value in changes.items() if not home[key]}
+    for name, group in groups.items():
+        inside = {key: value for key, value in changes.items() if home[key] == name}
+        top |= {name: dataclasses.replace(group, **inside)} if inside else {}
+    return dataclasses.replace(options, **top)
+
+
+def check_settings(kind: type, settings: Mapping[str, Any], where: str) -> None:
+    """Raise if a value does not fit the type that the constructor of `kind` says for it; unknown names pass."""
+    hints: dict[str, Any] = {}
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+    else:  # settings may pass through `**settings` to a base class
+        for base in reversed(kind.__mro__[:-1]):
+            hints |= typing.get_type_hints(vars(base).get("__init__", object))
+    typed = {name: value for name, value in settings.items() if name in hints}
+    schema.parse(dataclasses.make_dataclass("Settings", [(name, hints[name]) for name in typed]), typed, where)
+
+
+def flat(options: Any) -> dict[str, Any]:
+    """The reverse of `apply`: all options as one flat dict of plain values."""
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(options):
+        value = getattr(options, f.name)
+        if dataclasses.is_dataclass(value):
+            values.update(flat(value))
+        else:
+            values[f.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, Any]:
+    """`objectives.drloc.weight=0.1` -> nested values, merged into what `base` holds for that name.
+
+    A value is YAML: numbers, true, [1, 2], {a: b}; `null` removes the entry.
+    """
+    values: dict[str, Any] = {}
+    for text in assignments:
+        path, sign, raw = text.partition("=")
+        if not sign:
+            raise RecipeError(f"{text!r} should be NAME=VALUE, for example objectives.drloc.weight=0.1")
+        value = schema.read_yaml(raw, text)
+        first, *rest = path.split(".")
+        if not rest:
+            values[first] = value
+            continue
+        if first not in _DICTS:
+            raise RecipeError(f"{text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
+        node = values.setdefault(first, copy.deepcopy(dict(base.get(first) or {})))
+        for name in rest[:-1]:
+            inner = node.get(name)
+            if inner is not None and not isinstance(inner, dict):
+                raise RecipeError(f"{text}: {name} is {inner!r} and has no inner names")
+            if inner is None:
+                node[name] = {}
+            node = node[name]
+        if value is None:
+            node.pop(rest[-1], None)
+        else:
+            node[rest[-1]] = value
+    return values

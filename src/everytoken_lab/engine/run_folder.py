@@ -1,0 +1,540 @@
+"""A run is a folder; this is its only writer and its only reader.
+
+config.yaml       all options, resolved
+config.json       of a classifier: what timm needs to open the folder (`local-dir:RUN`)
+batch.jpg         the first training batch, with what is learnt from it
+environment.json  versions, machine and command of each start
+metrics.jsonl     a row per logged update (kind "step") and per epoch or validation (kind "epoch")
+metrics.csv       the rows of kind "epoch" as a table
+log.txt           what was logged
+checkpoints/      see checkpoint.py
+best.safetensors  the weights with the best validation score, as a plain timm model
+summary.json      the result
+report.html       a page about the run
+
+`RunFolder` writes, and only rank 0 does. `read_run` reads whatever is there, in whatever state: a file that cannot be
+read is named in `Run.troubles`, and never keeps a run from being continued or looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from everytoken._version import version
+from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
+from everytoken_lab import schema
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, SUBSET, network_address
+
+if TYPE_CHECKING:
+    from everytoken_lab.engine.track import Tracker
+    from everytoken_lab.evaluation.run import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+# Options that do not change what is learned, or that name the run.
+NOT_SETTINGS = {
+    *("seed", "out", "resume", "device", "threads", "workers", "log_interval", "keep", "checkpoint_minutes"),
+    *("checkpoint_steps", "tensorboard", "wandb", "mlflow", "val_interval", "val_batch_size", "bad_loss_limit"),
+    "deterministic",
+}
+DATASET_NAMES = ("torchvision:", "hf:")
+"""How the names of datasets that are no paths begin."""
+PUBLISHED = ("timm:", "registry:", "hf-hub:", "local-dir:")
+"""How the names of weights that are no paths begin; they were not trained on a folder of the user's."""
+CROSS_VALIDATED = "cross-validation"
+"""Value of `validation` in config.yaml of a model that was trained on all images: its numbers are out of fold."""
+_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
+
+
+class RunBusyError(EverytokenError):
+    """Another process is training in the folder."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as far as its folder can be read.
+
+    Attributes:
+        path, name: the folder, and what to call it.
+        config: options, flat.
+        steps, epochs: rows of metrics.jsonl by kind.
+        summary: of a finished run, else empty.
+        starts: environment of each start.
+        skipped: images that could not be read (key -> reason).
+        bad_updates: updates that were left out because the loss was not finite.
+        troubles: what is wrong with the folder, as sentences.
+    """
+
+    path: Path
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    steps: Sequence[Mapping[str, Any]] = ()
+    epochs: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    starts: Sequence[Mapping[str, Any]] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    bad_updates: int = 0
+    troubles: Sequence[str] = ()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row per epoch or validation: epoch, step, seconds, score, validation numbers."""
+        return [{key: value for key, value in row.items() if key != "kind"} for row in self.epochs]
+
+    def report(self, path: str | Path, **options: Any) -> Path:
+        """Write the page of `everytoken report` about this run; options: those of `lab.report`."""
+        from everytoken_lab.reports import report
+
+        report(self.path, path, **options)
+        return Path(path)
+
+    def load(self) -> LoadedModel:
+        """The model with the best weights, ready to use, as `lab.load` gives it."""
+        from everytoken_lab.evaluation import load
+
+        return load(self.path)
+
+    @property
+    def seed(self) -> int | None:
+        """The run's seed, None if it is not known."""
+        value = self.config.get("seed")
+        return value if isinstance(value, int) else None
+
+    @property
+    def planned_epochs(self) -> int:
+        """Whole epochs that the run is to have; 0 where updates are counted and it is not finished."""
+        planned = self.summary.get("epochs") or (0 if self.config.get("iters") else self.config.get("epochs")) or 0
+        return int(planned) if isinstance(planned, int | float) else 0
+
+    @property
+    def done_epochs(self) -> int:
+        """Whole epochs that it has had."""
+        return int(self.epochs[-1].get("epoch", 0)) if self.epochs else 0
+
+    @property
+    def state(self) -> str:
+        """ "finished", "unfinished", "not begun" or "damaged"."""
+        if self.summary and self.score is not None and self.done_epochs >= self.planned_epochs:
+            return "finished"
+        if not self.config:
+            return "damaged"
+        return "unfinished" if self.steps or self.epochs else "not begun"
+
+    @property
+    def metric(self) -> str:
+        """What the score is: "top-1" of a classifier, or another task's, such as "mIoU"."""
+        columns = {name for row in self.epochs for name in row}
+        return next((m for m in ("top-1", "mIoU", "mAP") if f"val_{m.replace('-', '')}" in columns), "score")
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it is a classifier's; one of several labels has mAP as detectors do, and F1."""
+        columns = {name for row in self.epochs for name in row}
+        return self.metric not in ("mIoU", "mAP") or "val_f1" in columns
+
+    @property
+    def scores(self) -> list[tuple[float, float]]:
+        """(epoch, validation score in percent), of the averaged weights where there are any."""
+        averaged = self.curve("ema_score", "epoch")
+        return averaged or self.curve("score", "epoch")
+
+    @property
+    def score(self) -> float | None:
+        """Validation score after the last epoch that was validated; not the best of many."""
+        return self.scores[-1][1] if self.scores else None
+
+    @property
+    def best(self) -> float | None:
+        """The best validation score on the way, which is a little too good by selection."""
+        return max((score for _, score in self.scores), default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent training, over all starts."""
+        curve = self.curve("seconds", "epoch")
+        return curve[-1][1] if curve else None
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of the loss terms, the total first."""
+        others = {"kind", "step", "epoch", "lr", "images_per_second", "waiting", "grad_norm", "loss"}
+        terms = dict.fromkeys(k for row in self.steps for k, v in row.items() if k not in others and _is_number(v))
+        return [*(["loss"] if any("loss" in row for row in self.steps) else []), *terms]
+
+    def curve(self, name: str, kind: str = "step") -> list[tuple[float, float]]:
+        """(epoch, value) of one column; rows without a finite number are left out."""
+        rows = self.steps if kind == "step" else self.epochs
+        return [
+            (float(row["epoch"]), float(row[name]))
+            for row in rows
+            if _is_number(row.get("epoch")) and _is_number(row.get(name))
+        ]
+
+    def last(self, name: str) -> float | None:
+        """The last value of a column of the steps."""
+        curve = self.curve(name)
+        return curve[-1][1] if curve else None
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a column of the steps."""
+        values = [v for _, v in self.curve(name)]
+        return sum(values) / len(values) if values else None
+
+    def settings(self) -> dict[str, Any]:
+        """The options that decide what is learned, `objectives.token_labeling.beta` and the like as single names."""
+        return {k: v for k, v in _flat(self.config).items() if k.split(".", 1)[0] not in NOT_SETTINGS}
+
+    # -- where the data was ---------------------------------------------------------------------------------------
+
+    @property
+    def val_split(self) -> float:
+        """The part that is held out of data without validation images."""
+        value = self.config.get("val_split")
+        return float(value) if _is_number(value) and value else DEFAULT_VAL_SPLIT
+
+    @property
+    def cross_validated(self) -> bool:
+        """Whether it was trained on all of its images, and judged by cross-validation."""
+        return self.config.get("validation") == CROSS_VALIDATED
+
+    def places(self, option: str = "data") -> Iterator[Path]:
+        """Where the path of an option may lead: from the folder of the start, those above the run, and this one."""
+        text = str(self.config.get(option) or "")
+        if text:
+            started_in = [Path(str(start["folder"])) for start in self.starts[-1:] if start.get("folder")]
+            for base in (*started_in, *self.path.parents, Path.cwd()):
+                yield (base / Path(text).expanduser()).resolve()
+
+    def place(self, option: str = "data") -> Path | None:
+        """The path of an option, where it is now; None if it is nowhere."""
+        return next((path for path in self.places(option) if path.exists()), None)
+
+    def own_data(self) -> str:
+        """Its images, where they are now. Raises if they are at an address: no file opens a connection by its word."""
+        given = str(self.config.get("data") or "")
+        if network_address(given):
+            raise EverytokenError(
+                f"{self.path / 'config.yaml'} says that its images are at {given}, and no address is opened because a "
+                "file names it: if you trust it, name it yourself (everytoken eval RUN DATA, or everytoken report RUN "
+                "--data DATA, which also calibrates predict and export)"
+            )
+        return str(self.place() or given)
+
+    def names(self, given: str, option: str = "data", part: Callable[[Path], Path] = Path) -> bool | None:
+        """Whether an option of the run means what is `given` here; None if that cannot be known.
+
+        Args:
+            part: of a path, the folder or file that is compared.
+        """
+        recorded = str(self.config.get(option) or "")
+        if any(name.startswith((*DATASET_NAMES, SUBSET)) for name in (recorded, given)):
+            return recorded == given
+        path, place = Path(given).expanduser().resolve(), self.place(option)
+        if place is not None:
+            return part(place) == part(path)
+        return True if path in self.places(option) else None
+
+
+def read_run(path: Path, name: str = "") -> Run:
+    """One run folder."""
+    troubles: list[str] = []
+    config = _read(path / "config.yaml", dict[str, Any], troubles)
+    summary = _read(path / "summary.json", dict[str, Any], troubles, optional=True)
+    starts = _read(path / "environment.json", list[dict[str, Any]], troubles, optional=True)
+    rows = _rows(path / "metrics.jsonl", troubles)
+    skipped = {str(row.get("key")): str(row.get("reason")) for row in _rows(path / "skipped-images.jsonl", troubles)}
+    if not is_run(path):
+        troubles = [f"{path} holds no run: none of {', '.join(_FILES)} is in it"]
+    return Run(
+        path,
+        name or path.name,
+        config or {},
+        [row for row in rows if row.get("kind") == "step"],
+        [row for row in rows if row.get("kind") == "epoch"],
+        summary or {},
+        starts or [],
+        skipped,
+        len(_rows(path / "bad-updates.jsonl", troubles)),
+        troubles,
+    )
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs that were named; a folder of runs stands for the runs inside it."""
+    folders: list[Path] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if not path.is_dir():
+            near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+            what = "is a file; a run is a folder" if path.exists() else "does not exist"
+            raise EverytokenError(f"the run folder {path} {what}.{did_you_mean(path.name, near)}")
+        inside = sorted(p for p in path.iterdir() if p.is_dir() and is_run(p))
+        folders += inside if inside and not is_run(path) else [path]
+    folders = list({folder.resolve(): folder for folder in folders}.values())
+    return [read_run(folder, name) for folder, name in zip(folders, _short_names(folders), strict=True)]
+
+
+def run_of(source: str | Path) -> Run | None:
+    """The run that a run folder, a checkpoint or a weights file belongs to; None if there is none."""
+    path = Path(source).expanduser().resolve()
+    folder = path if path.is_dir() else path.parent
+    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    run = read_run(folder) if (folder / "config.yaml").is_file() else None
+    return run if run is not None and run.config.get("data") else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder has any file of a run."""
+    return any((path / file).exists() for file in _FILES)
+
+
+class RunFolder:
+    """Writes the files of one run.
+
+    Args:
+        path: the folder, which is made by `open`.
+        writable: False on all ranks but the first; everything that writes is then silent.
+    """
+
+    def __init__(self, path: str | Path, writable: bool = True) -> None:
+        self.path = Path(path)
+        self.writable = writable
+        self.trackers: list[Tracker] = []
+        self._opened = False
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def open(self) -> Lock:
+        """Make the folder and take the right to write to it, which ends with this process."""
+        if self.path.exists() and not self.path.is_dir():
+            raise EverytokenError(f"the output {self.path} is a file; a run is a folder")
+        try:
+            make_inside(self.path, self.checkpoints.name)
+            lock = Lock(self.path, "run")
+            remove_temporary(self.path)  # of a writer that was killed
+            self._opened = True
+            return lock
+        except BusyError as error:
+            raise RunBusyError(
+                f"another process is training in {self.path}; wait for it, or choose another output.\n{error}"
+            ) from error
+        except OSError as error:
+            raise EverytokenError(
+                f"{self.path} cannot be written to ({error.strerror}); choose another output"
+            ) from error
+
+    def read(self) -> Run:
+        """What is in the folder."""
+        return read_run(self.path)
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a small file in one step, on the disk."""
+        if self.writable:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / name, text.encode())
+
+    def write_config(self, options: Mapping[str, Any], timm_config: Mapping[str, Any] | None = None) -> None:
+        """`config.yaml`; `config.json`, if timm can open the weights; the environment, added to `environment.json`."""
+        if self.writable:
+            starts = self.read().starts
+            self.write("config.yaml", yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True))
+            if timm_config is not None:
+                self.write("config.json", plain_json(dict(timm_config)))
+            self.write("environment.json", json.dumps([*starts, environment()], indent=1))
+
+    def log(self, text: str) -> None:
+        """Log a line, and keep it in log.txt with the time."""
+        if not self.writable:
+            return
+        logger.info(text)
+        if self._opened:
+            append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+
+    @contextmanager
+    def surviving(self, what: str) -> Iterator[None]:
+        """For what a run does not depend on, copies and pictures: an error becomes a line in the log."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            self.log(f"note: {what} failed: {type(error).__name__}: {reason}")
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """A line at the end of a file of JSON lines."""
+        if self.writable:
+            self.path.mkdir(parents=True, exist_ok=True)
+            append(self.path / name, f"{plain_json(dict(row), None)}\n".encode())
+
+    def record(self, row: dict[str, Any]) -> None:
+        """A line in metrics.jsonl; rows of kind "epoch" also renew metrics.csv."""
+        if not self.writable:
+            return
+        self.append("metrics.jsonl", row)
+        for tracker in list(self.trackers):
+            with self.surviving(f"{type(tracker).__name__}, which gets no more rows"):
+                tracker.record(row)
+                continue
+            self.trackers.remove(tracker)
+        if row.get("kind") == "epoch":
+            self._write_csv(self.rows())
+
+    def close_trackers(self) -> None:
+        """Finish the records of the trackers."""
+        for tracker in self.trackers:
+            with self.surviving(type(tracker).__name__):
+                tracker.close()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl that can be read."""
+        return _rows(self.path / "metrics.jsonl", [])
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of updates that a resumed run will do again, and lines that cannot be read."""
+        if not self.writable:
+            return
+        troubles: list[str] = []
+        rows = [
+            r for r in _rows(self.path / "metrics.jsonl", troubles) if _is_number(r.get("step")) and r["step"] <= step
+        ]
+        for trouble in troubles:
+            self.log(f"note: {trouble}")
+        self.write("metrics.jsonl", "".join(plain_json(row, None) + "\n" for row in rows))
+        self._write_csv(rows)
+
+    def _write_csv(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        rows = [row for row in rows if row.get("kind") == "epoch"]
+        columns = list(dict.fromkeys(key for row in rows for key in row if key != "kind"))
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        self.write("metrics.csv", table.getvalue())
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a run was started."""
+    import numpy
+    import timm
+    import torch
+    import torchvision
+
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "folder": os.getcwd(),  # where relative paths in config.yaml start
+        "everytoken": version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "timm": timm.__version__,
+        "numpy": numpy.__version__,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "git": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the working directory, or None outside of git.
+
+    The files of `.git` are read, git is not run: `git status` executes what a folder's own `.git/config` names
+    (core.fsmonitor, filters), so that training inside a downloaded folder would run its code.
+    """
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        head = folder / ".git" / "HEAD"
+        try:
+            commit = head.read_text().strip()
+            if commit.startswith("ref: "):
+                name = commit.removeprefix("ref: ")
+                loose = head.parent / name
+                if loose.is_file():
+                    commit = loose.read_text().strip()
+                else:
+                    lines = (head.parent / "packed-refs").read_text().splitlines()
+                    commit = next((line.split()[0] for line in lines if line.endswith(f" {name}")), "")
+        except (OSError, UnicodeDecodeError, IndexError):
+            continue
+        return commit if re.fullmatch("[0-9a-f]{40,64}", commit) else None
+    return None
+
+
+def _read(path: Path, kind: Any, troubles: list[str], optional: bool = False) -> Any:
+    """A YAML or JSON file of the run, or None with a sentence in `troubles`."""
+    if not path.exists():
+        if not optional:
+            troubles.append(f"{path.name} is missing")
+        return None
+    try:
+        if path.suffix == ".json":
+            return schema.read_json(path, kind)
+        return schema.parse(kind, schema.read_yaml(path.read_bytes(), str(path)), str(path))
+    except (OSError, schema.SchemaError) as error:
+        troubles.append(f"{path.name} cannot be read ({str(error).removeprefix(f'{path}: ').rstrip('.')[:120]})")
+        return None
+
+
+def _rows(path: Path, troubles: list[str]) -> list[dict[str, Any]]:
+    """The lines of a JSON-lines file; the last may be torn after a kill, other bad ones are counted in `troubles`."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        troubles.append(f"{path.name} cannot be read ({error.strerror})")
+        return []
+    rows, bad = [], 0
+    for number, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif number < len(lines) - 1:
+            bad += 1
+    if bad:
+        troubles.append(f"{bad} of {len(lines)} lines of {path.name} cannot be read and are left out")
+    return rows
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, with as much of the path before them as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    depth = 1
+    while len({p[-depth:] for p in parts}) < len(parts) and depth < max(map(len, parts)):
+        depth += 1
+    return ["/".join(p[-depth:]) for p in parts]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{before}{key}.")
+        else:
+            flat[f"{before}{key}"] = {} if isinstance(value, Mapping) else value
+    return flat

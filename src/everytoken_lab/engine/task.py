@@ -1,0 +1,152 @@
+"""What a task is: timm's `TrainingTask` with its data, its validation and what it exports.
+
+classify, segment, detect and the annotator's `fit` are subclasses; `loop.run` trains any of them:
+
+    class Detection(Task):
+        def __init__(self, ..., options, world, folder):
+            super().__init__(DetectStep(detector), options, world, folder)
+            self.train_loader = self.loader(train_set, None, options.dataset.batch_size, train=True)
+            self.batches_per_epoch = len(self.train_loader)
+        def train_batches(self, epoch, start): ...
+        def validate(self, module): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.task import TrainingTask
+from timm.utils.model import unwrap_model
+from torch import Tensor, nn
+
+from everytoken.files import write_picture
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.loader import BadImages, BatchReader, Loader
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.options import LoopOptions
+from everytoken_lab.engine.run_folder import RunFolder
+
+
+class Task(TrainingTask):
+    """Base class of everything that the loop trains.
+
+    Args:
+        module: what is trained; `module(batch)` in training mode gives {"loss": scalar, further terms}.
+        options: of the run.
+        world: this process among its peers; the module is moved to its device.
+        folder: of the run.
+
+    Attributes:
+        batches_per_epoch: of this process.
+        score_name: what the score is called, such as top-1.
+        is_reported: whether its run ends with a page for people.
+    """
+
+    score_name = "score"
+    is_reported = True
+    batches_per_epoch: int
+
+    def __init__(self, module: nn.Module, options: LoopOptions, world: World, folder: RunFolder) -> None:
+        super().__init__(device=world.device, verbose=False)
+        self.trainable_module: nn.Module = module.to(world.device)
+        self.options, self.world, self.folder = options, world, folder
+        self.loaders: list[Loader] = []
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained, without a wrapper for many processes."""
+        return unwrap_model(self.trainable_module)
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The timm model, whose layer groups and exemptions from weight decay the optimizer follows."""
+        raise NotImplementedError
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Batches of an epoch for this process, on the device, from position `start` on.
+
+        A batch is a dataclass with a length, `keys` (names of its images) and `key`, which the loop sets; it is a
+        function of (seed, epoch, position).
+        """
+        raise NotImplementedError
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """Loss terms of a batch; "loss" is minimised, "output" is not logged."""
+        terms: dict[str, Tensor] = self.trainable_module(batch)
+        return terms
+
+    def validate(self, module: nn.Module) -> dict[str, float]:
+        """Numbers of `module` (or an average of it), which is in evaluation mode; "score" is what "best" means."""
+        raise NotImplementedError
+
+    def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Of the module's state dict, what to write, by suffix of the file's name: "" is the main file."""
+        return {"": state}
+
+    def metadata(self) -> dict[str, str]:
+        """What somebody needs to know to use the weights; kept in the files."""
+        return {}
+
+    def timm_config(self) -> dict[str, Any] | None:
+        """What timm reads in config.json beside the weights; None: timm cannot open them."""
+        return None
+
+    def describe(self) -> str:
+        """Data and model in a few words, for the log."""
+        return type(self).__name__
+
+    def facts(self) -> dict[str, str]:
+        """Data and model as rows of a table, for the plan of a run."""
+        return {"task": self.describe()}
+
+    def finish(self, module: nn.Module) -> None:
+        """Write tables and pictures of a finished run, on rank 0; `module` is in evaluation mode."""
+
+    def picture(self, batch: Any) -> Image.Image | None:
+        """The first training batch, as a picture for people; None: there is nothing to see."""
+        return None
+
+    def show(self, batch: Any) -> None:
+        """Write the picture of a batch to batch.jpg, on rank 0. Random numbers stay as they were, errors are logged."""
+        if not self.folder.writable:
+            return
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with self.folder.surviving("batch.jpg"), torch.random.fork_rng(devices), torch.no_grad():
+            picture = self.picture(batch)
+            if picture is not None:
+                write_picture(self.folder.path / "batch.jpg", picture, quality=88)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Mixed precision as the options have it."""
+        optim = self.options.optim
+        return torch.autocast(self.world.device.type, getattr(torch, optim.amp_dtype), enabled=optim.amp)
+
+    def loader(
+        self, data: DataSet | BatchReader, transform: Any = None, batch_size: int = 1, *, train: bool, **more: Any
+    ) -> Loader:
+        """A loader of this process's share of `data`; bad images are handled as the options say."""
+        log = self.folder.path / "skipped-images.jsonl" if self.folder.writable else None
+        loader = Loader(
+            data,
+            transform,
+            batch_size,
+            train=train,
+            seed=self.options.run.seed,
+            workers=self.options.dataset.workers,
+            rank=self.world.rank,
+            world=self.world.size,
+            bad_images=BadImages(self.options.dataset.on_bad_image, log=log),
+            pin_memory=self.world.device.type == "cuda",
+            **more,
+        )
+        self.loaders.append(loader)
+        return loader
+
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for loader in self.loaders:
+            loader.close()

@@ -1,0 +1,143 @@
+"""TensorBoard, Weights & Biases and MLflow, by option. The run folder's own files are always written; these are copies.
+
+Runs are called <folder>-<id> there. The id is drawn once for each run folder and kept in its trackers.json, so that a
+resumed run continues its record, and a run of the same name elsewhere has another one. A tracker that cannot be
+reached at the start is an error; one that fails later is left out with a line in the log, and training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from everytoken.errors import EverytokenError, MissingExtraError, need
+from everytoken.files import make_inside, plain_json, write_atomically
+from everytoken_lab.engine.options import LoopOptions
+
+
+class TensorBoard:
+    """Scalars under step/ and epoch/, in <run>/tensorboard, which TensorBoard names by the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        need("tensorboard", "track", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(make_inside(folder, "tensorboard")))
+
+    def record(self, row: Mapping[str, Any]) -> None:
+        """One row."""
+        for name, value in _numbers(row).items():
+            self.writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flush."""
+        self.writer.close()
+
+
+class WandB:
+    """A run of a Weights & Biases project. Offline (WANDB_MODE=offline), it is written to <run>/wandb."""
+
+    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+        wandb = need("wandb", "track", "wandb")
+        number = _ids(folder)["id"]
+        make_inside(folder, "wandb")
+        self.run = wandb.init(
+            project=project,
+            name=f"{folder.resolve().name}-{number}",
+            id=number,
+            resume="allow",
+            config=config,
+            dir=str(folder),
+            settings=wandb.Settings(disable_git=True),  # git executes what a folder configures, see run_folder.py
+        )
+
+    def record(self, row: Mapping[str, Any]) -> None:
+        """One row."""
+        self.run.log(_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+
+
+class MLflow:
+    """A run of an MLflow experiment, where MLFLOW_TRACKING_URI says; without it, in mlflow.db of this folder."""
+
+    def __init__(self, experiment: str, folder: Path, config: Mapping[str, Any]) -> None:
+        mlflow = need("mlflow", "track", "mlflow")
+        self.client = mlflow.MlflowClient()
+        ids = _ids(folder)
+        if "mlflow" in ids:
+            self.run: str = ids["mlflow"]
+            self.client.update_run(self.run, status="RUNNING")
+            return
+        found = self.client.get_experiment_by_name(experiment)
+        number = self.client.create_experiment(experiment) if found is None else found.experiment_id
+        name = f"{folder.resolve().name}-{ids['id']}"
+        self.run = self.client.create_run(number, run_name=name, tags={"folder": str(folder.resolve())}).info.run_id
+        write_atomically(folder / "trackers.json", plain_json({**ids, "mlflow": self.run}).encode())
+        parameters = [mlflow.entities.Param(key, str(value)[:500]) for key, value in config.items()]
+        for start in range(0, len(parameters), 100):  # as many as a call may have
+            self.client.log_batch(self.run, params=parameters[start : start + 100])
+
+    def record(self, row: Mapping[str, Any]) -> None:
+        """One row."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, float(value), now, row["step"]) for name, value in _numbers(row).items()]
+        self.client.log_batch(self.run, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as finished, or as killed if an error ends it."""
+        self.client.set_terminated(self.run, "FINISHED" if sys.exc_info()[0] is None else "KILLED")
+
+
+Tracker = TensorBoard | WandB | MLflow
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {f"{row['kind']}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, int | float)}
+
+
+def _ids(folder: Path) -> dict[str, str]:
+    """The id of the run, drawn when it is first asked for, and MLflow's, if it has one."""
+    path = folder / "trackers.json"
+    try:
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and found.get("id"):
+            return {key: str(value) for key, value in found.items()}
+    except (OSError, ValueError):
+        pass
+    ids = {"id": secrets.token_hex(3)}  # not keyed: two runs with the same seed have to differ
+    write_atomically(path, plain_json(ids).encode())
+    return ids
+
+
+def build_trackers(options: LoopOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
+    """Those that were asked for."""
+    run = options.run
+    wanted: dict[str, Callable[[], Tracker]] = {}
+    if run.tensorboard:
+        wanted["tensorboard"] = lambda: TensorBoard(folder)
+    if run.wandb:
+        wanted["wandb"] = lambda: WandB(run.wandb, folder, config)
+    if run.mlflow:
+        wanted["mlflow"] = lambda: MLflow(run.mlflow, folder, config)
+    trackers: list[Tracker] = []
+    for name, build in wanted.items():
+        try:
+            trackers.append(build())
+        except MissingExtraError:
+            raise
+        except Exception as error:  # each library has its own
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise EverytokenError(
+                f"{name} cannot be written to ({reason}). Check its address and login, or leave {name} out."
+            ) from error
+    return trackers

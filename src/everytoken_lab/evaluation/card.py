@@ -1,0 +1,213 @@
+"""The model card of an exported model: README.md with what it was trained on and how, its result, and how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import yaml
+
+from everytoken._version import version
+from everytoken.errors import EverytokenError
+from everytoken_lab.classes import shown_name
+from everytoken_lab.engine.run_folder import Run
+from everytoken_lab.evaluation import ExportOptions
+from everytoken_lab.evaluation.calibrated import splits
+from everytoken_lab.models.open import OpenModel
+from everytoken_lab.stats import Estimate, percentage
+
+_SHOWN = 40  # classes that are named
+_SETTINGS = ("epochs", "iters", "batch_size", "opt", "lr", "weight_decay", "smoothing", "aa", "seed")
+
+
+def model_card(
+    opened: OpenModel, run: Run | None, differences: Mapping[str, float], checked_on: str, options: ExportOptions
+) -> str:
+    """The text of README.md."""
+    facts = _data_facts(run, opened.info.multi_label)
+    result = facts.get("result")
+    title = options.push.split("/")[-1] or (run.name if run is not None else opened.info.architecture)
+    front: dict[str, Any] = {
+        "library_name": "timm",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", "timm", "everytoken"],
+    }
+    if options.license:
+        front["license"] = options.license
+    if isinstance(result, Estimate):
+        kind, name = ("mAP", "mAP") if opened.info.multi_label else ("accuracy", "top-1")
+        metric = {"type": kind, "value": round(result.value, 2), "name": f"{name} on held-out images"}
+        data = {"type": "imagefolder", "name": str(facts["data"])}
+        task = {"type": "image-classification"}
+        results = [{"task": task, "dataset": data, "metrics": [metric]}]
+        front["model-index"] = [{"name": title, "results": results}]
+    sections = [
+        f"# {_plain(title)}",
+        _about(opened),
+        _training(run, facts),
+        _result(opened, facts),
+        _use(opened, differences),
+        _files(opened, differences, checked_on),
+        f"Written by everytoken {version()}.",
+    ]
+    head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _data_facts(run: Run | None, multi_label: bool) -> dict[str, Any]:
+    """Name and size of the data, and the result with its interval, as far as they can be known."""
+    if run is None:
+        return {}
+    facts: dict[str, Any] = {"data": str(run.config.get("data", "")).rstrip("/").split("/")[-1] or "the run's data"}
+    try:
+        train, val = splits(run)
+        facts |= {"train": len(train), "val": len(val)}
+    except (EverytokenError, OSError):
+        pass  # moved or deleted: the result has no interval then
+    best = run.summary.get("best")
+    score = best.get("score") if isinstance(best, Mapping) else run.best
+    images = f"{facts['val']:,} " if "val" in facts else ""
+    if run.cross_validated:
+        judged = f"in cross-validation of its {images}images; the model itself was then fitted on all of them"
+    elif len(run.scores) > 1:
+        judged = f"on {images}held-out images, which also chose the epoch: the number is a little too good"
+    else:
+        judged = f"on {images}held-out images"
+    facts["judged"] = judged
+    if isinstance(score, int | float):
+        count = 0 if multi_label else facts.get("val", 0)  # the interval of mAP is not known without the answers
+        facts["result"] = percentage(np.arange(count) < round(score / 100 * count)) if count else Estimate(float(score))
+    return facts
+
+
+def _about(opened: OpenModel) -> str:
+    info = opened.info
+    names = [_code(shown_name(name)) for name in info.class_names[:_SHOWN]]
+    more = f" and {opened.num_classes - _SHOWN} more (config.json)" if opened.num_classes > _SHOWN else ""
+    return (
+        f"An image classifier: `{info.architecture}`, {opened.parameters / 1e6:.1f} M parameters, images of "
+        f"{info.img_size[1]} x {info.img_size[0]} pixels, {opened.num_classes} classes"
+        f"{', of which an image may have several (sigmoid)' if info.multi_label else ''}: {', '.join(names)}{more}."
+    )
+
+
+def _training(run: Run | None, facts: Mapping[str, Any]) -> str:
+    if run is None:
+        return ""
+    config = run.config
+    if "method" in config:
+        return "\n".join(
+            [
+                "## Training",
+                f"- data: {_code(facts['data'])}" + (f", {facts['train']:,} images" if "train" in facts else ""),
+                f"- {_plain(config['method'])} of {_code(config.get('weights', ''))} at {config.get('img_size')} px, "
+                f"L2 penalty {config.get('penalty', 0.0):.1e}; no augmentation, no fine-tuning",
+            ]
+        )
+    images = f": {facts['train']:,} images to train on, {facts['val']:,} held out" if "train" in facts else ""
+    objectives = ", ".join(_code(name) for name in config.get("objectives") or {}) or "plain labels"
+    mixing = ", ".join(_code(name) for name in config.get("mixing") or {}) or "none"
+    start = config.get("weights")
+    lines = [
+        "## Training",
+        f"- data: {_code(facts['data'])}{images}",
+        f"- recipe: {_code(config['recipe']) if config.get('recipe') else 'options of `everytoken train`'}",
+        f"- objectives: {objectives}; mixing: {mixing}",
+        f"- starts from: {_code(start) if start else 'random weights'}",
+        "- "
+        + ", ".join(f"{name} {_code(config[name])}" for name in _SETTINGS if config.get(name) not in (None, "", 0)),
+    ]
+    if config.get("maps"):
+        lines.insert(4, f"- score maps for the tokens: {_code(str(config['maps']).rstrip('/').split('/')[-1])}")
+    return "\n".join(lines)
+
+
+def _result(opened: OpenModel, facts: Mapping[str, Any]) -> str:
+    result, calibration, several = facts.get("result"), opened.info.calibration, opened.info.multi_label
+    lines = []
+    if isinstance(result, Estimate):
+        interval = "" if result.low is None else f" (95 % interval {result.low:.1f} to {result.high:.1f})"
+        lines.append(
+            f"{'Mean average precision' if several else 'Top-1 accuracy'} {result.value:.1f} %{interval} "
+            f"{facts['judged']}."
+        )
+    if calibration is not None:
+        lines.append(
+            f"Divide logits by {calibration.temperature:.3g} before the {'sigmoid' if several else 'softmax'} "
+            f"(calibrated on {calibration.images:,} images{calibration.words()})."
+        )
+        rows = []
+        for rate in (0.9, 0.95, 0.99):
+            threshold, coverage = calibration.threshold(rate)
+            if coverage:
+                rows.append(f"| {rate:.0%} | {threshold:.3f} | {coverage:.0f} % |")
+        if rows:
+            head = "right labels | probability of at least | labels that are found" if several else ""
+            head = head or "right answers | probability of at least | part of the images"
+            lines += ["", f"| {head} |", "|---|---|---|", *rows]
+        if several:
+            lines += ["", f"`everytoken predict` gives the labels of {calibration.best_threshold()[0]:.3f} or more."]
+    return "\n".join(["## Result", *lines]) if lines else ""
+
+
+def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
+    info, parts = opened.info, ["## Use"]
+    own = type(opened.model.backbone).__module__.startswith("everytoken")
+    if "model.safetensors" in differences:
+        first = "import everytoken  # registers this model with timm\n" if own else ""
+        parts.append(
+            f"```python\n{first}import timm\nfrom PIL import Image\n\n"
+            'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()   # or hf-hub:USER/NAME\n'
+            "config = timm.data.resolve_model_data_config(model)\n"
+            "transform = timm.data.create_transform(**config, is_training=False)\n"
+            'logits = model(transform(Image.open("photo.jpg").convert("RGB"))[None])\n'
+            'model.pretrained_cfg["label_names"][logits.argmax()]\n```'
+        )
+        if info.token_class_names:
+            parts.append(
+                "timm opens the classifier. The head that answers for every token is "
+                + ("in the weights too" if opened.model.uses_own_head else "in model.token_head.safetensors")
+                + "; everytoken uses it."
+            )
+    if "model.onnx" in differences:
+        height, width = info.img_size
+        parts.append(
+            "```python\nimport json, numpy, onnxruntime\n\n"
+            'session = onnxruntime.InferenceSession("model.onnx")\n'
+            "about = session.get_modelmeta().custom_metadata_map      # classes, preprocessing, temperature\n"
+            f"# images: float32 [B, 3, {height}, {width}], see Preprocessing\n"
+            'logits = session.run(["logits"], {"images": images})[0]\n'
+            'json.loads(about["classes"])[logits[0].argmax()]\n```'
+        )
+    parts.append("```sh\neverytoken predict FOLDER photos --out predictions.csv\n```")
+    side = int(info.img_size[0] / info.crop_pct)
+    resized = {"center": "the short side", "squash": "both sides", "border": "the long side"}[info.crop_mode]
+    rest = "padded with the mean colour to" if info.crop_mode == "border" else "the centre"
+    parts.append(
+        f"Preprocessing: RGB, upright, {resized} resized to {side} pixels ({info.interpolation}), {rest} "
+        f"{info.img_size[1]} x {info.img_size[0]}, divided by 255, mean {list(info.mean)}, std {list(info.std)}."
+    )
+    return "\n\n".join(parts)
+
+
+def _files(opened: OpenModel, differences: Mapping[str, float], checked_on: str) -> str:
+    lines = [f"| {name} | {difference:.1e} |" for name, difference in differences.items()]
+    return "\n".join(
+        [
+            "## Files",
+            f"Each file was compared with the trained model on {checked_on}; the largest difference of a logit:",
+            "",
+            *("| file | difference |", "|---|---|"),
+            *lines,
+        ]
+    )
+
+
+def _plain(text: object) -> str:
+    """One line without Markdown's special signs."""
+    return " ".join("".join("\\" + letter if letter in "\\`*_{}[]<>|~#" else letter for letter in str(text)).split())
+
+
+def _code(text: object) -> str:
+    return "`" + " ".join(str(text).replace("`", "'").split()) + "`"

@@ -1,0 +1,328 @@
+"""`export`: a folder that others use without this package: timm and the Hugging Face Hub, ONNX.
+
+| format | files | opened by |
+|---|---|---|
+| timm, hf | model.safetensors, config.json | `timm.create_model("local-dir:FOLDER", pretrained=True)`, the Hub |
+| onnx | model.onnx | onnxruntime and everything else that reads ONNX; `everytoken predict FOLDER/model.onnx` |
+
+Each has a README.md, the model card: data, recipe, result with its interval, preprocessing, and how to use it. Every
+file is compared with the model on images before it takes its place. Class names, preprocessing and calibration are in
+config.json and in the metadata of model.safetensors and model.onnx.
+
+Weights are the plain timm model, which answers for whole images. The head for tokens, where there is one, is part of it
+(LV-ViT, VOLO) or lies beside it in model.token_head.safetensors, which this package reads and others ignore.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import timm
+import torch
+from torch import Tensor, nn
+
+from everytoken.data.batch import normalise
+from everytoken.errors import EverytokenError, did_you_mean, need, no_telemetry
+from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
+from everytoken_lab.data.decode import Picture
+from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.engine.run_folder import Run, run_of
+from everytoken_lab.evaluation import ExportOptions, InferenceOptions
+from everytoken_lab.evaluation.calibrated import calibrated, validation_set
+from everytoken_lab.evaluation.card import model_card
+from everytoken_lab.evaluation.run import eval_view, open_with
+from everytoken_lab.maps.summary import sample_positions
+from everytoken_lab.models.inference import export_onnx, open_session
+from everytoken_lab.models.open import Description, OpenModel, timm_config, token_head_file
+
+if TYPE_CHECKING:
+    from everytoken_lab.data.augment import EvalTransform
+
+CHECKED_ON = 8  # images
+_TOKEN_HEAD = token_head_file(Path("model.safetensors")).name
+_TOLERANCE = 2e-3  # of the largest logit
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote.
+
+    Attributes:
+        folder: where it is. files: in it.
+        differences: file -> largest difference to the model's own logits, on the images that it was checked on.
+        checked_on: which images these were.
+        notes: what to know about it.
+        address: of the page on the Hub, if it was pushed.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    differences: dict[str, float]
+    checked_on: str
+    notes: tuple[str, ...] = ()
+    address: str = ""
+
+
+class _Answers(nn.Module):
+    """Images -> logits, or (logits, cells): what is traced. The vote of the tokens is part of the logits."""
+
+    def __init__(self, opened: OpenModel, cells: bool, vote: float) -> None:
+        super().__init__()
+        self.model, self.cells, self.vote = opened.model, cells, vote
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        view = self.model(images)
+        logits = view.voted(self.vote)
+        if not self.cells:
+            return (logits,)
+        return logits, self.model.class_and_cell_logits(images)[1] if view.token_logits is None else view.token_logits
+
+
+def run_export(source: str | Path | OpenModel, out: Path | None, options: ExportOptions) -> Exported:
+    """See `export`."""
+    _check_options(options)
+    kinds = list(dict.fromkeys("timm" if kind == "hf" else kind for kind in options.to))
+    opened = open_with(
+        source,
+        InferenceOptions(model=options.model, weights=options.weights, img_size=options.img_size, device="cpu"),
+    )
+    if not hasattr(opened.model.backbone, "forward_features"):
+        raise EverytokenError(
+            f"{opened.source} is an exported program already; export the weights that it was made from."
+        )
+    run = run_of(opened.source) if Path(opened.source).is_file() else None
+    folder = out or _default_folder(opened, run)
+    if out is None:
+        refuse_link(folder)
+    _check_folder(folder, kinds)
+    remark = ""
+    if not options.img_size:  # at another size, probabilities mean something else
+        opened, remark = calibrated(opened, InferenceOptions(workers=0, device="cpu"), None)
+    opened = replace(opened, info=_portable(opened))
+    images, checked_on = _check_images(opened, run, options.images)
+    folder.mkdir(parents=True, exist_ok=True)
+    differences: dict[str, float] = {}
+    with disk_errors(folder, "writing the exported model"):
+        for kind in kinds:
+            name, write = WRITERS[kind]
+            differences[name] = write(opened, folder, images, options.cells)
+        card = model_card(opened, run, differences, checked_on, options)
+        write_atomically(folder / "README.md", card.encode())
+    names = [*differences, "README.md"]
+    if "model.safetensors" in differences:
+        names += ["config.json", *([_TOKEN_HEAD] if (folder / _TOKEN_HEAD).is_file() else [])]
+    address = _push(folder, names, options) if options.push else ""
+    notes = (remark,) if remark else ()
+    return Exported(folder, tuple(folder / name for name in names), differences, checked_on, notes, address)
+
+
+def _check_options(options: ExportOptions) -> None:
+    """What would fail after all the work is said before it."""
+    for kind in options.to:
+        if kind not in (*WRITERS, "hf"):
+            raise EverytokenError(f"there is no export to {kind!r}.{did_you_mean(kind, [*WRITERS, 'hf'])}")
+    if "onnx" in options.to:
+        for module in ("onnx", "onnxscript", "onnxruntime"):
+            need(module, "export", "an ONNX file")
+    if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
+        raise EverytokenError(f"push is {options.push!r}; a repository on the Hub is USER/NAME.")
+
+
+def _check_folder(folder: Path, kinds: Sequence[str]) -> None:
+    """Files of two models side by side would look like one."""
+    old = [name for kind, (name, _) in WRITERS.items() if kind not in kinds and (folder / name).exists()]
+    if old:
+        raise EverytokenError(
+            f"{folder / old[0]} of an earlier export would stay beside the new files. Export all formats at once (to) "
+            "or choose another folder."
+        )
+
+
+def _default_folder(opened: OpenModel, run: Run | None) -> Path:
+    if run is not None:
+        return run.path / "export"
+    path = Path(opened.source)
+    name = path.stem if path.is_file() else re.split("[:/]", opened.source)[-1]
+    return Path("export") / name
+
+
+def _portable(opened: OpenModel) -> Description:
+    """The description, with everything that the opened model knew from elsewhere."""
+    config: Any = opened.model.backbone.pretrained_cfg or {}
+    architecture = config.get("architecture") or opened.info.architecture
+    token_names = opened.info.token_class_names
+    if opened.model.uses_own_head:  # which of weights from elsewhere speaks the same classes
+        token_names = token_names or opened.class_names
+    return replace(
+        opened.info,
+        architecture=architecture.split(".")[0],
+        arguments={**opened.info.arguments, "num_classes": opened.num_classes},
+        class_names=opened.class_names,
+        token_class_names=token_names,
+    )
+
+
+def _check_images(opened: OpenModel, run: Run | None, given: str) -> tuple[Tensor, str]:
+    """A few images as the network sees them, [N, 3, H, W], and what they are."""
+    from everytoken_lab.data.datasets import gather_images
+
+    view = eval_view(opened.info)
+    pictures: list[Picture] = []
+    words = ""
+    if given:
+        root, names = gather_images([given])
+        pictures = [Picture(root / names[i], names[i]) for i in sample_positions(len(names), CHECKED_ON)]
+        words = f"{len(pictures)} images of {given}"
+    elif run is not None:
+        try:
+            data = validation_set(run)
+        except (EverytokenError, OSError):
+            data = None  # moved or deleted
+        if data is not None:
+            pictures = [data.picture(i) for i in sample_positions(len(data), CHECKED_ON)]
+            words = f"{len(pictures)} images that the run held out"
+    if not pictures:
+        return normalise(_drawn(view), view.mean, view.std), f"{CHECKED_ON} drawn images, because no photos were named"
+    pixels = np.stack([view(picture)[0] for picture in pictures]).transpose(0, 3, 1, 2)
+    return normalise(torch.from_numpy(pixels.copy()), view.mean, view.std), words
+
+
+def _drawn(view: EvalTransform) -> Tensor:
+    """Coloured clouds, where there are no photos; uint8 [N, 3, H, W]."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(CHECKED_ON, 3, 7, 7, generator=generator)
+    return (255 * nn.functional.interpolate(coarse, view.size, mode="bilinear", align_corners=False)).byte()
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def _write_timm(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
+    """model.safetensors and config.json."""
+    model, info = opened.model, opened.info
+    about = timm_config(model.backbone, info)
+    if model.token_head is not None:
+        about["token_head"] = _TOKEN_HEAD
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as work:
+        trial = Path(work)
+        files: dict[str, dict[str, Tensor]] = {"model.safetensors": dict(model.backbone.state_dict())}
+        if model.token_head is not None:
+            files[_TOKEN_HEAD] = dict(model.token_head.state_dict())
+        for name, tensors in files.items():
+            write_weights(trial / name, tensors, info.to_metadata())
+        write_atomically(trial / "config.json", plain_json(about).encode())
+        again = timm.create_model(f"local-dir:{trial}", pretrained=True).eval()
+        trained = _Answers(opened, False, 0.0).eval()  # timm's model has no token head to vote with
+        difference = _compare("model.safetensors", lambda x: (_first(again(x)),), trained, images)
+        (folder / _TOKEN_HEAD).unlink(missing_ok=True)  # of another model
+        for file in sorted(trial.iterdir()):
+            file.replace(folder / file.name)
+    return difference
+
+
+def _first(output: Any) -> Tensor:
+    logits: Tensor = output[0] if isinstance(output, tuple) else output
+    return logits
+
+
+def resizing(info: Description) -> dict[str, Any]:
+    """How an image gets its size, for `preprocessing` in the metadata and for the card."""
+    sides = [int(side / info.crop_pct) for side in info.img_size]
+    if info.crop_mode == "center":
+        return {"resize_short_side": sides, "centre_crop": info.img_size}
+    if info.crop_mode == "squash":
+        return {"resize_both_sides": sides, "centre_crop": info.img_size}
+    return {"resize_long_side": sides, "pad_with_mean_colour": info.img_size}
+
+
+def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
+    """model.onnx with named inputs and outputs, any batch size, and the description in its metadata."""
+    import onnx
+
+    outputs = ["logits", "cells"] if cells else ["logits"]
+    module = _Answers(opened, cells, opened.info.token_vote).eval()
+    info = replace(opened.info, token_vote=0.0)  # which is in the logits now
+    preprocessing = {
+        **resizing(info),
+        "interpolation": info.interpolation,
+        "scale": "divide by 255",
+        "mean": info.mean,
+        "std": info.std,
+        "layout": "NCHW, RGB",
+    }
+    program = onnx.load_from_string(export_onnx(module, images[:2], outputs))
+    onnx.helper.set_model_props(
+        program,
+        {
+            **info.to_metadata(),
+            "classes": json.dumps(info.class_names, ensure_ascii=False),
+            "preprocessing": json.dumps(preprocessing),
+            "temperature": str(1.0 if info.calibration is None else info.calibration.temperature),
+        },
+    )
+    content = program.SerializeToString()
+    session = open_session(content)
+
+    def answer(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.from_numpy, session.run(outputs, {"images": x.numpy()})))
+
+    difference = _compare("model.onnx", answer, module, images)
+    write_atomically(folder / "model.onnx", content)
+    return difference
+
+
+Writer = Callable[[OpenModel, Path, Tensor, bool], float]
+WRITERS: dict[str, tuple[str, Writer]] = {
+    "timm": ("model.safetensors", _write_timm),
+    "onnx": ("model.onnx", _write_onnx),
+}
+
+
+@torch.no_grad()
+def _compare(name: str, answer: Callable[[Tensor], tuple[Tensor, ...]], module: nn.Module, images: Tensor) -> float:
+    """The largest difference to the model, for a batch and for a single image; an error if it is no rounding."""
+    largest = 0.0
+    for batch in (images, images[:1]):
+        for exported, expected in zip(answer(batch), module(batch), strict=True):
+            difference = float((exported - expected).abs().max())
+            if not difference <= _TOLERANCE * max(1.0, float(expected.abs().max())):
+                raise EverytokenError(
+                    f"{name} was not kept: its answers differ from the model's by {difference:.3g}, more than rounding "
+                    "explains. Another format may work."
+                )
+            largest = max(largest, difference)
+    return largest
+
+
+# -- the Hub ----------------------------------------------------------------------------------------------------------
+
+
+def _push(folder: Path, names: list[str], options: ExportOptions) -> str:
+    """Upload the files that were written; the address of the page."""
+    no_telemetry()
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = huggingface_hub.HfApi()
+    try:
+        repository = api.create_repo(options.push, private=options.private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=options.push,
+            folder_path=folder,
+            allow_patterns=names,
+            commit_message="Model exported by everytoken",
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise EverytokenError(
+            f"{options.push} cannot be pushed to the Hub ({reason}). The files are in {folder}; log in with `hf auth "
+            "login` or set HF_TOKEN, and check the name and the network."
+        ) from error
+    return str(repository)

@@ -1,0 +1,268 @@
+"""Prediction for unlabelled images: classes with calibrated probabilities, "unsure", and where the object is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everytoken.errors import EverytokenError
+from everytoken.files import make_inside, plain_json, write_atomically, write_picture
+from everytoken_lab.calibration import Calibration
+from everytoken_lab.classes import shown_name
+from everytoken_lab.data.datasets import FolderReader, ReaderSet, Subset, gather_images, result_stems
+from everytoken_lab.data.decode import Picture
+from everytoken_lab.draw import object_overlay
+from everytoken_lab.evaluation import PredictOptions, Progress
+from everytoken_lab.evaluation.calibrated import calibrated
+from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
+from everytoken_lab.evaluation.locate import ALIKE, Location, Locator
+from everytoken_lab.evaluation.run import Inference, Voter, eval_view, open_with, write_csv
+from everytoken_lab.models.open import OpenModel
+
+UNSURE = "unsure"
+
+
+@dataclass(frozen=True)
+class ImagePrediction:
+    """The most likely classes of one image, best first.
+
+    Attributes:
+        sure: whether the first is likely enough, by the option `sure`.
+        labels: of a model that answers several labels per image, all classes that are likely enough; else None.
+        location: where the object of the first class is, by the option `locate`.
+    """
+
+    path: str
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    sure: bool = True
+    location: Location | None = None
+    labels: tuple[str, ...] | None = None
+
+    @property
+    def answer(self) -> str:
+        """The first class, or "unsure"; of several labels all, with ";" between them."""
+        if self.labels is not None:
+            return ";".join(self.labels)
+        return self.classes[0] if self.sure else UNSURE
+
+
+@dataclass(frozen=True)
+class ImagePredictions(Sequence[ImagePrediction]):
+    """Predictions in the order of the images.
+
+    Attributes:
+        skipped: images that could not be read, and why.
+        threshold: the least probability of a sure answer, or of each of several labels; 0: every answer is.
+        notes: what to know about the probabilities.
+    """
+
+    images: tuple[ImagePrediction, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+    threshold: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.images[i]
+
+    def __iter__(self) -> Iterator[ImagePrediction]:
+        return iter(self.images)
+
+    def to_csv(self, path: str | Path) -> None:
+        """One line per image: its path, class, probability, and the next best classes.
+
+        Of a model for several labels also `label`, all that are likely enough, with ";" between as in `labels.csv`.
+        With the option `sure` also the answer, which may be "unsure"; with `locate` the box: left, top, right and
+        bottom in pixels of the upright image.
+        """
+        count = max((len(image.classes) for image in self.images), default=1)
+        header = [f"{what} {i}" for i in range(1, count + 1) for what in ("class", "probability")]
+        header[:2] = ["image", "class", "probability"]
+        several = any(image.labels is not None for image in self.images)
+        header += ["label"] if several else ["answer"] if self.threshold else []
+        located = any(image.location is not None for image in self.images)
+        header += ["left", "top", "right", "bottom"] if located else []
+        rows = []
+        for image in self.images:
+            pairs = zip(image.classes, image.probabilities, strict=True)
+            row = [image.path, *(cell for name, p in pairs for cell in (name, f"{p:.4f}"))]
+            row += [image.answer] if self.threshold or several else []
+            if located:
+                row += [f"{edge:.0f}" for edge in image.location.pixels] if image.location else [""] * 4
+            rows.append(row)
+        write_csv(Path(path), header, rows)
+
+    def to_coco(self, path: str | Path) -> None:
+        """Boxes and masks of the located objects in COCO's format; file names are relative to their common folder."""
+        root, names = gather_images([image.path for image in self.images])
+        classes = {name: number for number, name in enumerate(sorted({image.classes[0] for image in self.images}), 1)}
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
+        for number, (image, name) in enumerate(zip(self.images, names, strict=True), 1):
+            location = _located(image)
+            width, height = location.size
+            images.append({"id": number, "file_name": name, "width": width, "height": height})
+            if not image.sure:
+                continue
+            left, top, right, bottom = location.pixels
+            mask = location.mask()
+            annotation: dict[str, Any] = {
+                "id": len(annotations) + 1,
+                "image_id": number,
+                "category_id": classes[image.classes[0]],
+            }
+            annotation |= {"bbox": [left, top, right - left, bottom - top], "area": int(mask.sum()), "iscrowd": 0}
+            annotation |= {"segmentation": run_lengths(mask), "score": round(image.probabilities[0], 4)}
+            annotations.append(annotation)
+        categories = [{"id": number, "name": name} for name, number in classes.items()]
+        content = {"info": {"root": str(root)}, "images": images, "annotations": annotations, "categories": categories}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(path), plain_json(content, None).encode())
+
+    def save_pictures(self, folder: str | Path, side: int = 640) -> list[Path]:
+        """Each image with mask, box and class drawn on it, in a folder, under its name; the long side in pixels."""
+        root, names = gather_images([image.path for image in self.images])
+        stems = result_stems(root, names, Path(folder), [".jpg"])
+        files = []
+        for image, name in zip(self.images, names, strict=True):
+            location = _located(image)
+            pixels = np.asarray(Picture(image.path, image.path).upright())
+            caption = f"{shown_name(image.answer)} {image.probabilities[0]:.0%}"
+            box, mask = np.array([location.pixels]), location.mask()
+            file = stems[name].with_name(stems[name].name + ".jpg")
+            make_inside(Path(folder), file.parent.relative_to(folder))
+            write_picture(file, object_overlay(pixels, box, [caption], [mask], side), quality=88)
+            files.append(file)
+        return files
+
+
+def _located(image: ImagePrediction) -> Location:
+    if image.location is None:
+        raise EverytokenError("the predictions have no locations; predict with locate=True.")
+    return image.location
+
+
+def run_lengths(mask: np.ndarray) -> dict[str, Any]:
+    """COCO's run lengths of a mask [H, W]: numbers of 0s, 1s, 0s, ... down the columns."""
+    flat = np.concatenate([[False], mask.ravel(order="F")])  # a mask that begins with 1s has no 0s first
+    starts = np.flatnonzero(flat[1:] != flat[:-1])
+    counts = np.diff(np.concatenate([[0], starts, [mask.size]]))
+    return {"size": list(mask.shape), "counts": counts.tolist()}
+
+
+def _locations(
+    opened: OpenModel,
+    data: Subset,
+    likely: dict[int, tuple[Tensor, Tensor]],
+    options: PredictOptions,
+    progress: Progress | None,
+) -> Iterator[tuple[int, Location]]:
+    """(number of the image in the whole data, where the object of its class is), in another pass over whole images.
+
+    `likely`: the likeliest classes of each image and their probabilities.
+    """
+    locator = Locator(opened)
+    for batch in Inference(opened.model, data, locator.view, options, progress=progress).views():
+        assert batch.indices is not None
+        numbers = [int(data.indices[i]) for i in batch.indices.tolist()]
+        sizes = [data.picture(i).size for i in batch.indices.tolist()]
+        classes, probabilities = (torch.stack(values) for values in zip(*(likely[i] for i in numbers), strict=True))
+        yield from zip(numbers, locator.locate(batch.images, classes, probabilities, sizes), strict=True)
+
+
+def _part(progress: Progress | None, number: int, passes: int, images: int) -> Progress | None:
+    """Progress of one of several passes over the images: an image is done when all passes are."""
+    return None if progress is None else lambda done, _: progress((number * images + done) // passes, images)
+
+
+def _label_threshold(calibration: Calibration | None, sure: float) -> tuple[float, str]:
+    """The least probability of each of several labels, and what to say about it."""
+    if calibration is None:
+        threshold = sure or 0.5
+        return (
+            threshold,
+            f"labels are classes of {threshold:.3f} or more; there are no held-out images to choose that by",
+        )
+    if not sure:
+        threshold, precision, recall = calibration.best_threshold()
+        why = "the best balance"
+    else:
+        threshold, recall = calibration.threshold(sure)
+        precision, why = 100 * sure, "as asked"
+        if not recall:
+            return threshold, f"no threshold makes {sure:.0%} of the labels of the held-out images right: none is given"
+    return threshold, (
+        f"labels are classes of {threshold:.3f} or more: on the held-out images, {precision:.0f} % of these are right, "
+        f"and {recall:.0f} % of all labels are found ({why})"
+    )
+
+
+def run_prediction(
+    source: str | Path | OpenModel, images: Sequence[str], options: PredictOptions, progress: Progress | None
+) -> ImagePredictions:
+    """See `predict`."""
+    if options.top < 1:
+        raise EverytokenError(f"top is {options.top}; it takes 1 or more")
+    if not 0 <= options.sure <= 1:
+        raise EverytokenError(f"sure is {options.sure}; it is a rate from 0 to 1, such as 0.95")
+    root, names = gather_images(images)
+    opened = open_with(source, options)
+    notes: list[str] = []
+    as_trained = options.token_vote is None and not options.img_size and not options.crop_pct
+    if options.calibrate and as_trained:
+        opened, remark = calibrated(opened, options, None)
+        notes += [remark] if remark else []
+    calibration = opened.info.calibration if options.calibrate and as_trained else None
+    shown = replace(opened.info, calibration=calibration)
+    threshold = options.sure
+    if opened.info.multi_label:
+        threshold, note = _label_threshold(calibration, options.sure)
+        notes.append(note)
+    elif options.sure and calibration is not None:
+        threshold, coverage = calibration.threshold(options.sure)
+        notes.append(
+            f"answers below {threshold:.3f} are unsure: on the held-out images, {coverage:.0f} % are left, and "
+            f"{options.sure:.0%} of these are right"
+            if coverage
+            else f"no threshold makes {options.sure:.0%} of the answers to the held-out images right: all are unsure"
+        )
+    elif options.sure:
+        notes.append(f"answers below {threshold:.3f} are unsure; there are no held-out images to calibrate that with")
+    data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
+    model = Voter(opened, options.token_vote).eval()
+    first, second = (_part(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
+    dtype = opened.info.amp_dtype(options.amp)
+    inference = Inference(model, data, eval_view(opened.info), options, dtype, first)
+    out: dict[int, ImagePrediction] = {}
+    likely: dict[int, tuple[Tensor, Tensor]] = {}
+    for batch, logits in inference.batches():
+        assert batch.indices is not None
+        several = opened.info.multi_label
+        probabilities = shown_probabilities(shown, logits)
+        values, classes = probabilities.topk(min(options.top, logits.shape[1]))
+        for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), classes.tolist(), strict=True):
+            named = tuple(opened.class_names[number] for number in numbers)
+            out[i] = ImagePrediction(str(root / names[i]), named, tuple(row), row[0] >= threshold)
+        if several:
+            for i, likely_enough, order in zip(
+                batch.indices.tolist(), probabilities >= threshold, probabilities.argsort(descending=True), strict=True
+            ):
+                labels = tuple(opened.class_names[k] for k in order.tolist() if likely_enough[k])
+                out[i] = replace(out[i], labels=labels)
+        if options.locate:
+            values, classes = logits.softmax(-1).topk(min(ALIKE, logits.shape[1]))
+            likely |= zip(batch.indices.tolist(), zip(classes, values, strict=True), strict=True)
+    skipped = dict(inference.bad_images.seen)
+    if options.locate:
+        for i, location in _locations(opened, Subset(data, np.array(sorted(out))), likely, options, second):
+            out[i] = replace(out[i], location=location)
+    return ImagePredictions(tuple(out[i] for i in sorted(out)), skipped, threshold, tuple(notes))

@@ -1,0 +1,373 @@
+"""A model over images: evaluation with labels, prediction without."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everytoken.data.batch import Batch, Prefetcher
+from everytoken.errors import EverytokenError
+from everytoken.files import write_atomically
+from everytoken.models.common import make_attention_explicit
+from everytoken.models.token_model import probe
+from everytoken_lab.calibration import Calibration, calibrate, calibrate_several
+from everytoken_lab.classes import imagenet_numbers, match_classes
+from everytoken_lab.data.augment import EvalTransform
+from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.loader import BadImages, Loader
+from everytoken_lab.engine.accuracy import (
+    AnyPredictions,
+    Predictions,
+    join_predictions,
+    predictions_of,
+    read_real,
+    real_accuracy,
+)
+from everytoken_lab.engine.distributed import pick_device
+from everytoken_lab.engine.held_out import open_part
+from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
+from everytoken_lab.models.inference import faster
+from everytoken_lab.models.onnx import OnnxModel
+from everytoken_lab.models.open import Description, OpenModel, open_model
+from everytoken_lab.stats import Estimate
+
+if TYPE_CHECKING:
+    from everytoken_lab.evaluation.exporting import Exported
+    from everytoken_lab.evaluation.predictions import ImagePredictions
+    from everytoken_lab.explanation import Explanation
+
+LOGITS = 50_000_000  # numbers that are kept at most, to calibrate
+WORTH_EXPORTING = 64 * 224 * 224  # pixels of all images from which on a faster program is made of the network first
+CONVOLUTIONS = 10  # layers; networks with fewer are matrix products, and no faster in ONNX Runtime
+
+
+@dataclass(frozen=True)
+class LoadedModel(OpenModel):
+    """An opened model that can be asked: `lab.load`."""
+
+    def predict(self, images: str | Path | Sequence[str | Path], **options: Any) -> ImagePredictions:
+        """The classes of images: files and folders. Options: fields of `PredictOptions`."""
+        from everytoken_lab.evaluation import predict
+
+        return predict(self, images, **options)
+
+    def explain(
+        self, images: str | Path | Sequence[str | Path], out: str | Path | None = None, **options: Any
+    ) -> Explanation:
+        """Pictures of what it sees in images. Options: fields of `ExplainOptions`."""
+        from everytoken_lab.explanation import explain
+
+        return explain(self, images, out, **options)
+
+    def export(self, out: str | Path, **options: Any) -> Exported:
+        """Write a folder for timm, the Hub or ONNX. Options: fields of `ExportOptions`."""
+        from everytoken_lab.evaluation import export
+
+        return export(self, out, **options)
+
+    def evaluate(self, data: str | Path | DataSet, **options: Any) -> Evaluation:
+        """Accuracy on labelled images. Options: fields of `EvalOptions`."""
+        from everytoken_lab.evaluation import evaluate
+
+        return evaluate(self, data, **options)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of evaluating one model on one dataset.
+
+    Attributes:
+        numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters. With several labels
+            per image: mAP, f1, loss instead of the first four.
+        predictions: what each image got.
+        class_names: of the model's answers.
+        keys: of the images.
+        skipped: unreadable images, key -> reason.
+        notes: what to know about the images that were used.
+        calibration: what these images say about the model's probabilities, if it was asked for.
+    """
+
+    numbers: dict[str, float]
+    predictions: AnyPredictions
+    class_names: list[str]
+    keys: list[str]
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    calibration: Calibration | None = None
+
+    @property
+    def top1(self) -> Estimate:
+        """Top-1 accuracy, or mAP with several labels per image, in percent with its 95 % interval."""
+        return self.predictions.accuracy
+
+    def per_class(self) -> list[dict[str, Any]]:
+        """For each class that has images: images, recall, precision (percent) and what it is taken for most."""
+        return [row for row in self.predictions.per_class(self.class_names) if row["images"]]
+
+    def to_csv(self, path: str | Path) -> None:
+        """One line per image: key, label, prediction, confidence, loss. With several labels: no loss, ";" between."""
+        p, names = self.predictions, self.class_names
+        if not isinstance(p, Predictions):
+            several = [
+                [
+                    self.keys[i],
+                    *(";".join(names[k] for k in np.flatnonzero(chosen)) for chosen in (y, x > 0)),
+                    f"{sure:.4f}",
+                ]
+                for i, y, x, sure in zip(p.index, p.label, p.logits, p.confidence, strict=True)
+            ]
+            write_csv(Path(path), ["key", "label", "prediction", "confidence"], several)
+            return
+        rows = [
+            [self.keys[i], names[label], names[top[0]], f"{confidence:.4f}", f"{loss:.4f}"]
+            for i, label, top, confidence, loss in zip(p.index, p.label, p.top, p.confidence, p.loss, strict=True)
+        ]
+        write_csv(Path(path), ["key", "label", "prediction", "confidence", "loss"], rows)
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table; a cell that a spreadsheet would take for a formula gets a quote before it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in (header, *rows):
+        writer.writerow([f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell for cell in row])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text.getvalue().encode())
+
+
+class Voter(nn.Module):
+    """Images -> class logits, plus `vote` times the strongest token logit of each class (the released evaluation).
+
+    None is the vote that the run was validated with.
+    """
+
+    def __init__(self, opened: OpenModel, vote: float | None = None) -> None:
+        super().__init__()
+        self.model, self.vote = opened.model, opened.info.token_vote if vote is None else vote
+        self._faster: list[Callable[[Tensor], Tensor]] = []  # in a list, or it might become a part of itself
+        if self.vote and not (opened.model.uses_own_head or opened.model.token_head is not None):
+            raise EverytokenError(f"{opened.source} has no token head, so token_vote cannot be used")
+        if self.vote and opened.token_classes.count != opened.classes.count:
+            raise EverytokenError(
+                f"the token head of {opened.source} has other classes than its class head, so token_vote cannot be used"
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, K]"""
+        return self.model(images).voted(self.vote)
+
+    def accelerated(self, example: Tensor) -> Callable[[Tensor], Tensor]:
+        """The same by ONNX Runtime, for convolutional networks. Made once: the weights must not change."""
+        layers = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
+        if isinstance(self.model, OnnxModel) or layers < CONVOLUTIONS:
+            return self
+        if not self._faster:
+            self._faster.append(faster(self, example))
+        return self._faster[0]
+
+
+def eval_view(info: Description) -> EvalTransform:
+    """How a model wants to see images in evaluation."""
+    return EvalTransform(
+        img_size=(info.img_size[0], info.img_size[1]),
+        crop_pct=info.crop_pct,
+        crop_mode=info.crop_mode,
+        interpolation=info.interpolation,
+        mean=info.mean,
+        std=info.std,
+    )
+
+
+def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> OpenModel:
+    """The model that options ask for, on their device; a loaded one is used as it is, but for crop and device."""
+    device = pick_device(options.device)
+    if isinstance(source, OpenModel):
+        source.model.to(device)
+        crop_pct = options.crop_pct or source.info.crop_pct
+        return replace(source, info=replace(source.info, crop_pct=crop_pct))
+    return open_model(
+        source,
+        architecture=options.model,
+        weights=options.weights,
+        img_size=options.img_size,
+        crop_pct=options.crop_pct,
+        device=device,
+    )
+
+
+class Inference:
+    """A model over images. `batches` gives (batch, logits), each image once.
+
+    Args:
+        model: normalised images -> logits.
+        view: how it wants to see them.
+        options: batch size, workers, what to do with images that cannot be read.
+        dtype: of mixed precision; None: float32.
+        transform: another way to make the view, which may change the pixels.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: DataSet,
+        view: EvalTransform,
+        options: InferenceOptions,
+        dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+        transform: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None,
+    ) -> None:
+        self.model, self.data, self.view, self.dtype, self.progress = model, data, view, dtype, progress
+        self.device = next(model.parameters()).device
+        if dtype is not None and self.device.type == "cpu" and isinstance(model, Voter):
+            size = view.img_size if isinstance(view.img_size, tuple) else (view.img_size, view.img_size)
+            make_attention_explicit(model, probe(model.model, size))  # as training does, and so validation
+        self.bad_images = BadImages(options.on_bad_image)
+        self.loader = Loader(
+            data,
+            transform or view,
+            options.batch_size,
+            train=False,
+            workers=options.workers,
+            bad_images=self.bad_images,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    @torch.no_grad()
+    def batches(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Every image once, with its logits."""
+        forward: Callable[[Tensor], Tensor] = self.model
+        for number, batch in enumerate(self.views()):
+            if number == 0 and self.dtype is None and isinstance(self.model, Voter) and len(batch) > 2:
+                pixels = len(self.data) * batch.images[0, 0].numel()
+                forward = self.model.accelerated(batch.images[:3]) if pixels >= WORTH_EXPORTING else forward
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+                logits = forward(batch.images)
+            yield batch, logits.float()
+
+    @torch.no_grad()
+    def views(self) -> Iterator[Batch]:
+        """Every image once, as the network sees it, on the device."""
+        done, tell = 0, self.progress or (lambda _done, _total: None)
+        tell(done, len(self.data))
+        with closing(self.loader):
+            for batch in Prefetcher(self.loader.epoch(0), self.device, self.view.mean, self.view.std):
+                yield batch
+                done += len(batch)
+                tell(done, len(self.data))
+
+    def predictions(
+        self,
+        labels: Tensor,
+        columns: Tensor | None = None,
+        keep: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        several: bool = False,
+    ) -> AnyPredictions:
+        """What each image got.
+
+        Args:
+            labels: the class of the model (or column) for each class of the data.
+            columns: outputs that may be answered; None: all.
+            keep: called with the positions, labels and logits of each batch.
+            several: an image may have several of the model's classes.
+        """
+        parts: list[AnyPredictions] = []
+        labels = labels.to(self.device)
+        columns = None if columns is None else columns.to(self.device)
+        for batch, logits in self.batches():
+            assert batch.labels is not None
+            assert batch.indices is not None
+            chosen = logits if columns is None else logits[:, columns]
+            if batch.labels.dim() == 2 and not several:
+                raise EverytokenError(f"images of {self.data.name} have several labels, and one is asked for here")
+            truth = _several(batch.labels, labels, chosen) if several else labels[batch.labels]
+            parts.append(predictions_of(batch.indices, truth, chosen))
+            if keep is not None:
+                keep(batch.indices, truth, chosen)
+        return join_predictions(parts)
+
+
+def _several(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
+    """[B, K] labels in the model's classes, of one label [B] or several [B, classes of the data]."""
+    out = torch.zeros(logits.shape, dtype=torch.uint8, device=logits.device)
+    if labels.dim() == 1:
+        return out.scatter_(1, numbers[labels][:, None], 1)
+    return out.scatter_reduce_(1, numbers.expand(len(labels), -1), labels.to(torch.uint8), "amax")
+
+
+class _LogitSample:
+    """Logits of the images of a dataset, or evenly of a part of them that fits into memory."""
+
+    def __init__(self, images: int, classes: int) -> None:
+        self.step = -(-images * classes // LOGITS)
+        self.parts: list[tuple[np.ndarray, ...]] = []
+
+    def keep(self, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """Of one batch."""
+        chosen = torch.where(indices.cpu() % self.step == 0)[0]
+        some = (values[chosen.to(values.device, non_blocking=True)] for values in (indices, labels, logits))
+        self.parts.append(tuple(values.cpu().numpy() for values in some))
+
+    def calibration(self) -> Calibration:
+        """What they say about the probabilities, whatever the order of the batches was."""
+        indices, labels, logits = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
+        order = np.argsort(indices)
+        if labels.ndim == 2:
+            return calibrate_several(logits[order], labels[order].astype(bool))
+        return calibrate(logits[order], labels[order])
+
+
+def run_evaluation(
+    source: str | Path | OpenModel,
+    data: str | Path | DataSet,
+    options: EvalOptions,
+    progress: Progress | None,
+    calibrates: bool = False,
+) -> Evaluation:
+    """See `evaluate`; `calibrates`: also say what the images tell about the model's probabilities."""
+    opened = open_with(source, options)
+    notes: tuple[str, ...] = ()
+    if isinstance(data, DataSet):
+        dataset = data
+    else:
+        name = opened.source if isinstance(source, OpenModel) else options.weights or str(source)
+        dataset, note = open_part([name], str(data), options.split)
+        notes = (note,) if note else ()
+    labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)
+    several = opened.info.multi_label
+    if dataset.multi_label and not several:
+        raise EverytokenError(
+            f"images of {dataset.name} have several labels, and {opened.source} was trained to answer one per image: "
+            "train a model on them, which then answers several"
+        )
+    if several and options.real:
+        raise EverytokenError(f"{opened.source} answers several labels per image, so there is no ReaL accuracy of it")
+    imagenet = imagenet_numbers(opened.classes) if options.real else None
+    model = Voter(opened, options.token_vote).eval()
+    dtype = opened.info.amp_dtype(options.amp)
+    inference = Inference(model, dataset, eval_view(opened.info), options, dtype, progress)
+    started = time.perf_counter()
+    sample = _LogitSample(len(dataset), opened.num_classes) if calibrates else None
+    predictions = inference.predictions(labels, keep=None if sample is None else sample.keep, several=several)
+    seconds = time.perf_counter() - started
+    keys = [dataset.key(i) for i in range(len(dataset))]
+    numbers: dict[str, float] = predictions.summary()
+    numbers |= {"images": len(predictions), "images_per_second": len(predictions) / seconds}
+    numbers["parameters"] = opened.parameters
+    if options.real and isinstance(predictions, Predictions):
+        numbers |= real_accuracy(predictions, keys, read_real(options.real), imagenet)
+    names = list(opened.class_names)
+    if not opened.classes.or_imagenet().names:
+        for folder, output in zip(dataset.class_names, labels.tolist(), strict=True):
+            names[output] = folder
+    calibration = None if sample is None else sample.calibration()
+    return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes, calibration)

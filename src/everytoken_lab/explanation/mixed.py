@@ -1,0 +1,145 @@
+"""Two images mixed, and what a model makes of whose is what (TL-Align's Figures 3 to 6).
+
+Paper: "Token-Label Alignment for Vision Transformers", section 4.4. For one mixture: the labels of the patches at the
+start and after the last layer, the share of the first image in what the head reads after every layer, and the same by
+likeness to the two unmixed images. Over many random boxes: how far the aligned targets are from those by area (RMSE).
+What we do differently: shares instead of K-wide labels (exact, see `everytoken.functional.shares`); the RMSE is of the
+share, over boxes of these two images, because there is no data set here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everytoken.errors import EverytokenError
+from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse
+from everytoken.mixing import CutMix, Mix, apply_to_pixels
+from everytoken.mixing.mix import box_masks
+from everytoken.models.align import Aligner, Alignment, Shares
+from everytoken.models.align.aligner import pooling
+from everytoken.models.families import UnsupportedModelError
+from everytoken.models.token_model import TokenModel, blocks_of
+from everytoken_lab.explanation.saliency import evaluating
+
+
+@dataclass(frozen=True)
+class MixStory:
+    """What became of one mixture; shares are those of the first image.
+
+    Attributes:
+        ratio: by area.
+        share: of what the class head reads, after the last layer.
+        start: [h, w] of the patches at the beginning, on the grid of `aligned`.
+        aligned: [h, w] after the last layer.
+        layers: of what the head reads, at the start and after every mixing layer (before a class token joins: of all
+            tokens); only start and end where the model has no such layers.
+        likeness: the same by likeness to the unmixed images, after every layer; empty where it cannot be had.
+        rmse: between aligned shares and those by area, over `boxes` random boxes.
+    """
+
+    ratio: float
+    share: float
+    start: Tensor
+    aligned: Tensor
+    layers: tuple[float, ...]
+    likeness: tuple[float, ...]
+    rmse: float
+    boxes: int
+
+
+def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:
+    """A mask [1, H, W], 0 in a box of this part of the area, wholly inside, at a random place."""
+    if not 0 < part < 1:
+        raise EverytokenError(f"the second image's part must be between 0 and 1, got {part}.")
+    rng = np.random.default_rng(seed)
+    sides = [max(1, round(side * part**0.5)) for side in size]
+    top, left = (int(rng.integers(0, full - side + 1)) for full, side in zip(size, sides, strict=True))
+    return box_masks(np.array([[top, left, top + sides[0], left + sides[1]]]), size, None)
+
+
+@torch.no_grad()
+def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor, boxes: int = 32) -> MixStory:
+    """Mix two images and follow the shares through the model.
+
+    Args:
+        own, partner: [1, 3, H, W], normalised.
+        mask: [1, H, W], 1 where the first image is kept.
+        boxes: random boxes for the RMSE.
+    """
+    backbone, mask = model.backbone, mask.to(own.device)
+    both = torch.cat((own, partner))
+    mix = Mix(torch.tensor([1, 0], device=own.device), mask, mask.mean((1, 2)).expand(2), "pixels")
+    mixed = apply_to_pixels(both, mix)
+    aligner = Aligner(backbone, Alignment(history=True))
+    try:
+        with evaluating(backbone):
+            with aligner.watch(mix) as seen:
+                backbone(mixed)
+            shares = seen.shares
+            read = [_read(aligner, shares, h)[0].item() for h in shares.history]
+            errors = _many_boxes(aligner, backbone, both, boxes)
+    finally:
+        aligner.remove()
+    ratio, share = float(mix.ratio[0]), float(shares.image[0])
+    grid = shares.grid[0]
+    layers = (ratio, *read) if read else (ratio, share)
+    return MixStory(
+        ratio, share, patch_shares(mask, (grid.shape[0], grid.shape[1]))[0].cpu(), grid.cpu(), layers,
+        _likeness(model, mixed[:1], own, partner, len(read)), errors, boxes,
+    )  # fmt: skip
+
+
+def _read(aligner: Aligner, shares: Shares, values: Tensor) -> Tensor:
+    """The part of a layer's shares that the head would read, [B]."""
+    if values.dim() == 3:
+        return values.mean((1, 2))
+    prefix = 0 if shares.prefix is None else shares.prefix.shape[1]
+    joined = values.shape[1] == prefix + shares.grid[0].numel()
+    if not joined or not prefix:
+        return values.mean(1)
+    return aligner.read(values[:, prefix:].unflatten(1, shares.grid.shape[1:]), values[:, :prefix])
+
+
+def _many_boxes(aligner: Aligner, backbone: nn.Module, both: Tensor, count: int) -> float:
+    rng, ratios, shares = np.random.default_rng(0), [], []
+    size = (both.shape[-2], both.shape[-1])
+    for start in range(0, count, 8):
+        half = -(-min(8, count - start) // 2)
+        images = both.repeat_interleave(half, 0)  # partners are opposite: first images meet second ones
+        mix = CutMix(mode="elem").draw(len(images), size, (1, 1), rng, both.device)
+        assert mix is not None
+        mixed = apply_to_pixels(images, mix)
+        with aligner.watch(mix) as seen:
+            backbone(mixed)
+        ratios.append(mix.ratio)
+        shares.append(seen.shares.image)
+    return float(target_rmse(torch.cat(ratios), torch.cat(shares)))
+
+
+def _likeness(model: TokenModel, mixed: Tensor, own: Tensor, partner: Tensor, layers: int) -> tuple[float, ...]:
+    """Figure 4's reference: by the likeness of what the head reads to that of the unmixed images, layer by layer."""
+    try:
+        blocks = blocks_of(model.backbone)
+    except UnsupportedModelError:
+        return ()
+    if len(blocks) != layers:
+        return ()
+    outputs: list[Tensor] = []
+    handles = [block.register_forward_hook(lambda m, a, out: outputs.append(out)) for block in blocks]
+    try:
+        with evaluating(model):
+            model.backbone(torch.cat((mixed, own, partner)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(outputs) != layers or not all(isinstance(out, Tensor) for out in outputs):
+        return ()
+    shares = []
+    for out in outputs:
+        tokens = out.flatten(1, 2) if out.dim() == 4 else out[:, :1] if pooling(model.backbone) == "token" else out
+        shares.append(float(similarity_shares(tokens[0], tokens[1], tokens[2]).mean()))
+    return tuple(shares)

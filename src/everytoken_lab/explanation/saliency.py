@@ -1,0 +1,398 @@
+"""Which regions of an image support a class: four methods behind one function, `relevance`.
+
+"attention": Chefer, Gur and Wolf, "Generic Attention-model Explainability" (2021), self-attention rules. With A of a
+    block and its gradient for the class's logit,  Ā = mean over heads of (∇A ⊙ A)⁺,  R ← R + Ā·R,  R = 1 at the start.
+"lrp": Chefer, Gur and Wolf, "Transformer Interpretability Beyond Attention Visualization" (2021), which the papers'
+    pictures were made with: relevance propagated through every layer in the place of A; see `propagation`.
+"rollout":   Abnar and Zuidema, "Quantifying Attention Flow" (2020):  R ← (½·mean over heads of A + ½·1)·R. It does not
+    know of classes: all get the same map.
+"cam":       Selvaraju et al., "Grad-CAM" (2017):  (Σ_k α_k·F_k)⁺ with α_k the mean over places of ∂logit/∂F_k.
+
+What the answer is read from: the row of the class token; the mean of the rows of class and distillation token where
+both answer; the mean over all patch rows, without the start's 1, where the head reads the mean of the tokens. Blocks
+that update the class token only (CaiT) change that row only, and tokens that join late join with R = 1.
+What we do differently: talking heads (CaiT) mix heads after the softmax; what mixes tokens then has any sign, counts by
+size in rollout and as it is in "attention". Grad-CAM of a model with a class token looks at the patches before the last
+block, because after it they do not reach the head.
+
+Attention is made explicit while the model runs (`record_attention`): inside attention layers, a call of
+`scaled_dot_product_attention` is answered by the same formula with its matrix; a layer that makes its matrix itself
+hands it to `attn_drop`, where a hook gets it. Which layers these are is what token-label alignment knows
+(`everytoken.models.align.RULES`). Afterwards hooks, evaluation mode and gradient checkpointing are as they were.
+Cost: one forward pass, one backward pass per class, and the attention matrices, B·heads·N² numbers for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from everytoken.errors import EverytokenError
+from everytoken.functional.shares import row_normalised
+from everytoken.models.align.aligner import HEADS, pooling
+from everytoken.models.align.attention import self_attention, talking_heads
+from everytoken.models.align.rules import rule_of
+from everytoken.models.families import UnsupportedModelError, family_of
+from everytoken.models.token_model import TokenModel, grid_shape, last_block
+from everytoken_lab.explanation.propagation import attention_relevance, check, record_blocks
+
+Method = Literal["auto", "attention", "lrp", "rollout", "cam"]
+Classes = Tensor | Sequence[int]
+
+WAY_OUT = "Use method='cam', which needs no attention."
+
+
+def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method = "auto") -> Tensor:
+    """Maps of how much each position supports each class, [B, n, h, w] float32, 0 or more, on the token grid.
+
+    Args:
+        model: a `TokenModel` or a timm model; unchanged afterwards, its gradients too.
+        images: [B, C, H, W], normalised.
+        classes: n classes for all images, or [B, n] for each.
+        method: "auto" takes "attention" where the model has it over all tokens and answers with a class token, else
+            "cam": where the head reads the mean of the tokens, most evidence for a class stays in its own position
+            and goes through no attention matrix at all.
+    """
+    backbone = backbone_of(model)
+    chosen = choose_method(backbone, method)
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(backbone):
+        indices = _indices(backbone, classes, len(images))
+        inputs = images.detach().clone().requires_grad_()
+        if chosen == "cam":
+            return _grad_cam(backbone, inputs, indices)
+        with record_attention(backbone) as attention, record_blocks(backbone, chosen == "lrp") as blocks:
+            logits = class_logits(backbone, inputs)
+        size = (images.shape[-2], images.shape[-1])
+        if chosen == "rollout":
+            with torch.no_grad():
+                steps = [_rollout_step(a, s) for a, s in zip(attention.matrices, attention.softmax, strict=True)]
+                rows = _read(backbone, accumulate(steps, residual=False), size)
+            return rows[:, None].expand(-1, indices.shape[1], -1, -1).clone()
+        maps = []
+        for i in range(indices.shape[1]):
+            score = logits.gather(1, indices[:, i : i + 1]).sum()  # images do not see each other
+            grads = torch.autograd.grad(score, attention.matrices, retain_graph=True, allow_unused=True)
+            with torch.no_grad():
+                weights = [a.detach() for a in attention.matrices]
+                if chosen == "lrp":
+                    weights = attention_relevance(backbone, blocks, attention.matrices, indices[:, i])
+                steps = [_relevance_step(a, g) for a, g in zip(weights, grads, strict=True)]
+                start = _identity(1, steps[-1].shape[2], steps[-1])
+                maps.append(_read(backbone, accumulate(steps) - start, size))
+        return torch.stack(maps, dim=1)
+
+
+def choose_method(model: nn.Module, method: Method = "auto") -> Literal["attention", "lrp", "rollout", "cam"]:
+    """What "auto" means for a model; other methods are checked. A layer that is not known is an error that names it."""
+    if method not in get_args(Method):
+        raise EverytokenError(f"there is no method {method!r}; there are {', '.join(get_args(Method))}.")
+    if method == "cam":
+        return "cam"
+    backbone = backbone_of(model)
+    try:
+        attention_layers(backbone)
+        pooled = read_tokens(backbone) == "avg"
+    except NoAttentionError:
+        if method == "auto":
+            return "cam"
+        raise
+    if method == "auto":
+        return "cam" if pooled else "attention"
+    if method == "lrp":
+        check(backbone)
+    return method
+
+
+def accumulate(steps: Sequence[Tensor], residual: bool = True) -> Tensor:
+    """R of all blocks, [B, T, T], from R = 1: R ← R + step·R, or without `residual` R ← step·R.
+
+    A step [B, M, N] updates the first M tokens. One with more tokens than R means that tokens joined in front, with
+    R = 1. Without `residual`, tokens that a step does not update stay as they are.
+    """
+    first = steps[0]
+    result = _identity(first.shape[0], first.shape[2], first)
+    for step in steps:
+        more = step.shape[2] - result.shape[1]
+        if more > 0:
+            result = torch.nn.functional.pad(result, (more, 0, more, 0))
+            result[:, :more, :more] = _identity(len(result), more, result)
+        updated = step.shape[1]
+        new = torch.bmm(step, result)
+        result = torch.cat((result[:, :updated] + new if residual else new, result[:, updated:]), dim=1)
+    return result
+
+
+def _relevance_step(attention: Tensor, gradient: Tensor | None) -> Tensor:
+    """Ā: mean over heads of (∇A ⊙ A)⁺, [B, M, N]; "lrp" has R_A for A. No gradient (nothing of it reaches the class):
+    zeros."""
+    if gradient is None:
+        return attention.new_zeros(attention.shape[0], *attention.shape[2:])
+    return (gradient * attention).clamp(min=0).mean(1)
+
+
+def _rollout_step(attention: Tensor, softmax: bool) -> Tensor:
+    """½·mean over heads of A + ½·1 for the tokens that the block updates, [B, M, N]."""
+    mixing = (attention if softmax else row_normalised(attention)).mean(1)
+    return 0.5 * mixing + 0.5 * torch.eye(*mixing.shape[1:], device=mixing.device)
+
+
+def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
+    """The patches' part of what the head reads, [B, h, w]."""
+    kind = read_tokens(backbone)
+    family = family_of(backbone)
+    prefix = int(backbone.num_prefix_tokens) if family.prefix is None else family.prefix  # type: ignore[arg-type]
+    if kind == "avg":
+        row = result[:, prefix:].mean(1)
+    else:
+        row = result[:, : 2 if kind == "both" else 1].mean(1)
+    patches = row[:, prefix:].clamp(min=0)
+    return patches.unflatten(1, grid_shape(patches.shape[1], size))
+
+
+def _grad_cam(backbone: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
+    model: Any = backbone
+    family = family_of(backbone)
+    captured: list[Tensor] = []
+    if family.layout == "tokens" and _has_class_token(backbone):
+        handle = last_block(backbone).register_forward_pre_hook(lambda module, args: captured.append(args[0]))
+        try:
+            logits = class_logits(backbone, inputs)
+        finally:
+            handle.remove()
+    else:
+        captured = [model.forward_features(inputs)]
+        logits = _head(model, captured[0])
+    features, maps = captured[0], []
+    for i in range(classes.shape[1]):
+        score = logits.gather(1, classes[:, i : i + 1]).sum()
+        (gradient,) = torch.autograd.grad(score, features, retain_graph=True)
+        places, slopes = (_as_grid(backbone, x, inputs) for x in (features.detach(), gradient))
+        weight = slopes.mean((1, 2), keepdim=True)
+        maps.append((weight * places).sum(-1).clamp(min=0))
+    return torch.stack(maps, dim=1)
+
+
+def _as_grid(backbone: nn.Module, features: Tensor, images: Tensor) -> Tensor:
+    """[B, h, w, D]; prefix tokens are left out, of which a block may have fewer than the model (CaiT, CvT)."""
+    family = family_of(backbone)
+    if features.dim() == 4:
+        channels_first = family.layout == "nchw"
+        return features.permute(0, 2, 3, 1) if channels_first else features
+    height, width = images.shape[-2], images.shape[-1]
+    usual = int(getattr(backbone, "num_prefix_tokens", 0)) if family.prefix is None else family.prefix
+    prefix, grid = min(
+        ((p, grid_shape(features.shape[1] - p, (height, width))) for p in dict.fromkeys((usual, 0))),
+        key=lambda choice: abs(choice[1][0] * width - choice[1][1] * height),
+    )
+    return features[:, prefix:].unflatten(1, grid)
+
+
+def _has_class_token(backbone: nn.Module) -> bool:
+    try:
+        return read_tokens(backbone) != "avg"
+    except UnsupportedModelError:
+        return True  # a head that pools in its own way: before the last block is safe for every one
+
+
+def class_logits(backbone: Any, images: Tensor) -> Tensor:
+    """[B, K] of a timm model, also while it is trained with a distillation token."""
+    return _head(backbone, backbone.forward_features(images))
+
+
+def _head(backbone: Any, features: Tensor) -> Tensor:
+    out = backbone.forward_head(features)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The timm model itself."""
+    return model.backbone if isinstance(model, TokenModel) else model
+
+
+def _indices(backbone: nn.Module, classes: Classes, count: int) -> Tensor:
+    """[B, n] int64 on the model's device, checked."""
+    device = next(backbone.parameters()).device
+    indices = torch.as_tensor(classes, dtype=torch.int64, device=device)
+    if indices.dim() == 1:
+        indices = indices.expand(count, -1)
+    total = int(backbone.num_classes)  # type: ignore[arg-type]
+    if indices.dim() != 2 or indices.shape[0] != count or not indices.numel():
+        raise EverytokenError(f"classes must be n numbers, or [{count}, n] for {count} images; got {classes}.")
+    if int(indices.min()) < 0 or int(indices.max()) >= total:
+        raise EverytokenError(f"the model has classes 0 to {total - 1}; got {indices.unique().tolist()}.")
+    return indices.clone()  # never an inference tensor
+
+
+def _identity(batch: int, count: int, like: Tensor) -> Tensor:
+    return torch.eye(count, device=like.device, dtype=like.dtype).expand(batch, -1, -1)
+
+
+# -- attention, made explicit ------------------------------------------------------------------------------------------
+
+
+class NoAttentionError(UnsupportedModelError):
+    """The backbone is known, but it has no attention over all tokens: windows, convolutions or MLPs mix its places."""
+
+
+def attention_layers(backbone: nn.Module) -> list[nn.Module]:
+    """The layers with attention over all tokens, in the order in which they run.
+
+    Raises `NoAttentionError` for hierarchical, convolutional and MLP backbones, and `UnsupportedModelError` that names
+    the layer where it is not known how a layer mixes tokens.
+    """
+    family = family_of(backbone)
+    name = type(backbone).__name__
+    if family.layout != "tokens":
+        raise NoAttentionError(f"{name} ({family.title}) has no attention over all tokens of one grid. {WAY_OUT}")
+    layers: list[nn.Module] = []
+
+    def walk(module: nn.Module, path: str) -> None:
+        if path == family.embed:
+            return
+        rule = rule_of(module)
+        if rule in (self_attention, talking_heads):
+            layers.append(module)
+        elif rule == "container":
+            for child_name, child in module.named_children():
+                if path or child_name not in HEADS:
+                    walk(child, f"{path}.{child_name}" if path else child_name)
+        elif rule is None:
+            raise UnsupportedModelError(
+                f"it is not known how {type(module).__name__} ({type(module).__module__}, at {path or 'the top'!r} of "
+                f"{name}) mixes tokens, so its attention cannot be followed. {WAY_OUT} Or add the class to "
+                "everytoken.models.align.RULES."
+            )
+        elif rule != "tokenwise":
+            raise NoAttentionError(
+                f"{type(module).__name__} (at {path!r} of {name}) does not mix tokens by attention over one grid. "
+                f"{WAY_OUT}"
+            )
+
+    walk(backbone, "")
+    if not layers:
+        raise NoAttentionError(f"{name} has no attention layers. {WAY_OUT}")
+    return layers
+
+
+def read_tokens(backbone: nn.Module) -> str:
+    """Which tokens the class head reads: "token" (class token), "both" (class and distillation token) or "avg"."""
+    try:
+        kind = pooling(backbone)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}. {WAY_OUT}") from error
+    return "both" if kind == "token" and hasattr(backbone, "head_dist") else kind
+
+
+class AttentionRecord:
+    """The attention matrices of one pass.
+
+    Attributes:
+        matrices: [B, heads, M, N] of each layer that has run; outputs m are made from inputs n.
+        softmax: for each, whether its rows are a softmax (talking heads mix heads afterwards: any sign).
+    """
+
+    def __init__(self) -> None:
+        self.matrices: list[Tensor] = []
+        self.softmax: list[bool] = []
+        self._inside: bool | None = None  # softmax of the layer under way
+        self._count = 0
+
+    def _enter(self, softmax: bool) -> None:
+        self._inside, self._count = softmax, len(self.matrices)
+
+    def _add(self, matrix: Tensor) -> None:
+        if self._inside is not None:
+            self.matrices.append(matrix)
+            self.softmax.append(self._inside)
+
+    def _leave(self, module: nn.Module) -> None:
+        self._inside = None
+        if len(self.matrices) != self._count + 1:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({type(module).__module__}) ran, but its attention matrix did not show up. "
+                f"{WAY_OUT}"
+            )
+
+
+class _Explicit(TorchFunctionMode):
+    """Answers `scaled_dot_product_attention` with its matrix, inside of attention layers."""
+
+    def __init__(self, record: AttentionRecord) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and self.record._inside is not None:
+            out, matrix = explicit_attention(*args, **(kwargs or {}))
+            self.record._add(matrix)
+            return out
+        return func(*args, **(kwargs or {}))
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(softmax(scale·QKᵀ + mask)·V, the softmax [..., M, N]), as `scaled_dot_product_attention`, without dropout."""
+    if enable_gqa:
+        raise UnsupportedModelError(f"attention whose heads share keys (enable_gqa) cannot be followed. {WAY_OUT}")
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    matrix = scores.softmax(-1)
+    return matrix @ value, matrix
+
+
+@contextmanager
+def record_attention(backbone: nn.Module) -> Iterator[AttentionRecord]:
+    """Run the backbone inside, once; the matrices are then in what this yields."""
+    record, handles = AttentionRecord(), []
+    try:
+        for layer in attention_layers(backbone):
+            softmax = rule_of(layer) is not talking_heads
+            handles.append(layer.register_forward_pre_hook(lambda m, a, softmax=softmax: record._enter(softmax)))
+            drop = getattr(layer, "attn_drop", None)
+            if isinstance(drop, nn.Module):
+                handles.append(drop.register_forward_pre_hook(lambda m, a: record._add(a[0])))
+            handles.append(layer.register_forward_hook(lambda m, a, o: record._leave(m)))
+        with evaluating(backbone), _Explicit(record):
+            yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, float32 and no gradient checkpointing inside; every module is put back as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    checkpointed: list[Any] = [module for module in model.modules() if getattr(module, "grad_checkpointing", False)]
+    like = next(model.parameters())
+    model.eval()
+    for owner in checkpointed:
+        owner.grad_checkpointing = False
+    try:
+        with torch.autocast(like.device.type, enabled=False):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for owner in checkpointed:
+            owner.grad_checkpointing = True

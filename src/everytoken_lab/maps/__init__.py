@@ -1,0 +1,1 @@
+"""Score maps for people: sheets, summaries, the released archives."""

@@ -1,0 +1,1 @@
+"""Open any classifier, and run it fast."""

@@ -1,0 +1,1 @@
+"""Training a classifier, with a recipe or without."""

@@ -1,0 +1,281 @@
+"""`train`: the classification task, and the functions that train it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from everytoken.data.batch import Batch, Prefetcher
+from everytoken.errors import EverytokenError
+from everytoken.files import plain_json
+from everytoken.maps import Maps
+from everytoken.mixing import MIXERS, GuidedMixer
+from everytoken.models.common import make_attention_explicit
+from everytoken_lab.engine.accuracy import AnyPredictions, join_predictions, predictions_of
+from everytoken_lab.engine.distributed import World
+from everytoken_lab.engine.loop import run
+from everytoken_lab.engine.options import AutoOptions, TrainOptions
+from everytoken_lab.engine.progress import watched
+from everytoken_lab.engine.recipe import apply, read_recipe
+from everytoken_lab.engine.run_folder import Run, RunFolder
+from everytoken_lab.engine.task import Task
+from everytoken_lab.models.open import timm_config
+from everytoken_lab.training.batch_picture import batch_picture
+from everytoken_lab.training.build import ClassifierSetup, build
+from everytoken_lab.training.start import complete, default_output
+
+
+class Classification(Task):
+    """Train a classifier with any objectives."""
+
+    options: TrainOptions
+
+    def __init__(self, setup: ClassifierSetup, options: TrainOptions, world: World, folder: RunFolder) -> None:
+        super().__init__(setup.step, options, world, folder)
+        self.setup = setup
+        amp = options.optim.amp and world.device.type == "cpu"
+        self.explicit_attention = amp and make_attention_explicit(setup.step, setup.grid)
+        data = options.dataset
+        self.train_loader = self.loader(
+            setup.train_set,
+            setup.train_view,
+            data.batch_size,
+            train=True,
+            maps=setup.store,
+            repeats=data.repeat_augment,
+        )
+        size = data.val_batch_size or data.batch_size
+        self.val_loader = self.loader(setup.val_set, setup.eval_view, size, train=False)
+        self.batches_per_epoch = len(self.train_loader)
+        self.latest: AnyPredictions | None = None  # of the last validation
+        self.score_name = "mAP" if setup.train_set.multi_label else "top-1"
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The timm model."""
+        return self.setup.step.model.backbone
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Batches on the device. Where maps are sampled is planned while placements are still on the host."""
+        yield from self._on_device(batch.plan(self.setup.grid) for batch in self.train_loader.epoch(epoch, start))
+
+    def _on_device(self, batches: Iterator[Batch]) -> Prefetcher:
+        view, last = self.setup.eval_view, self.options.model.channels_last
+        return Prefetcher(batches, self.world.device, view.mean, view.std, channels_last=last)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Mixed precision as the options have it.
+
+        It also keeps layers that can only call torch's attention from the fused kernel, unless blocks run again in
+        the backward pass, which is outside of this context.
+        """
+        slow = self.explicit_attention and torch.is_grad_enabled() and not self.options.model.grad_checkpointing
+        with super().autocast(), sdpa_kernel(SDPBackend.MATH) if slow else nullcontext():
+            yield
+
+    def picture(self, batch: Batch) -> Image.Image | None:
+        """The batch as it is mixed, with what its tokens are to learn."""
+        step, view, store = self.setup.step, self.setup.eval_view, self.setup.store
+        guided = any(issubclass(MIXERS[name], GuidedMixer) for name in self.options.mixing if name in MIXERS)
+        if not guided or not self.options.run.fsdp:  # a network that is sharded answers to all processes at once only
+            batch = step.mixed(batch)
+        token_names = store.class_names if store is not None else ()
+        names = self.setup.train_set.class_names
+        objectives = [m for m in step.objectives.values() if isinstance(m, nn.Module)]
+        return batch_picture(batch, objectives, self.setup.grid, names, token_names, view.mean, view.std)
+
+    def validate(self, module: nn.Module) -> dict[str, float]:
+        """Every validation image exactly once, over all processes; "score" is top-1, with several labels mAP."""
+        self.latest = self._predictions(module)
+        summary = self.latest.summary()
+        return {"score": next(iter(summary.values())), **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
+
+    def _predictions(self, module: nn.Module) -> AnyPredictions:
+        predictions = []
+        for batch in watched(self._on_device(self.val_loader.epoch(0)), len(self.setup.val_set), self.world):
+            with self.autocast():
+                logits = module(Batch(batch.images))["output"].float()
+            assert batch.indices is not None
+            assert batch.labels is not None
+            predictions.append(predictions_of(batch.indices, batch.labels, logits))
+        if self.options.run.fsdp and self.world.size > 1:
+            # sharded weights are gathered in every pass, so a process with fewer batches runs empty ones
+            size, device = self.options.model.img_size, self.world.device
+            for _ in range(len(predictions), max(self.world.gather(len(predictions)))):
+                with self.autocast():
+                    module(Batch(torch.zeros(1, 3, size, size, device=device)))
+        return join_predictions([p for of_rank in self.world.gather(predictions) for p in of_rank])
+
+    def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """The plain timm model and, if it is separate, the token head."""
+        files: dict[str, dict[str, Tensor]] = {}
+        for suffix, prefix in (("", "model.backbone."), (".token_head", "model.token_head.")):
+            tensors = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            if tensors:
+                files[suffix] = tensors
+        return files
+
+    def metadata(self) -> dict[str, str]:
+        """The description that `open_model` reads."""
+        return self.setup.description.to_metadata()
+
+    def timm_config(self) -> dict[str, Any]:
+        """config.json, with which timm opens the run folder: `timm.create_model("local-dir:RUN", pretrained=True)`."""
+        return timm_config(self.backbone, self.setup.description)
+
+    def describe(self) -> str:
+        """Data, model, objectives."""
+        setup = self.setup
+        return (
+            f"{len(setup.train_set):,} training and {len(setup.val_set):,} validation images, "
+            f"{setup.train_set.num_classes} classes; {self.options.model.model}, token grid "
+            f"{setup.grid[0]}x{setup.grid[1]}; {', '.join(setup.step.objectives)}"
+        )
+
+    def facts(self) -> dict[str, str]:
+        """Data, model, objectives as rows of a table."""
+        options, setup = self.options, self.setup
+        images = f"{len(setup.train_set):,} training, {len(setup.val_set):,} validation"
+        return {
+            "model": options.model.model,
+            "weights": options.model.weights or "none, from scratch",
+            "token grid": f"{setup.grid[0]} x {setup.grid[1]} at {options.model.img_size} px",
+            "images": f"{images}, {setup.train_set.num_classes} classes",
+            "score maps": f"{options.maps} ({setup.store.manifest.num_classes} classes)" if setup.store else "none",
+            "objectives": ", ".join(
+                f"{name} (weight {getattr(objective, 'weight', 1):g})"
+                for name, objective in setup.step.objectives.items()
+            ),
+            "mixing": ", ".join(options.mixing) or "none",
+        }
+
+    def finish(self, module: nn.Module) -> None:
+        """Accuracy of each class, of the last epoch, with averaged weights if there are any."""
+        if self.latest is None and self.world.size == 1:  # a run that was killed after its last checkpoint
+            self.latest = self._predictions(module)
+        if self.latest is not None:
+            self.folder.write("classes.json", plain_json(self.latest.per_class(self.setup.train_set.class_names)))
+            score = self.latest.accuracy
+            self.folder.log(
+                f"{self.score_name} {score.value:.2f} % (95 % interval {score.low:.2f} to {score.high:.2f})"
+            )
+
+
+def train_with(options: TrainOptions) -> Run:
+    """Train a classifier as the options say, or continue the run that their output folder holds."""
+    options = complete(options)
+    output = options.run.out or default_output(options)
+
+    def task(world: World, folder: RunFolder) -> Task:
+        setup = build(options, world)
+        for note in setup.notes:
+            folder.log(f"note: {note}")
+        return Classification(setup, options, world, folder)
+
+    return run(task, options, output)
+
+
+def train(
+    data: str | Path,
+    *,
+    maps: str | Path | Maps = "",
+    recipe: str = "",
+    objectives: Mapping[str, Mapping[str, Any]] | None = None,
+    mixing: Mapping[str, Mapping[str, Any]] | None = None,
+    trust_code: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a classifier on every token; the same as `everytoken train`, with the same defaults.
+
+        run = lab.train("photos", minutes=10)      # decides everything itself, see `everytoken_lab.training.auto`
+        run = lab.train("photos", maps="maps", recipe="small_96_token", epochs=30)
+        run.summary["best"], run.history
+        run.report("report.html")
+
+    Calling it again with the same arguments continues a run that was interrupted.
+
+    Args:
+        data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME.
+        maps: store of score maps (its folder, or what `lab.annotate` returned), for objectives that need them.
+        recipe: name of a shipped recipe, or a YAML file.
+        objectives: name -> settings; what is given is merged into the recipe's, and None removes an entry.
+        mixing: likewise.
+        trust_code: import objectives that a recipe file or the run of `weights` names by import paths.
+        options: any option of `everytoken train` by its name, such as model, epochs, batch_size, lr, out, device;
+            without recipe and model also minutes (a budget) and linear (only fit a linear head on frozen features).
+    """
+    settings = TrainOptions()
+    if recipe:
+        settings = dataclasses.replace(apply(settings, read_recipe(recipe, trust_code), recipe), recipe=recipe)
+    store = maps.path if isinstance(maps, Maps) else maps
+    given = {"data": str(data), **({"maps": str(store)} if store else {}), **options}
+    for name, changes in (("objectives", objectives), ("mixing", mixing)):
+        if changes is not None:
+            merged = {**getattr(settings, name), **changes}
+            given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
+    automatic = AutoOptions(given.pop("minutes", 0.0), given.pop("linear", False))
+    settings = apply(settings, given, "train()")
+    return start(settings, set(given), automatic, trust_code=trust_code)
+
+
+def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
+    """Whether it is left open what to train: no recipe, no model, no objectives, no mixing, and no weights.
+
+    With weights, they are the backbone if a budget, `linear` or `maps="auto"` says that the rest is open.
+    """
+    open_choice = not (options.recipe or options.model.model or options.objectives or options.mixing)
+    wanted = bool(auto.minutes) or auto.linear or options.maps == "auto"
+    if wanted and not open_choice:
+        raise EverytokenError(
+            "minutes, linear and maps='auto' are for training without a recipe, which decides itself; leave out "
+            "recipe, model, objectives and mixing, or leave these out"
+        )
+    return open_choice and (wanted or not (options.model.weights or options.maps))
+
+
+def start(
+    options: TrainOptions,
+    asked: Set[str],
+    auto: AutoOptions,
+    assignments: Sequence[str] = (),
+    trust_code: bool = False,
+) -> Run:
+    """Train what was asked for; if that is left open, decide it first.
+
+    Args:
+        options: with the values of a recipe, if one is named.
+        asked: names of the options that the user gave.
+        auto: for training that decides itself.
+        assignments: of the kind `objectives.drloc.weight=0.1`.
+        trust_code: whether files may name objectives by import paths.
+    """
+    if not assignments and decides_itself(options, auto):
+        from everytoken_lab.training.auto import train_photos  # which trains by this module
+
+        return train_photos(options, asked, auto, trust_code)
+    return train_with(complete(options, asked, assignments, trust_code))
+
+
+def dry_run(options: TrainOptions) -> dict[str, Any]:
+    """What would be trained, and how long it would take from a few timed steps; nothing is written.
+
+    Empty on all processes but the first.
+    """
+    from everytoken_lab.engine.dryrun import plan
+
+    options = complete(options)
+    quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
+    return plan(
+        lambda world, folder: Classification(build(options, world), quick, world, folder),
+        options,
+        options.run.out or default_output(options),
+    )

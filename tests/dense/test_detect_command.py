@@ -1,0 +1,302 @@
+"""`everytoken detect train | eval | predict` on drawn shapes, through the command line; kills do not change a run."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import everytoken  # noqa: F401
+from everytoken.models.weights import read_weights
+from everytoken_lab.cli import main
+from everytoken_lab.dense.backbone import build_features
+from everytoken_lab.dense.detect.data import open_instances
+from everytoken_lab.dense.detect.infer import Inference, draw_objects, truth_of
+from everytoken_lab.dense.detect.metrics import Detections, average_precision
+from everytoken_lab.dense.detect.model import Detector, load_detector
+from everytoken_lab.dense.detect.options import CocoOptions, DetectOptions, FindOptions
+from everytoken_lab.dense.detect.task import DetectTask, only_with_objects
+from everytoken_lab.engine.optim import build_schedule
+from everytoken_lab.engine.recipe import apply, flat, header, read_recipe, recipe_names
+from everytoken_lab.training.options import BackboneOptions
+
+pytest.importorskip("pycocotools.mask")
+
+TINY = [
+    *("--model", "resnet10t", "--set", "model_kwargs={stem_width: 8, channels: [16, 24, 32, 48]}", "--drop-path", "0"),
+    *("--channels", "16", "--hidden", "48", "--regions", "32"),
+    *("--proposals", "100", "--anchor-scale", "4", "--sizes", "64", "--longest", "128", "--box-head", "mlp"),
+    *("--workers", "0", "--threads", "1", "--device", "cpu", "--lr", "0.003", "--weight-decay", "0"),
+]
+CPU = ["--device", "cpu", "-j", "0"]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory, make_objects) -> Path:
+    return make_objects(tmp_path_factory.mktemp("shapes"), {"train": 33, "val": 4})
+
+
+@pytest.fixture(scope="module")
+def run(shapes, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "r"
+    length = ["--epochs", "8", "--decay-milestones", "7", "--val-interval", "8", "--warmup-iters", "8", "-b", "2"]
+    length += ["--max-detections", "3", "--score-thresh", "0.1", "--crop", "0"]
+    assert main(["detect", "train", str(shapes), *TINY, "--detector", "mask", *length, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_detector_learns_and_leaves_everything_in_its_folder(run, shapes, tmp_path, capsys):
+    names = {p.name for p in run.iterdir()}
+    assert {"config.yaml", "metrics.csv", "best.safetensors", "classes.json", "pictures.jpg", "summary.json"} <= names
+    last = json.loads((run / "summary.json").read_text())["last"]
+    assert last["val_box_AP50"] > 80  # of images it has not seen; 92 to 100 with other seeds
+    assert last["val_mask_AP50"] > 80
+    assert len(only_with_objects(open_instances(str(shapes), "train"))) == 32  # the empty one is left out
+    words = ["--json", "--results", str(tmp_path / "r.json"), "--pictures", str(tmp_path / "p.jpg")]
+    assert main(["detect", "eval", str(run), str(shapes), *CPU, *words, "--out", str(tmp_path / "n.json")]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["mask AP"] == pytest.approx(last["val_mask_AP"], abs=1e-3)  # the file gives what the run measured
+    assert numbers["images"] == 4
+    rows = json.loads((tmp_path / "r.json").read_text())
+    assert {row["category_id"] for row in rows} <= {3, 7}  # ids of the data's own file
+    assert {row["image_id"] for row in rows} <= {100, 101, 102, 103}
+    assert max(Counter(row["image_id"] for row in rows).values()) <= 3  # as the run was validated
+    assert min(row["score"] for row in rows) >= 0.1
+    assert {row["class"] for row in json.loads((tmp_path / "n.json").read_text())["classes"]} == {"disc", "square"}
+    assert Image.open(tmp_path / "p.jpg").width > 2 * 480
+
+
+def test_a_table_is_printed_and_other_sizes_can_be_asked(run, shapes, capsys):
+    assert main(["detect", "eval", str(run), str(shapes), *CPU, "--size", "80", "--score-thresh", "0.3"]) == 0
+    text = capsys.readouterr().out
+    assert "AP75" in text
+    assert "square" in text
+
+
+def test_predictions_are_pictures_and_a_file(run, shapes, tmp_path, capsys):
+    image = shapes / "val" / "images" / "0.png"
+    assert main(["detect", "predict", str(run), str(image), "--out", str(tmp_path), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("0.png: ")
+    assert "disc" in said
+    assert "square" in said
+    drawn = Image.open(tmp_path / "0.objects.jpg")
+    assert drawn.size == Image.open(image).size
+    objects = json.loads((tmp_path / "predictions.json").read_text())
+    best = objects[0]
+    assert len(objects) <= 3
+    assert best["category_id"] in ("disc", "square")
+    assert best["segmentation"]["size"] == [64, 96]
+    true = next(a for a in json.loads((shapes / "val/instances.json").read_text())["annotations"])
+    near = min(
+        np.abs(np.subtract(row["bbox"], true["bbox"])).max()
+        for row in objects
+        if row["category_id"] == "disc" and row["score"] > 0.5
+    )
+    assert near < 8  # pixels of the source
+
+
+def test_predictions_never_overwrite_images_and_never_each_other(run, shapes, tmp_path, capsys):
+    image = Image.open(shapes / "val" / "images" / "0.png")
+    for name in ("a.png", "a.jpg"):
+        image.save(tmp_path / name)
+    words = ["detect", "predict", str(run), str(tmp_path), "--device", "cpu", "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    made = {p.name for p in (tmp_path / "out").iterdir()}
+    assert made == {"a.png.objects.jpg", "a.jpg.objects.jpg", "predictions.json"}
+    (tmp_path / "a.jpg").rename(tmp_path / "a.objects.jpg")
+    assert main([*words, str(tmp_path)]) == 2
+    assert "would overwrite the image" in capsys.readouterr().err
+
+
+def test_of_its_own_undivided_images_a_run_is_judged_by_those_it_held_out(run, shapes, tmp_path, monkeypatch, capsys):
+    data, own = tmp_path / "here" / "shapes", tmp_path / "elsewhere" / "run"
+    shutil.copytree(shapes / "train", data)
+    own.mkdir(parents=True)
+    shutil.copy(run / "best.safetensors", own)
+    monkeypatch.chdir(shapes)
+
+    def images(source: Path, *more: str) -> tuple[int, str]:
+        assert main(["detect", "eval", str(source), *map(str, more or [data]), *CPU, "--json"]) == 0
+        said = capsys.readouterr()
+        return json.loads(said.out)["images"], said.err
+
+    everything, note = images(own)
+    assert everything == 33
+    assert "training images may be among them" in note
+    (own / "config.yaml").write_text("data: shapes\nval_split: 0.2\n")
+    (own / "environment.json").write_text(json.dumps([{"folder": str(tmp_path / "here")}]))
+    held = len(open_instances(str(data), "val", CocoOptions(val_split=0.2)))
+    assert held < 33
+    file = str(data / "instances.json")
+    for source, more in (
+        (own, ()),
+        (own / "best.safetensors", ()),
+        (own, (file,)),
+        (own, (data, "--annotations", file)),
+    ):
+        got, note = images(source, *more)
+        assert got == held
+        assert "held out (20%)" in note
+    (own / "config.yaml").write_text(f"data: {shapes}\n")
+    assert images(own) == (33, "")
+
+
+def test_a_detector_gives_its_backbone_and_describes_itself(run, tmp_path):
+    features, about = build_features(BackboneOptions(weights=str(run)), 64)
+    assert about.architecture == "resnet10t"
+    detector, info = load_detector(run)
+    assert torch.equal(features.backbone.conv1[0].weight, detector.features.backbone.conv1[0].weight)
+    assert info.class_names == ("disc", "square")
+    assert info.find == FindOptions(64, 128, 0.1, 0.5, 3)
+    assert Inference.of(detector, info).find == info.find
+    other = Inference.of(detector, info, FindOptions(size=80, max_detections=9)).find
+    assert other == FindOptions(80, 128, 0.1, 0.5, 9)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_detector_is_evaluated_in_the_precision_that_it_was_validated_in(shapes, tmp_path, monkeypatch, amp):
+    flags = ["--iters", "1", "--warmup-iters", "0", "-b", "2", "--detector", "mask", *(["--amp"] if amp else [])]
+    assert main(["detect", "train", str(shapes), *TINY, *flags, "--out", str(tmp_path / "run")]) == 0
+    seen, detect = [], Detector.detect
+
+    def watched(self, *what):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return detect(self, *what)
+
+    monkeypatch.setattr(Detector, "detect", watched)
+    for words, wanted in (([], amp), (["--amp"], True), (["--no-amp"], False)):
+        seen.clear()
+        assert main(["detect", "eval", str(tmp_path / "run"), str(shapes), *CPU, *words]) == 0
+        assert set(seen) == {wanted}
+
+
+def test_from_relative_localization_on_few_images_to_boxes(photos, shapes, tmp_path, capsys):
+    """Each step by its recipe; that of a larger detector, too, as the weights decide which backbone it is."""
+    cpu = ["--device", "cpu", "--workers", "0", "--threads", "1"]
+    small = "model_kwargs={embed_dim: 16, depths: [1, 1, 1, 1], num_heads: [1, 1, 2, 2]}"
+    words = ["--recipe", "small_64_drloc", "--set", small, "--epochs", "1", "--warmup-epochs", "0", "-b", "12", *cpu]
+    assert main(["train", str(photos), *words, "--out", str(tmp_path / "drloc")]) == 0
+    trained = read_weights(tmp_path / "drloc/best.safetensors")
+    words = ["--weights", str(tmp_path / "drloc"), "--iters", "2", "--sizes", "64", "-b", "2", *cpu]
+    words += ["--channels", "16", "--hidden", "32", "--regions", "16", "--proposals", "50", "--lr", "1e-12"]
+    for recipe, box in (("detect_small", "mlp"), ("detect_swin_tiny_cascade_1x", "conv")):
+        out = tmp_path / recipe
+        assert main(["detect", "train", str(shapes), "--recipe", recipe, *words, "--out", str(out)]) == 0
+        detector, info = load_detector(out)
+        assert info.backbone.architecture == "swin_nano4_patch4_window4_64"
+        assert detector.options.box_head == box
+        torch.testing.assert_close(
+            detector.features.backbone.layers[2].blocks[0].attn.qkv.weight, trained["layers.2.blocks.0.attn.qkv.weight"]
+        )
+        capsys.readouterr()
+        assert main(["detect", "eval", str(out), str(shapes), *CPU, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["box AP"] >= 0
+    asked = ["--model", "resnet10t", "--dry-run"]
+    assert main(["detect", "train", str(shapes), "--recipe", "detect_small", *words, *asked]) == 2
+    assert "does not belong to" in capsys.readouterr().err
+
+
+def test_a_killed_run_ends_with_the_very_same_weights(tmp_path, make_objects, run_with_kills):
+    shapes = make_objects(tmp_path / "shapes", {"train": 5, "val": 1}, size=(64, 48), empty=0)
+    words = ["detect", "train", str(shapes), *TINY, "--epochs", "3", "--warmup-iters", "2", "-b", "2", "--keep", "1"]
+    words += ["--checkpoint-steps", "1", "--sizes", "32", "48", "--regions", "16", "--model-ema"]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    # within an epoch, and one epoch later
+    run_with_kills(DetectTask, (1, 2), [*words, "--out", str(tmp_path / "cut")])
+    a, b = (sorted((tmp_path / n / "checkpoints").iterdir())[-1] for n in ("whole", "cut"))
+    assert a.name == b.name == "step-00000006"
+    for name in ("model.safetensors", "ema.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+
+
+def test_mistakes_are_named(run, shapes, tmp_path, capsys):
+    train = ["detect", "train", str(shapes), *TINY, "--out", str(tmp_path / "r")]
+
+    def error(*words: str) -> str:
+        assert main([*words]) == 2
+        return capsys.readouterr().err
+
+    assert main([*train, "--dry-run", "-b", "16", "--channels", "8", "--sizes", "32"]) == 0
+    assert "Cascade" in capsys.readouterr().out
+    assert not (tmp_path / "r").exists()
+    assert "data is empty" in error("detect", "train", "--model", "resnet18")
+    assert "no command 'everytoken detect evall'" in error("detect", "evall")
+    assert "there is no folder or file nowhere" in error("detect", "eval", str(run), "nowhere")
+    content = json.loads((shapes / "val" / "instances.json").read_text())
+    content["annotations"][2]["category_id"] = 12
+    (tmp_path / "bad.json").write_text(json.dumps(content))
+    text = error(
+        *train, "--val-annotations", str(tmp_path / "bad.json"), "--annotations", str(shapes / "train/instances.json")
+    )
+    assert "bad.json: annotation 3 is of category 12" in text
+    content["categories"] = [{"id": 12, "name": "cup"}]
+    content["annotations"] = []
+    (tmp_path / "bad.json").write_text(json.dumps(content))
+    images = ["--images", str(shapes / "val" / "images")]
+    text = error("detect", "eval", str(run), str(shapes), *CPU, "--annotations", str(tmp_path / "bad.json"), *images)
+    assert "no class of the detector (disc, square" in text
+
+
+def test_perfect_answers_score_100_and_answers_in_crowds_do_not_count(shapes, tmp_path):
+    data = open_instances(str(shapes), "val")
+    perfect = {i: truth_of(data, i, True) for i in range(4)}
+    numbers, classes = average_precision(data, perfect)
+    assert numbers["box AP"] == numbers["mask AP"] == pytest.approx(100)
+    assert [row["objects"] for row in classes] == [3, 3]
+    one = perfect[0]
+    doubled = Detections(
+        np.concatenate([one.boxes, one.boxes]),
+        np.array([0.9, 0.9, 0.95, 0.95]),
+        np.concatenate([one.labels, 1 - one.labels]),
+        [*one.masks, *one.masks],
+    )
+    wrong_before_right = (67 + 34 * 0.75) / 1.01  # precision 1 up to recall 2/3, then 3/4, at 101 places
+    assert average_precision(data, {**perfect, 0: doubled})[0]["box AP"] == pytest.approx(wrong_before_right)
+    crowds = [[replace(o, crowd=True) for o in data.objects(i)] for i in range(4)]
+    data.objects = lambda i: crowds[i]
+    assert average_precision(data, perfect)[0]["box AP"] == -1  # nothing to find, and nothing wrong
+    nothing = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64), [])
+    assert average_precision(data, {0: nothing})[0]["mask AP50"] == 0
+
+
+def test_pictures_colour_the_masks_and_frame_the_boxes(shapes):
+    data = open_instances(str(shapes), "val")
+    image = np.full((64, 96, 3), 255, np.uint8)
+    found = truth_of(data, 0, True)
+    drawn = np.asarray(draw_objects(image, found, data.class_names, scores=False)).astype(int)
+    x0, y0, x1, y1 = found.boxes[1].astype(int).tolist()
+    assert (drawn[(y0 + y1) // 2, (x0 + x1) // 2] != 255).any()
+    assert (drawn[y1 - 1, x0 + 3] != drawn[y1 - 5, x0 + 3]).any()
+    assert (drawn[63, 95] == 255).all() or y1 == 64
+
+
+def test_the_learning_rate_falls_after_the_epochs_of_the_schedule():
+    optim = DetectOptions().optim
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1e-4)
+    schedule, updates = build_schedule(optimizer, optim, 100)
+    seen = {}
+    for update in range(1, 1201):
+        schedule.step_update(update)
+        seen[update] = optimizer.param_groups[0]["lr"]
+    assert updates == 1200
+    assert seen[790] == pytest.approx(1e-4)
+    assert seen[810] == seen[1090] == pytest.approx(1e-5)
+    assert seen[1110] == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in recipe_names() if n.startswith("detect_")])
+def test_every_recipe_fits_the_options_and_says_what_it_is(name):
+    options = apply(DetectOptions(), read_recipe(name), name)
+    assert timm.is_model(options.model.model)
+    assert options.optim.decay_milestones == ((27, 33) if name.endswith(("3x", "small")) else (8, 11))
+    assert apply(DetectOptions(), flat(options), "config.yaml") == options
+    text = header(name)
+    assert all(word in text for word in ("Run by us:", "Source:", "Cost:", "parameters"))

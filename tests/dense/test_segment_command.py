@@ -1,0 +1,346 @@
+"""`everytoken segment train | eval | predict` on drawn shapes, through the command line; kills do not change a run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from everytoken_lab.classes import map_to_dataset
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import result_stems
+from everytoken_lab.dense.backbone import build_features
+from everytoken_lab.dense.segment.data import open_masks
+from everytoken_lab.dense.segment.infer import segmenter_inference
+from everytoken_lab.dense.segment.model import Segmenter, load_segmenter
+from everytoken_lab.dense.segment.options import InferOptions, MaskOptions
+from everytoken_lab.dense.segment.task import SegmentTask
+from everytoken_lab.dense.segment.token import TokenSegmenter, load_token_segmenter
+from everytoken_lab.draw import class_palette, mask_overlay, palette_image
+from everytoken_lab.models.open import Description
+from everytoken_lab.training.options import BackboneOptions
+
+TINY = [
+    *("--model", "vit_tiny_patch16_224", "--channels", "24", "--pyramid-channels", "32", "--aux-channels", "16"),
+    *("--set", "model_kwargs={patch_size: 8, embed_dim: 48, depth: 4, num_heads: 3}", "--crop-size", "48"),
+    *("--batch-size", "4", "--workers", "0", "--threads", "1", "--device", "cpu", "--drop-path", "0.1"),
+]
+
+
+CPU = ["--device", "cpu", "-j", "0"]
+QUICK = [*CPU, "--mode", "whole", "--scales", "1", "--no-flip"]  # not as the run was validated
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory, make_shapes) -> Path:
+    return make_shapes(tmp_path_factory.mktemp("shapes"))
+
+
+@pytest.fixture(scope="module")
+def run(shapes, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "r"
+    length = ["--iters", "100", "--val-iters", "100", "--warmup-iters", "10", "--lr", "0.003"]
+    length += ["--scale", "0.75", "1.25", "--test-scales", "1.0", "1.5"]
+    length += ["--mode", "slide", "--stride", "20", "--scales", "0.75", "1.0", "--flip"]
+    assert main(["segment", "train", str(shapes), *TINY, *length, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_segmenter_learns_and_leaves_everything_in_its_folder(run, shapes, capsys):
+    names = {p.name for p in run.iterdir()}
+    assert {"config.yaml", "metrics.csv", "best.safetensors", "classes.json", "pictures.jpg", "summary.json"} <= names
+    best = json.loads((run / "summary.json").read_text())["best"]["score"]
+    assert best > 70  # of images it has not seen; 33 would be all ground
+    assert main(["segment", "eval", str(run), str(shapes), *CPU, "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["mIoU"] == pytest.approx(best, abs=1e-3)  # in the mode, stride, scales that the run measured with
+    assert numbers["images"] == 4
+
+
+def inference(run: Path, **options):
+    return segmenter_inference(*load_segmenter(run), InferOptions(**options))
+
+
+def test_a_segmenter_is_used_as_it_was_validated_unless_told_otherwise(run):
+    assert inference(run).options == InferOptions("slide", 20, (0.75, 1.0), True, 0)
+    assert inference(run).short == 48
+    other = inference(run, mode="whole", scales=(1.0,), flip=False, resize=64)
+    assert (other.options, other.short) == (InferOptions("whole", 20, (1.0,), False, 64), 64)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_segmenter_is_evaluated_in_the_precision_that_it_was_validated_in(shapes, tmp_path, monkeypatch, amp):
+    flags = ["--iters", "1", "--warmup-iters", "0", "--out", str(tmp_path / "run"), *(["--amp"] if amp else [])]
+    assert main(["segment", "train", str(shapes), *TINY, *flags]) == 0
+    seen, forward = [], Segmenter.forward
+
+    def watched(self, images):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return forward(self, images)
+
+    monkeypatch.setattr(Segmenter, "forward", watched)
+    for words, wanted in (([], amp), (["--amp"], True), (["--no-amp"], False)):
+        seen.clear()
+        assert main(["segment", "eval", str(tmp_path / "run"), str(shapes), *QUICK, *words]) == 0
+        assert set(seen) == {wanted}
+
+
+def test_several_scales_of_the_recipe_are_tested_with_one_flag(run, shapes, capsys):
+    found = []
+    for words in (["--multi-scale"], ["--scales", "1.0", "1.5", "--flip"]):
+        assert main(["segment", "eval", str(run), str(shapes), *CPU, "--json", *words]) == 0
+        found.append(json.loads(capsys.readouterr().out)["mIoU"])
+    assert found[0] == found[1]
+
+
+def test_windows_scales_and_mirrors_work_from_the_command_line(run, shapes, tmp_path, capsys):
+    words = ["--mode", "whole", "--stride", "30", "--scales", "1.0", "1.25", "--no-flip", "--split", "train"]
+    more = ["--pictures", str(tmp_path / "p.jpg"), "--picture-count", "2", "--out", str(tmp_path / "n.json")]
+    assert main(["segment", "eval", str(run), str(shapes), *CPU, *words, *more]) == 0
+    text = capsys.readouterr().out
+    assert "pixels right" in text
+    assert "square" in text
+    written = json.loads((tmp_path / "n.json").read_text())
+    assert written["mIoU"] > 65
+    assert {row["class"] for row in written["classes"]} == {"ground", "disc", "square"}
+    assert Image.open(tmp_path / "p.jpg").width > 3 * 300
+
+
+def test_predictions_are_masks_that_programs_can_read(run, shapes, tmp_path, capsys):
+    image = shapes / "images" / "val" / "0.png"
+    assert main(["segment", "predict", str(run), str(image), "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert "0.png: ground" in capsys.readouterr().out
+    mask = Image.open(tmp_path / "0.png")
+    truth = np.asarray(Image.open(shapes / "masks" / "val" / "0.png"))
+    assert mask.mode == "P"
+    assert (np.asarray(mask)[1:] == truth[1:]).mean() > 0.9
+    assert json.loads((tmp_path / "classes.json").read_text())["2"] == "square"
+    assert (tmp_path / "0.overlay.jpg").is_file()
+
+
+def test_predictions_never_overwrite_images_and_never_each_other(run, shapes, tmp_path, capsys):
+    image = Image.open(shapes / "images" / "val" / "0.png")
+    image.save(tmp_path / "a.png")
+    before = (tmp_path / "a.png").read_bytes()
+    words = ["segment", "predict", str(run), str(tmp_path), "--device", "cpu", "--out"]
+    assert main([*words, str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "would overwrite the image" in said
+    assert "output" in said
+    assert (tmp_path / "a.png").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
+    image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(tmp_path / "a.jpg")
+    (tmp_path / "sub").mkdir()
+    image.save(tmp_path / "sub" / "a.png")
+    out = tmp_path.with_name(tmp_path.name + "-masks")
+    assert main([*words, str(out)]) == 0
+    made = {p.relative_to(out).as_posix() for p in out.rglob("*.*")}
+    both = {f"{name}{end}" for name in ("a.png", "a.jpg", "sub/a") for end in (".png", ".overlay.jpg")}
+    assert made == both | {"classes.json"}
+    assert np.asarray(Image.open(out / "a.png.png")).tolist() == np.asarray(Image.open(out / "sub/a.png")).tolist()
+
+
+def test_names_of_results_differ_whatever_the_images_are_called(tmp_path):
+    names = ["a.jpg", "a.png", "a.png.png", "A.webp", "b.x.jpg", "c/a.jpg"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    stems = result_stems(tmp_path, names, Path("out"), (".png",))
+    assert len({str(stem).lower() for stem in stems.values()}) == len(names)
+    assert stems["b.x.jpg"] == Path("out/b.x")
+    assert stems["c/a.jpg"] == Path("out/c/a")
+    assert stems["a.jpg"] == Path("out/a.jpg")
+
+
+def test_of_its_own_undivided_images_a_run_is_judged_by_those_it_held_out(run, shapes, tmp_path, monkeypatch, capsys):
+    data = tmp_path / "here" / "shapes"
+    for kind in ("images", "masks"):
+        shutil.copytree(shapes / kind / "train", data / kind)
+    shutil.copy(shapes / "classes.txt", data)
+    own = tmp_path / "elsewhere" / "run"
+    (own / "checkpoints" / "step-1").mkdir(parents=True)
+    for name in ("best.safetensors", "checkpoints/step-1/model.safetensors"):
+        shutil.copy(run / "best.safetensors", own / name)
+    monkeypatch.chdir(shapes)
+
+    def images(*more: str) -> tuple[int, str]:
+        for source in (own, own / "best.safetensors", own / "checkpoints/step-1/model.safetensors"):
+            assert main(["segment", "eval", str(source), str(data), *QUICK, "--json", *more]) == 0
+        said = capsys.readouterr()
+        counts = {json.loads(text + "}")["images"] for text in said.out.split("}")[:-1]}
+        assert len(counts) == 1
+        return counts.pop(), said.err
+
+    everything, note = images()
+    assert everything == 8
+    assert "training images may be among them" in note
+    (own / "config.yaml").write_text("data: shapes\nval_split: 0.4\n")
+    (own / "environment.json").write_text(json.dumps([{"folder": "/nowhere"}, {"folder": str(tmp_path / "here")}]))
+    held, note = images()
+    assert held == len(open_masks(str(data), "val", MaskOptions(val_split=0.4))) < 8
+    assert note.count("held out (40%)") == 3
+    assert images("--split", "all") == (8, "")
+    (own / "config.yaml").write_text(f"data: {shapes}\n")
+    assert images() == (8, "")
+    assert main(["segment", "eval", str(own), str(data), *CPU, "--val-split", "0.4"]) == 0
+
+
+def test_a_classifier_cannot_be_loaded_as_a_segmenter_but_a_segmenter_gives_its_backbone(run, photos, capsys):
+    features, about = build_features(BackboneOptions(weights=str(run)), 32)
+    assert about.architecture == "vit_tiny_patch16_224"
+    assert features.backbone.pos_embed.shape[1:] == (17, 48)
+    ours, theirs = features.backbone.blocks[3].mlp.fc1.weight, load_segmenter(run)[0].features.backbone.blocks[3]
+    assert torch.equal(ours, theirs.mlp.fc1.weight)
+
+
+def test_data_with_some_of_the_classes_is_evaluated_by_name(run, shapes, tmp_path, capsys):
+    for kind in ("images", "masks"):
+        (tmp_path / kind).mkdir()
+    pixels = np.asarray(Image.open(shapes / "images/val/1.png"))
+    mask = np.asarray(Image.open(shapes / "masks/val/1.png"))
+    Image.fromarray(pixels).save(tmp_path / "images/a.png")
+    Image.fromarray(np.select([mask == 0, mask == 2], [1, 0], 255).astype(np.uint8)).save(tmp_path / "masks/a.png")
+    (tmp_path / "classes.txt").write_text("square\nground\n")
+    assert main(["segment", "eval", str(run), str(tmp_path), *CPU]) == 0
+    text = capsys.readouterr().out
+    assert "2 of the 3 classes are asked" in text
+    (tmp_path / "classes.txt").write_text("square\nsoil\n")
+    assert main(["segment", "eval", str(run), str(tmp_path), *CPU]) == 2
+    assert "not trained on: soil" in capsys.readouterr().err
+
+
+def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with_kills):
+    words = ["segment", "train", str(shapes), *TINY, "--iters", "9", "--val-iters", "3", "--warmup-iters", "2"]
+    words += ["--checkpoint-steps", "1", "--model-ema", "--grad-accum-steps", "2", "--batch-size", "3"]
+    words += ["--head", "fcn", "--keep", "1"]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    # in the midst of an update, and at the end of a pass
+    run_with_kills(SegmentTask, (3, 6, 4), [*words, "--out", str(tmp_path / "cut")])
+    a, b = (sorted((tmp_path / n / "checkpoints").iterdir())[-1] for n in ("whole", "cut"))
+    assert a.name == b.name == "step-00000009"
+    for name in ("model.safetensors", "ema.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+    rows = [
+        [json.loads(x).get("val_mIoU") for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()]
+        for n in ("whole", "cut")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_mistakes_are_named(shapes, tmp_path, capsys, make_shapes):
+    train = ["segment", "train", str(shapes), *TINY, "--out", str(tmp_path / "r")]
+
+    def error(*words: str) -> str:
+        assert main([*words]) == 2
+        return capsys.readouterr().err
+
+    assert "batch_size 1 is too small" in error(*train, "--batch-size", "1")
+    assert main([*train, "--dry-run", "--iters", "40", "--val-iters", "20"]) == 0
+    assert "40 in all" in capsys.readouterr().out
+    assert not (tmp_path / "r").exists()
+    assert "data is empty" in error("segment", "train", "--model", "resnet18")
+    assert "do not fill one batch of 64" in error(*train, "--batch-size", "64")
+    assert "lr_base is 0.001234" in error(*train, "--lr-base", "0.001234")  # it would do nothing beside lr
+    assert "no command 'everytoken segment trian'" in error("segment", "trian")
+    broken = make_shapes(tmp_path / "broken", train=4, val=1)
+    Image.fromarray(np.full((48, 56), 77, np.uint8)).save(broken / "masks/train/2.png")
+    words = [str(broken) if w == str(shapes) else w for w in train]
+    assert "2.png: value 77" in error(*words, "--iters", "2", "--val-iters", "2")
+
+
+# -- the token head as a segmenter ------------------------------------------------------------------------------------
+
+
+def test_class_maps_match_names_synonyms_and_the_rest(tmp_path):
+    head = ["tabby, tabby cat", "Persian_cat", "bus", "rock"]
+    data = ["background", "cat", "bus;autobus"]
+    assert map_to_dataset(head, ["sky", "persian cat", "bus;coach"]) == [-1, 1, 2, -1]
+    (tmp_path / "m.json").write_text(json.dumps({"cat": ["tabby", 1], "bus;autobus": "bus", "background": "*"}))
+    assert map_to_dataset(head, data, str(tmp_path / "m.json")) == [1, 1, 2, 0]
+    with pytest.raises(Exception, match=r"no class of the token head \(such as tabby"):
+        map_to_dataset(head, ["sky"])
+    (tmp_path / "m.json").write_text(json.dumps({"cat": ["tabbi"]}))
+    with pytest.raises(Exception, match="token head has no class 'tabbi'"):
+        map_to_dataset(head, data, str(tmp_path / "m.json"))
+    (tmp_path / "m.json").write_text(json.dumps({"cats": ["tabby"]}))
+    with pytest.raises(Exception, match=r"no class 'cats'. Did you mean 'cat'"):
+        map_to_dataset(head, data, str(tmp_path / "m.json"))
+
+
+@pytest.fixture
+def classifier(tmp_path) -> Path:
+    """A ViT with a token head of four classes, as a run leaves it."""
+    import timm
+
+    from everytoken.models import TokenModel
+
+    torch.manual_seed(0)
+    kwargs = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
+    model = TokenModel(timm.create_model("vit_tiny_patch16_224", **kwargs), 4)
+    names = ("ground", "ball, disc", "square", "moon")
+    about = Description("vit_tiny_patch16_224", kwargs, ("a", "b", "c"), names, (32, 32)).to_metadata()
+    folder = tmp_path / "classifier"
+    folder.mkdir()
+    save_file(model.backbone.state_dict(), folder / "best.safetensors", metadata=about)
+    save_file(model.token_head.state_dict(), folder / "best.token_head.safetensors", metadata=about)
+    return folder
+
+
+def test_the_token_head_answers_with_the_summed_probabilities_of_its_classes(classifier, tmp_path):
+    (tmp_path / "m.json").write_text(json.dumps({"ground": "ground", "thing": ["disc", "square"]}))
+    model, _, mapping = load_token_segmenter(str(classifier), ["ground", "thing"], str(tmp_path / "m.json"))
+    assert mapping.tolist() == [0, 1, 1, -1]
+    images = torch.randn(2, 3, 32, 32)
+    view = model.model(images)
+    parts = view.token_logits.softmax(-1)
+    cells = torch.stack([parts[..., 0], parts[..., 1] + parts[..., 2]], 1).log()
+    expected = torch.nn.functional.interpolate(cells, (32, 32), mode="bilinear")
+    torch.testing.assert_close(model(images), expected)
+    never = TokenSegmenter(model.model, mapping, 3)(images)  # nothing is mapped to the third class
+    assert torch.isfinite(never).all()
+    assert (never.argmax(1) < 2).all()
+
+
+def test_segment_eval_reads_a_token_head_without_training(classifier, shapes, tmp_path, capsys):
+    words = ["segment", "eval", str(classifier), str(shapes), *CPU]
+    assert main([*words, "--head", "token", "--scales", "1.0", "1.5"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "the token head answers for 3 of 3 classes of the data, with 3 of its 4 classes" in text
+    assert "mIoU" in text
+    assert main(words) == 2
+    assert "token head" in capsys.readouterr().err
+    assert main([*words, "--head", "class"]) == 2  # its names are a, b, c
+    assert "class_map" in capsys.readouterr().err
+    (tmp_path / "map.json").write_text(json.dumps({"ground": "a", "disc": "b", "square": "*"}))
+    assert main([*words, "--head", "class", "--class-map", str(tmp_path / "map.json")]) == 0
+    out = ["--out", str(tmp_path / "p"), "--head", "class", "--class-map", str(tmp_path / "map.json")]
+    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 0
+    assert np.asarray(Image.open(tmp_path / "p" / "3.png")).max() <= 2
+    out[-1] = str(tmp_path / "missing.json")
+    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 2
+    assert "missing.json" in capsys.readouterr().err
+    (tmp_path / "missing.json").write_text("[1, 2]")
+    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 2
+    assert "missing.json" in capsys.readouterr().err
+    (classifier / "best.token_head.safetensors").unlink()
+    plain = Description("vit_tiny_patch16_224", {"num_classes": 3, "img_size": 32}, ("a", "b", "c"), img_size=(32, 32))
+    import timm
+
+    bare = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32)
+    save_file(bare.state_dict(), classifier / "best.safetensors", metadata=plain.to_metadata())
+    assert main([*words, "--head", "token"]) == 2
+    assert "has no token head" in capsys.readouterr().err
+
+
+def test_colours_do_not_depend_on_the_number_of_classes_and_differ():
+    assert (class_palette(150)[:20] == class_palette(20)).all()
+    assert len({tuple(c) for c in class_palette(150).tolist()}) == 150
+    image = np.full((2, 2, 3), 100, np.uint8)
+    drawn = np.asarray(mask_overlay(image, np.array([[0, 1], [-1, 0]]), 2, strength=1.0))
+    assert (drawn[0, 0] == class_palette(2)[0]).all()
+    assert (drawn[1, 0] == 0).all()
+    assert palette_image(np.array([[300]]), 400).mode.startswith("I;16")

@@ -1,0 +1,376 @@
+"""Images with masks: layouts, named errors, and views in which pixels and mask agree."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from everytoken.data import placement as pl
+from everytoken.data.placement import sample_mask
+from everytoken.errors import EverytokenError
+from everytoken.keyed import generator
+from everytoken_lab.classes import exact_lookup
+from everytoken_lab.data.datasets import DataError
+from everytoken_lab.data.decode import Picture
+from everytoken_lab.data.loader import Loader
+from everytoken_lab.dense.common import resized
+from everytoken_lab.dense.segment.augment import SegmentTransform, distort
+from everytoken_lab.dense.segment.data import (
+    MaskError,
+    TrainViews,
+    WholeViews,
+    divided,
+    open_masks,
+    read_classes,
+)
+from everytoken_lab.dense.segment.options import MaskOptions, SegmentAugment
+
+
+def save(path: Path, values) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(values, np.uint8)).save(path)
+
+
+def picture(path: Path, size=(6, 4), value=9) -> None:
+    save(path, np.full((size[1], size[0], 3), value))
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_of_folders_with_a_class_file(tmp_path, make_shapes):
+    make_shapes(tmp_path, train=3, val=2)
+    train, val = open_masks(str(tmp_path), "train"), open_masks(str(tmp_path), "val")
+    assert (len(train), len(val), train.class_names) == (3, 2, ["ground", "disc", "square"])
+    assert train.key(0) == "images/train/0.png"
+    mask = train.mask(0, train.picture(0).size)
+    assert mask.dtype == np.int16
+    assert (mask[0] == -1).all()  # 255 is ignored
+    stored = np.asarray(Image.open(tmp_path / "masks/train/0.png"))
+    assert (mask[1:] == stored[1:]).all()
+    assert len(open_masks(str(tmp_path), "all")) == 5
+
+
+def test_folders_below_each_part_and_other_names(tmp_path):
+    for split in ("training", "validation"):
+        picture(tmp_path / split / "photos" / "a.png")
+        save(tmp_path / split / "ids" / "a.png", np.full((4, 6), 7))
+    (tmp_path / "c.json").write_text(json.dumps({"7": "lake", "3": "hill"}))
+    options = MaskOptions(images="photos", masks="ids", classes=str(tmp_path / "c.json"))
+    data = open_masks(str(tmp_path), "val", options)
+    assert data.class_names == ["hill", "lake"]
+    assert (data.mask(0) == 1).all()
+    assert len(open_masks(str(tmp_path), "all", options)) == 2
+
+
+def test_without_a_validation_part_images_are_held_out_by_name(tmp_path):
+    for i in range(30):
+        picture(tmp_path / "images" / f"{i}.png")
+        save(tmp_path / "masks" / f"{i}.png", np.zeros((4, 6)))
+    (tmp_path / "classes.txt").write_text("one\ntwo")
+    options = MaskOptions(val_split=0.3)
+    parts = [set(open_masks(str(tmp_path), s, options).keys()) for s in ("train", "val")]
+    assert not parts[0] & parts[1]
+    assert len(parts[0] | parts[1]) == 30
+    assert 3 <= len(parts[1]) <= 15
+    assert not divided(str(tmp_path), options)
+
+
+def test_images_for_testing_are_never_trained_on(tmp_path):
+    for split, count in (("train", 20), ("test", 10)):
+        for i in range(count):
+            picture(tmp_path / split / "images" / f"{i}.png")
+            save(tmp_path / split / "masks" / f"{i}.png", np.zeros((4, 6)))
+    (tmp_path / "classes.txt").write_text("one\ntwo")
+    sizes = {s: len(open_masks(str(tmp_path), s)) for s in ("train", "val", "test", "all")}
+    assert sizes["train"] + sizes["val"] == 20
+    assert sizes["test"] == 10
+    assert all("/test/" not in open_masks(str(tmp_path), "train").where(i) for i in range(sizes["train"]))
+
+
+def test_ade20k_reduces_the_zero_label(tmp_path):
+    picture(tmp_path / "images" / "training" / "x.jpg")
+    picture(tmp_path / "images" / "validation" / "y.jpg")
+    save(tmp_path / "annotations" / "training" / "x.png", [[0, 1, 2, 3, 1, 0]] * 4)
+    save(tmp_path / "annotations" / "validation" / "y.png", [[0] * 6] * 4)
+    head = "Idx\tRatio\tTrain\tVal\tName\n"
+    (tmp_path / "objectInfo150.txt").write_text(
+        head + "1\t.1\t5\t5\twall\n2\t.1\t5\t5\tbuilding, edifice\n3\t.1\t1\t1\tsky\n"
+    )
+    data = open_masks(str(tmp_path), "train")
+    assert data.class_names == ["wall", "building, edifice", "sky"]
+    assert data.mask(0)[0].tolist() == [-1, 0, 1, 2, 0, -1]
+    kept = open_masks(str(tmp_path), "train", MaskOptions(reduce_zero_label=False, classes=str(_four(tmp_path))))
+    assert kept.mask(0)[0].tolist() == [0, 1, 2, 3, 1, 0]
+
+
+def _four(folder: Path) -> Path:
+    (folder / "four.txt").write_text("other\nwall\nbuilding\nsky")
+    return folder / "four.txt"
+
+
+def test_pascal_voc_reads_lists_and_palettes(tmp_path):
+    root = tmp_path / "VOCdevkit" / "VOC2012"
+    picture(root / "JPEGImages" / "a.jpg")
+    picture(root / "JPEGImages" / "b.jpg")
+    image = Image.fromarray(np.array([[0, 0, 15, 15, 255, 255]] * 4, np.uint8))
+    image.putpalette(list(range(256)) * 3)
+    (root / "SegmentationClass").mkdir()
+    image.save(root / "SegmentationClass" / "a.png")
+    image.save(root / "SegmentationClass" / "b.png")
+    lists = root / "ImageSets" / "Segmentation"
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("a\n")
+    (lists / "val.txt").write_text("b\n")
+    data = open_masks(str(tmp_path), "val")
+    assert list(data.keys()) == ["JPEGImages/b.jpg"]
+    assert data.num_classes == 21
+    assert [data.class_names[c] if c >= 0 else "-" for c in data.mask(0)[0]] == [
+        *["background"] * 2, *["person"] * 2, *["-"] * 2,
+    ]  # fmt: skip
+    (lists / "val.txt").write_text("b\nc\n")
+    with pytest.raises(DataError, match=r"lists c, and there is no image .*/JPEGImages/c\.jpg"):
+        open_masks(str(tmp_path), "val")
+
+
+def coco(root: Path, segments=((1, 18), (300, 200)), file="p.jpg") -> Path:
+    picture(root / "images" / "val2017" / "p.jpg")
+    colours = {1: (1, 0, 0), 300: (44, 1, 0), 0: (0, 0, 0)}
+    row = [colours[i] for i in (1, 1, 300, 300, 0, 0)]
+    save(root / "panoptic" / "val2017" / "p.png", [row] * 4)
+    save(root / "semantic" / "val2017" / "p.png", [[18, 18, 200, 200, 0, 0]] * 4)
+    note = {"image_id": 5, "file_name": "p.png", "segments_info": [{"id": i, "category_id": c} for i, c in segments]}
+    names = [{"id": 18, "name": "dog"}, {"id": 200, "name": "rug"}, {"id": 1, "name": "person"}]
+    content = {"images": [{"id": 5, "file_name": file}], "annotations": [note], "categories": names}
+    (root / "panoptic_val2017.json").write_text(json.dumps(content))
+    return root
+
+
+def test_coco_panoptic_segments_become_classes(tmp_path):
+    data = open_masks(str(coco(tmp_path)), "val")
+    assert data.class_names == ["person", "dog", "rug"]
+    assert data.mask(0)[0].tolist() == [1, 1, 2, 2, -1, -1]
+    shutil.rmtree(tmp_path / "panoptic")  # then the semantic masks are read
+    assert open_masks(str(tmp_path), "val").mask(0)[0].tolist() == [1, 1, 2, 2, -1, -1]
+
+
+def test_an_annotation_for_a_missing_image_and_an_unknown_category_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"annotation for image 5, and .*val2017/gone\.jpg is not there"):
+        open_masks(str(coco(tmp_path / "a", file="gone.jpg")), "val")
+    data = open_masks(str(coco(tmp_path / "b", segments=((1, 18), (300, 77)))), "val")
+    with pytest.raises(MaskError, match=r"p\.png: segment 300 is of category 77"):
+        data.mask(0)
+
+
+# -- named errors -----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path, make_shapes):
+    make_shapes(tmp_path, train=2, val=1)
+    (tmp_path / "masks/train/1.png").unlink()
+    with pytest.raises(DataError, match=r"1 of 2 images .* have no mask, such as 1\.png: .*masks/train/1\.png"):
+        open_masks(str(tmp_path), "train")
+    save(tmp_path / "masks/train/1.png", np.zeros((20, 30)))
+    save(tmp_path / "masks/train/0.png", np.full((48, 56), 3))
+    data = open_masks(str(tmp_path), "train")
+    with pytest.raises(MaskError, match=r"1\.png: the mask is 30 x 20 pixels and its image .* is 56 x 48"):
+        data.mask(1, data.picture(1).size)
+    with pytest.raises(MaskError, match=r"0\.png: value 3 \(first at x 0, y 0; 2688 pixels.*values 0 to 2, and 255 is"):
+        data.mask(0, data.picture(0).size)
+    save(tmp_path / "masks/train/0.png", np.zeros((48, 56, 3)))
+    with pytest.raises(MaskError, match="colour picture"):
+        data.mask(0)
+    assert (open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(255, 3))).table[3]) == -1
+
+
+def test_wrong_folders_and_class_files_are_named(tmp_path):
+    with pytest.raises(DataError, match="is not a folder"):
+        open_masks(str(tmp_path / "none"), "train")
+    with pytest.raises(DataError, match="no pair of folders"):
+        open_masks(str(tmp_path), "train")
+    picture(tmp_path / "images" / "a.png")
+    save(tmp_path / "masks" / "a.png", np.zeros((4, 6)))
+    with pytest.raises(DataError, match=r"no class file \(classes\.txt, classes\.json\)"):
+        open_masks(str(tmp_path), "train")
+    (tmp_path / "classes.txt").write_text("a\nb")
+    with pytest.raises(DataError, match="value 1 is the class 'b' and is also ignored"):
+        open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(1,)))
+    with pytest.raises(DataError, match="no 'test' part"):
+        open_masks(str(tmp_path), "test")
+    assert read_classes(tmp_path / "classes.txt", 1) == {1: "a", 2: "b"}
+    with pytest.raises(DataError, match="70000 cannot be the value"):
+        open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
+    with pytest.raises(EverytokenError, match="not trained on: wall"):
+        exact_lookup(["wall"], ["walls"], "data")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("classes.txt", b""),
+        ("classes.txt", b"caf\xe9\n"),
+        ("classes.json", b"{"),
+        ("classes.json", b"[]"),
+        ("classes.json", b'{"sky": "0"}'),
+        ("classes.json", b'{"0": 1}'),
+        ("classes.json", b'{"70000": "sky"}'),
+        ("classes.json", b'{"-1": "sky"}'),
+        ("classes.json", b'"sky"'),
+        ("objectInfo150.txt", b"Idx\tRatio\n1\t.1\n"),
+        ("objectInfo150.txt", b"Idx\tName\none\twall\n"),
+    ],
+)
+def test_damaged_class_files_are_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(EverytokenError, match=name):
+        read_classes(tmp_path / name)
+
+
+def test_class_files_may_begin_with_a_byte_order_mark(tmp_path):
+    for name, content in (("c.txt", "sky\nsea"), ("c.json", '["sky", "sea"]')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert read_classes(tmp_path / name) == {0: "sky", 1: "sea"}
+
+
+def test_panoptic_files_are_checked(tmp_path):
+    root = coco(tmp_path)
+    original = json.loads((root / "panoptic_val2017.json").read_text())
+    for edit in (
+        lambda c: c["annotations"][0].update(file_name="../p.png"),
+        lambda c: c["images"][0].update(file_name="/p.jpg"),
+        lambda c: c["annotations"][0].pop("segments_info"),
+        lambda c: c["annotations"][0]["segments_info"][0].update(id="1"),
+        lambda c: c["categories"][0].update(id=70000),
+        lambda c: c.pop("images"),
+        lambda c: c.update(categories={}),
+    ):
+        content = json.loads(json.dumps(original))
+        edit(content)
+        (root / "panoptic_val2017.json").write_text(json.dumps(content))
+        with pytest.raises(EverytokenError):
+            open_masks(str(root), "val")
+
+
+def test_bad_masks_are_skipped_when_asked(tmp_path, make_shapes):
+    make_shapes(tmp_path, train=4, val=1)
+    save(tmp_path / "masks/train/2.png", np.full((48, 56), 9))
+    data = open_masks(str(tmp_path), "train")
+    samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=16)), 0, skip=True)
+    from everytoken_lab.data.loader import BadImages
+
+    loader = Loader(samples, batch_size=4, train=True, bad_images=BadImages("skip", quota=0.5))
+    (batch,) = loader.epoch(0)
+    assert len(batch) == 3
+    assert "images/train/2.png" in loader.bad_images.seen
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_are_sampled_at_the_pixel_that_each_centre_falls_on(seed):
+    rng = np.random.default_rng(seed)
+    mask = rng.integers(0, 9, (7, 11)).astype(np.int16)
+    placement = pl.compose(pl.from_box(-0.1, 0.2, 0.9, 1.3), pl.hflip())
+    if seed % 2:
+        placement = pl.compose(placement, pl.rotation(20 * seed, (13, 8)))
+    out = sample_mask(mask, placement, (8, 13), -1)
+    for v in range(8):
+        for u in range(13):
+            x, y = pl.apply(placement, ((u + 0.5) / 13, (v + 0.5) / 8))
+            inside = 0 <= x < 1 and 0 <= y < 1
+            assert out[v, u] == (mask[int(y * 7), int(x * 11)] if inside else -1), (u, v)
+
+
+def test_pixels_and_mask_show_the_same_thing_in_every_view():
+    """Each class has its own flat colour, so the mask can be read off the pixels, away from edges."""
+    rows, columns = np.mgrid[:90, :120]
+    mask = ((rows // 30) + (columns // 40)).astype(np.int16)  # 0..4
+    colours = np.array([[250, 0, 0], [0, 250, 0], [0, 0, 250], [250, 250, 0], [0, 250, 250]], np.uint8)
+    source = Picture(Image.fromarray(colours[mask]))
+    options = SegmentAugment(crop_size=64, resize=64, photometric=False, cat_max_ratio=1.0)
+    flips = 0
+    for k in range(40):
+        pixels, seen, placement = SegmentTransform(options, (9, 9, 9))(source, mask, generator(0, k))
+        flips += placement[0, 0] < 0
+        flat = np.abs(pixels.astype(int)[:, :, None] - colours).sum(-1)
+        read = np.where(flat.min(-1) < 30, flat.argmin(-1), -2)
+        read[(pixels == 9).all(-1)] = -1
+        sure = read != -2
+        assert sure.mean() > 0.8
+        assert (read[sure] == seen[sure]).mean() > 0.995
+    assert 10 < flips < 30
+
+
+def test_scales_lie_between_half_and_twice_and_small_images_are_filled():
+    mask = np.zeros((50, 100), np.int16)
+    source = Picture(Image.new("RGB", (100, 50), (200, 0, 0)))
+    sizes = []
+    for k in range(60):
+        options = SegmentAugment(crop_size=32, resize=32, hflip=0.0)
+        pixels, seen, placement = SegmentTransform(options, (1, 2, 3))(source, mask, generator(1, k))
+        scale = 32 / (placement[1, 1] * 50) * 50 / 32  # of the short side
+        sizes.append(scale)
+        outside = seen == -1
+        assert outside.any() == (scale < 0.99)
+        assert (pixels[outside] == (1, 2, 3)).all()  # also after the colours were distorted
+    assert 0.45 < min(sizes) < 0.7
+    assert 1.7 < max(sizes) < 2.1
+    assert resized((100, 50), 32, 128) == (64, 32)
+    assert resized((1000, 50), 32, 128) == (128, 6)  # the long side is bounded
+
+
+def test_crops_with_one_class_are_avoided_when_there_are_others():
+    mask = np.zeros((64, 256), np.int16)
+    mask[:, 120:138] = 1
+    source = Picture(Image.new("RGB", (256, 64)))
+
+    def varied(ratio: float) -> int:
+        options = SegmentAugment(crop_size=64, scale=(1.0, 1.0), cat_max_ratio=ratio, photometric=False)
+        views = [SegmentTransform(options)(source, mask, generator(2, k))[1] for k in range(40)]
+        return sum(len(np.unique(v)) > 1 for v in views)
+
+    assert varied(1.0) < 28
+    assert varied(0.75) > 33
+
+
+def test_photometric_distortion_changes_colours_within_its_limits():
+    grey = np.full((4, 4, 3), 100, np.uint8)
+    values = [int(distort(grey, generator(3, k))[0, 0, 0]) for k in range(200)]
+    assert 30 <= min(values) < 60  # (100 - 32) * 0.5 = 34
+    assert 170 < max(values) <= 200  # (100 + 32) * 1.5 = 198
+    assert 20 < values.count(100) < 120  # each step is left out half of the time
+    red = np.zeros((2, 2, 3), np.uint8)
+    red[..., 0] = 200
+    hues = [distort(red, generator(4, k))[0, 0].tolist() for k in range(200)]
+    assert any(g > 40 and b < 10 for _, g, b in hues)
+    assert any(b > 40 and g < 10 for _, g, b in hues)
+    assert not any(g > r or b > r for r, g, b in hues)  # less than 60 degrees
+
+
+def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path, make_shapes):
+    data = open_masks(str(make_shapes(tmp_path, train=6, val=1)), "train")
+    samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=24)), seed=5)
+    runs = []
+    for workers in (0, 2):
+        loader = Loader(samples, batch_size=2, train=True, seed=5, workers=workers)
+        runs.append([*loader.epoch(3)])
+        loader.close()
+    for a, b in zip(*runs, strict=True):
+        assert a.keys == b.keys
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.targets, b.targets)
+    (late,) = list(Loader(samples, batch_size=2, train=True, seed=5).epoch(3, start=2))
+    assert torch.equal(late.images, runs[0][2].images)
+    assert not torch.equal(next(iter(Loader(samples, batch_size=2, train=True, seed=5))).images, runs[0][0].images)
+
+
+def test_evaluation_sees_whole_images_at_their_own_size(tmp_path, make_shapes):
+    data = open_masks(str(make_shapes(tmp_path, train=1, val=2, size=(40, 60))), "val")
+    batches = list(Loader(WholeViews(data), batch_size=1, train=False))
+    assert [tuple(b.images.shape) for b in batches] == [(1, 3, 60, 40)] * 2
+    assert batches[1].targets.shape == (1, 60, 40)

@@ -1,0 +1,438 @@
+"""`train` without a recipe: the linear head first, fine-tuning that has to beat it, a recipe of all decisions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import everytoken_lab
+from everytoken import EverytokenError
+from everytoken.maps import Maps
+from everytoken_lab import train
+from everytoken_lab.annotators import features as features_module
+from everytoken_lab.cli import main
+from everytoken_lab.data.datasets import keys_hash, open_dataset
+from everytoken_lab.engine.accuracy import Predictions
+from everytoken_lab.engine.checkpoint import write_weights
+from everytoken_lab.engine.options import AutoOptions, DataOptions, ModelOptions, TrainOptions
+from everytoken_lab.engine.run_folder import read_run
+from everytoken_lab.evaluation.calibrated import read_calibration
+from everytoken_lab.models.open import open_model
+from everytoken_lab.reports.predictions import predict_run
+from everytoken_lab.training import auto as auto_module
+from everytoken_lab.training.classify import decides_itself
+
+QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
+
+
+@pytest.fixture(scope="module")
+def weights(backbone):
+    return backbone
+
+
+@pytest.fixture(scope="module")
+def folder(photos, tmp_path_factory):
+    """Photos with a copy of a held-out one, one that only looks like it, and one that cannot be read."""
+    place = tmp_path_factory.mktemp("own") / "photos"
+    shutil.copytree(photos, place)
+    shutil.copyfile(place / "val/class-0/photo.1.png", place / "train/class-0/copy.png")
+    image = Image.open(place / "val/class-1/photo.2.png")
+    Image.fromarray(np.clip(np.asarray(image).astype(int) + 1, 0, 255).astype(np.uint8)).save(
+        place / "train/class-1/brighter.png"
+    )
+    (place / "train/class-2/broken.png").write_bytes(b"not an image")
+    return place
+
+
+@pytest.fixture(scope="module")
+def result(folder, weights, tmp_path_factory):
+    """A whole run on data with validation photos, with score maps."""
+    output = tmp_path_factory.mktemp("runs") / "photos"
+    return train(folder, weights=weights, out=str(output), epochs=2, maps="auto", **QUIET)
+
+
+@pytest.fixture(scope="module")
+def crossed(folder, weights, tmp_path_factory):
+    """A whole run on the same photos without validation photos; too little time to fine-tune."""
+    output = tmp_path_factory.mktemp("runs") / "photos"
+    return train(folder / "train", weights=weights, out=str(output), linear=True, **QUIET)
+
+
+def story(run) -> dict:
+    return json.loads((run.path / "auto.json").read_text())
+
+
+def test_the_first_model_is_a_linear_head_that_other_commands_open(result, folder):
+    opened = open_model(result.path / "linear")
+    assert opened.class_names == ("class-0", "class-1", "class-2")
+    first = read_run(result.path / "linear")
+    assert first.state == "finished"
+    assert first.config["data"] == str(folder)
+    answers, _ = Predictions.saved(result.path / "linear/out-of-fold.npz", keys_hash(open_dataset(folder, "train")))
+    assert len(answers) == 38  # all that can be read
+
+
+def test_its_record_says_what_happened_and_nothing_else(result, crossed):
+    for run, validation in ((read_run(result.path / "linear"), "held-out images"), (crossed, "cross-validation")):
+        assert run.config["method"] == "logistic regression on frozen features"
+        assert run.config["validation"] == validation
+        assert not {"epochs", "opt", "lr", "aa", "smoothing", "batch_size"} & set(run.config)
+        assert (run.summary["epochs"], run.summary["updates"]) == (0, 0)
+
+
+def test_copies_of_held_out_photos_and_unreadable_ones_are_left_out(result):
+    lines = dict(line.split("\t") for line in (result.path / "exclude.txt").read_text().splitlines())
+    assert set(lines) == {"class-0/copy.png", "class-1/brighter.png", "class-2/broken.png"}
+    assert lines["class-1/brighter.png"] == "a copy of a held-out photo"
+    assert len(Maps(result.path / "maps")) == 36
+
+
+def test_copies_of_a_photo_are_in_one_fold(folder, weights, tmp_path):
+    own = tmp_path / "photos"
+    shutil.copytree(folder / "train", own)
+    source = sorted((own / "class-0").glob("photo*"))[0]
+    image = Image.open(source)
+    brighter = np.clip(np.asarray(image).astype(int) + 1, 0, 255).astype(np.uint8)
+    Image.fromarray(brighter).save(own / "class-0/nearly-the-same.png")
+    data = open_dataset(own, "train")
+    choice = features_module.choose_backbone(data, [features_module.Candidate(weights)], tmp_path, workers=0)
+    choice, groups = auto_module._without_copies(choice, data, seed=0)
+    at = {data.key(i): i for i in range(len(data))}
+    pair = [at[f"class-0/{source.name}"], at["class-0/nearly-the-same.png"]]
+    assert groups[pair[0]] == groups[pair[1]]
+    rows = {int(i): n for n, i in enumerate(choice.features.readable)}
+    assert choice.fit.fold[rows[pair[0]]] == choice.fit.fold[rows[pair[1]]]
+
+
+def test_the_kept_model_is_compared_on_photos_that_neither_has_seen(result):
+    content = story(result)["result"]
+    last = read_run(result.path / "fine-tuned")
+    assert [row["epoch"] for row in last.history if "score" in row] == [2]  # few photos are held out
+    assert content["fine-tuned"] == pytest.approx(last.history[-1]["ema_score"], abs=0.01)
+    rival = auto_module._answers(result.path / "linear/on-held-out.npz")
+    assert content["gain"][0] == pytest.approx(content["fine-tuned"] - rival.accuracy.value)
+    assert content["kept"] == ("fine-tuned" if content["gain"][1] > 0 else "linear")
+    kept = result.path / content["kept"] / "best.safetensors"
+    assert (result.path / "best.safetensors").read_bytes() == kept.read_bytes()
+    assert content["text"] in (result.path / "log.txt").read_text()
+    assert (result.path / "report.html").is_file()
+
+
+def test_without_validation_photos_all_are_trained_on_and_the_number_is_out_of_fold(crossed, folder):
+    content = story(crossed)["result"]
+    assert (content["kept"], content["judged on"], content["cross-validated"]) == ("linear", 38, True)
+    data = open_dataset(folder / "train", "train")
+    answers, _ = Predictions.saved(crossed.path / "linear/out-of-fold.npz", keys_hash(data))
+    assert content["top1"] == pytest.approx(answers.accuracy.value)
+    assert content["top1"] == pytest.approx(crossed.score)
+    assert "5-fold cross-validation of 38 photos" in content["text"]
+    # the report and the calibration are of these answers, not of what the model says about photos that it knows
+    predicted = predict_run(crossed, "cpu")
+    assert predicted.predictions.correct.tolist() == answers.correct.tolist()
+    assert read_calibration(crossed, crossed.path / "best.safetensors").images == 38
+    (crossed.path / "report-predictions.npz").rename(crossed.path / "away.npz")
+    with pytest.raises(EverytokenError, match="out-of-fold predictions"):
+        predict_run(crossed, "cpu")
+    (crossed.path / "away.npz").rename(crossed.path / "report-predictions.npz")
+
+
+def test_such_a_model_is_not_evaluated_on_the_photos_that_it_knows(crossed, capsys):
+    assert main(["eval", str(crossed.path), "--workers", "0", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "trained on all of its photos" in error
+    assert f"everytoken eval {crossed.path} DATA" in error
+
+
+def test_fine_tuning_without_validation_photos_holds_out_a_fifth_and_its_rival_has_not_seen_it(
+    folder, weights, tmp_path, monkeypatch
+):
+    fitted: list[int] = []
+    real = auto_module.fit_features
+    monkeypatch.setattr(
+        auto_module,
+        "fit_features",
+        lambda features, *a, **k: (fitted.append(len(features.values)), real(features, *a, **k))[1],
+    )
+    run = train(folder / "train", weights=weights, out=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
+    values = yaml.safe_load((run.path / "recipe.yaml").read_text())
+    assert values["val_split"] == 0.2
+    train_set, val_set, _ = auto_module.open_splits(auto_module._fine_tuning(run.path, TrainOptions()))
+    assert fitted[-1] == len(train_set)
+    judged = auto_module._answers(run.path / "linear/on-held-out.npz")
+    assert len(judged) in (len(val_set), len(val_set) - 1)  # one cannot be read
+    assert set(train_set.keys()).isdisjoint(val_set.keys())
+
+
+@pytest.mark.parametrize(("wrong", "kept"), [(0, "fine-tuned"), (9, "linear"), (20, "linear")])
+def test_the_fine_tuned_model_is_kept_only_if_it_is_better_beyond_chance(
+    folder, weights, tmp_path, monkeypatch, wrong, kept
+):
+    right = np.arange(20) >= wrong
+
+    def answers(correct):
+        label = np.zeros(20, dtype=np.int64)
+        top = np.where(correct, 0, 1)[:, None]
+        return Predictions(np.arange(20), label, top, np.full(20, 0.9), np.full(20, 0.1))
+
+    run = train(folder, weights=weights, out=str(tmp_path / "run"), linear=True, **QUIET)
+    rival = answers(np.arange(20) >= 10)
+    rival.save(run.path / "linear/on-held-out.npz", "")
+    monkeypatch.setattr(auto_module, "evaluated", lambda *_: answers(right))
+    monkeypatch.setattr(auto_module, "_copy", lambda source, output: None)
+    monkeypatch.setattr(auto_module, "_fine_tuning", lambda *_: TrainOptions(data=str(folder)))
+    content = auto_module._keep(run.path, TrainOptions(), auto_module.Story("", epochs=1))
+    assert content["kept"] == kept
+    words = {0: "which is better", 9: "no clear difference", 20: "made it worse"}[wrong]
+    assert words in content["text"]
+
+
+def test_maps_that_know_less_than_the_head_they_come_from_are_refused(monkeypatch, tmp_path):
+    photos, start = SimpleNamespace(num_classes=10), SimpleNamespace(fit=SimpleNamespace(accuracy=0.8))
+    for agree, fine in ((0.75, True), (0.11, False)):
+        monkeypatch.setattr(auto_module, "summarise", lambda *_, agree=agree: SimpleNamespace(images_agree=agree))
+        with nullcontext() if fine else pytest.raises(EverytokenError, match="11%"):
+            assert "75%" in auto_module._agreement(photos, start, tmp_path)
+
+
+def test_later_commands_find_the_held_out_photos_by_themselves(result, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", str(result.path), "--json", "--workers", "0", "--device", "cpu"]) in (0, None)
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["top1"] == pytest.approx(story(result)["result"]["top1"])
+    assert main(["eval", "timm:resnet18"]) == 2
+    assert "name the images" in capsys.readouterr().err
+
+
+def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder, tmp_path):
+    text = (result.path / "recipe.yaml").read_text()
+    values = yaml.safe_load(text)
+    assert values["weights"] == str(result.path / "start.safetensors")
+    assert values["epochs"] == 2
+    assert "# First model: a linear head" in text
+    (tmp_path / "mine.yaml").write_text(text.replace("epochs: 2", "epochs: 1"))
+    again = train(folder, recipe=str(tmp_path / "mine.yaml"), out=str(tmp_path / "run"), workers=0, device="cpu")
+    assert [row["epoch"] for row in again.history] == [1]
+
+
+def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_module, "train_with", lambda options: None)
+    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here"})
+    for epochs, decay in ((2, 0.95), (200, round(1 - 5 / 600, 4))):  # of three updates
+        out = tmp_path / f"run{epochs}"
+        train(folder, weights=weights, out=str(out), epochs=epochs, minutes=5, **QUIET)
+        assert yaml.safe_load((out / "recipe.yaml").read_text())["model_ema_decay"] == decay
+
+
+def test_the_same_call_again_does_nothing_and_decides_nothing(result, folder, weights, monkeypatch):
+    monkeypatch.setattr(auto_module, "_decide", None)
+    again = train(folder, weights=weights, out=str(result.path), epochs=2, maps="auto", **QUIET)
+    assert again.history == result.history
+
+
+def test_a_run_that_was_killed_while_it_kept_its_model_keeps_it_again(folder, weights, tmp_path):
+    call = lambda: train(folder, weights=weights, out=str(tmp_path / "run"), linear=True, **QUIET)  # noqa: E731
+    run = call()
+    kept = (run.path / "best.safetensors").read_bytes()
+    (run.path / "best.safetensors").write_bytes(b"killed while it was copied")
+    (run.path / "summary.json").unlink()
+    content = story(run)
+    (run.path / "auto.json").write_text(json.dumps({**content, "result": {}}))
+    assert call().state == "finished"
+    assert (run.path / "best.safetensors").read_bytes() == kept
+
+
+def test_two_at_once_are_told_apart(folder, weights, tmp_path):
+    folder_of = auto_module.RunFolder(tmp_path / "run")
+    with folder_of.open(), pytest.raises(EverytokenError, match="another process is training"):
+        train(folder, weights=weights, out=str(tmp_path / "run"), linear=True, **QUIET)
+
+
+def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weights, tmp_path, monkeypatch, caplog):
+    more = tmp_path / "photos"
+    shutil.copytree(folder, more)
+    for split in ("train", "val"):
+        (more / split / "class-3").mkdir()
+        for number in range(4):
+            pixels = np.random.default_rng((number, len(split))).integers(0, 255, (36, 40, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(more / split / "class-3" / f"{split}{number}.png")
+    computed: list[int] = []
+    real = features_module.FeatureCache.add
+
+    def add(self, digests, values):
+        computed.append(len(digests))
+        real(self, digests, values)
+
+    monkeypatch.setattr(features_module.FeatureCache, "add", add)
+    with caplog.at_level(logging.INFO):
+        run = train(more, weights=weights, out=str(result.path), linear=True, **QUIET)
+    assert run.path == result.path.with_name("photos-2")
+    assert "Continuing" in caplog.text
+    assert sum(computed) == 8
+    assert open_model(run.path).class_names == ("class-0", "class-1", "class-2", "class-3")
+
+
+def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (5.0, 0.0))[1])
+    monkeypatch.setattr(auto_module, "train_with", lambda options: None)
+    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here"})
+    train(folder, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
+    values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
+    assert 14 <= values["epochs"] <= 40  # an epoch of three updates takes 15 s and more
+    assert "maps" not in values
+    assert values["warmup_epochs"] == pytest.approx(values["epochs"] / 10)
+
+
+@pytest.mark.parametrize(("device", "epochs"), [("cpu", 5), ("cuda", 9)])
+def test_loading_costs_time_of_training_where_both_share_the_cores(device, epochs, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto_module, "_time_steps", lambda *_: (1.0, 4.0, 10))  # a step, loading it, batches
+    monkeypatch.setattr(auto_module, "best_device", lambda: device)
+    monkeypatch.setattr(auto_module, "cores", lambda: 2)
+    start = SimpleNamespace(backbone=SimpleNamespace(model=torch.nn.Linear(2, 2)))
+    options = TrainOptions(dataset=DataOptions(workers=2, batch_size=32))
+    decided = auto_module._epochs(options, start, 100, tmp_path, 200.0, auto_module.Story(""))
+    assert decided["epochs"] == epochs  # of 33 s: 1.1 times (1 + 4 / 2) ten times; or of 20 s: 4 / 2 ten times
+
+
+@pytest.mark.parametrize(
+    ("seconds", "behind", "chosen"),
+    [(1000, 0.02, "large"), (100, 0.02, "small"), (100, 0.2, None), (5, 0.02, None)],
+)
+def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behind, chosen, monkeypatch, tmp_path):
+    def trial(name: str, accuracy: float, cost: float) -> features_module.Trial:
+        return features_module.Trial(features_module.Candidate(name, 64), accuracy, 1 - accuracy, 0.0, cost, images=400)
+
+    monkeypatch.setattr(auto_module, "cores", lambda: 1)
+    monkeypatch.setattr(auto_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
+    monkeypatch.setattr(auto_module, "compute_features", lambda *_, **__: None)
+    large = SimpleNamespace(name="large", info=SimpleNamespace(img_size=(64, 64), crop_mode="center"), device="cpu")
+    trials = (trial("small", 0.8 - behind, 0.01), trial("large", 0.8, 0.2))
+    choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
+    told = auto_module.Story("")
+    found = auto_module._tunable(choice, 100, seconds, tmp_path, None, TrainOptions(), told)
+    assert (None if found is None else found.backbone.name) == chosen
+    assert ("Skipping fine-tuning" in "".join(told.lines)) == (chosen is None)
+
+
+def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (500.0, 0.0))[1])
+    with caplog.at_level(logging.INFO):
+        run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=1, **QUIET)
+    assert "Skipping fine-tuning: the 14 epochs that it takes at least" in caplog.text
+    assert story(run)["result"]["kept"] == "linear"
+    assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
+    assert run.state == "finished"
+
+
+def test_a_disk_without_room_for_checkpoints_is_not_filled(folder, weights, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (0.01, 0.0))[1])
+    monkeypatch.setattr(auto_module, "free_disk", lambda path: 10_000)
+    with caplog.at_level(logging.INFO):
+        run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=5, **QUIET)
+    assert "checkpoints need" in caplog.text
+    assert "mostly about 40 x 36 px" in caplog.text
+    assert not (run.path / "fine-tuned").exists()
+
+
+def test_many_held_out_photos_choose_the_epoch_and_the_start_is_the_first(folder, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_module, "FEW_HELD_OUT", 5)
+    run = train(folder, weights=weights, out=str(tmp_path / "run"), epochs=2, minutes=5, lr=1e-9, **QUIET)
+    content, tuned = story(run)["result"], read_run(run.path / "fine-tuned")
+    assert tuned.history[0]["epoch"] == 0
+    assert tuned.summary["best"]["step"] == 0  # such a rate changes nothing
+    assert (content["kept"], content["gain"][0]) == ("linear", 0.0)
+
+
+def test_unequal_classes_are_adjusted_for_in_the_head_and_in_training(folder, weights, tmp_path, caplog):
+    unequal = tmp_path / "photos"
+    shutil.copytree(folder, unequal)
+    for path in sorted((unequal / "train/class-2").iterdir())[4:]:
+        path.unlink()
+    with caplog.at_level(logging.INFO):
+        run = train(unequal, weights=weights, out=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
+    assert "Imbalance: the largest class" in caplog.text
+    assert yaml.safe_load((run.path / "recipe.yaml").read_text())["logit_adjustment"] == 0.5
+    setup = auto_module.build(auto_module._fine_tuning(run.path, TrainOptions()), auto_module.World(0, 1, "cpu"))
+    counts = np.bincount(setup.train_set.labels)
+    wanted = 0.5 * np.log(counts / counts.sum())
+    assert setup.step.class_offsets.numpy() == pytest.approx(wanted, abs=1e-5)
+    assert "class_offsets" not in setup.step.state_dict()
+
+
+def test_the_batch_is_divided_where_memory_is_scarce(weights, monkeypatch):
+    backbone = features_module.FrozenBackbone(weights, 32)
+    monkeypatch.setattr(auto_module, "_free_memory", lambda device: 2**40)
+    assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) == 32
+    fixed = 5 / 0.7 * sum(p.numel() * 4 for p in backbone.model.backbone.parameters())
+    monkeypatch.setattr(auto_module, "_free_memory", lambda device: fixed + 2**20)
+    assert auto_module._batch_in_memory(backbone, 32, torch.device("cpu")) < 32
+
+
+@pytest.mark.parametrize(
+    ("options", "auto", "wanted"),
+    [
+        (TrainOptions(), AutoOptions(), True),
+        (TrainOptions(maps="auto"), AutoOptions(), True),
+        (TrainOptions(recipe="small_32"), AutoOptions(), False),
+        (TrainOptions(model=ModelOptions("lvvit_t")), AutoOptions(), False),
+        (TrainOptions(objectives={"hard": {}}), AutoOptions(), False),
+        (TrainOptions(maps="maps"), AutoOptions(), False),
+        (TrainOptions(model=ModelOptions(weights="timm:resnet18")), AutoOptions(), False),
+        (TrainOptions(model=ModelOptions(weights="timm:resnet18")), AutoOptions(minutes=5), True),
+        (TrainOptions(model=ModelOptions(weights="runs/mine")), AutoOptions(linear=True), True),
+    ],
+)
+def test_what_is_asked_for_is_trained_as_before(options, auto, wanted):
+    assert decides_itself(options, auto) == wanted
+
+
+def test_a_budget_with_a_recipe_is_a_contradiction(folder, capsys):
+    with pytest.raises(EverytokenError, match="without a recipe"):
+        train(folder, recipe="small_32", minutes=3)
+    assert main(["train", str(folder), "--recipe", "small_32", "--linear"]) == 2
+    assert "without a recipe" in capsys.readouterr().err
+    assert main(["train", str(folder), "--dry-run"]) == 2
+    assert "recipe.yaml" in capsys.readouterr().err
+
+
+def test_without_any_weights_the_way_out_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(features_module, "available_weights", list)
+    with pytest.raises(EverytokenError, match="the extra `registry`"):
+        train(folder, out=str(tmp_path / "run"), **QUIET)
+
+
+def test_the_card_of_a_linear_head_tells_what_happened(crossed, tmp_path):
+    everytoken_lab.export(crossed.path, tmp_path / "model")
+    card = (tmp_path / "model/README.md").read_text()
+    assert "logistic regression on frozen features" in card
+    assert "in cross-validation of its 39 images; the model itself was then fitted on all of them" in card
+    for untrue in ("adamw", "epoch", "rand-m9", "smoothing", "pip install", "https://pypi"):
+        assert untrue not in card.lower()
+    assert "calibration error" not in card  # 38 images say nothing about it
+
+
+def test_explain_and_predict_show_one_probability(crossed, folder, tmp_path):
+    photo = str(folder / "val/class-1/photo.2.png")
+    assert read_calibration(crossed, crossed.path / "best.safetensors").temperature != 1.0
+    (predicted,) = everytoken_lab.predict(crossed.path, photo, workers=0, device="cpu")
+    shown = everytoken_lab.explain(crossed.path, photo, device="cpu").facts["images"][0]["models"][0]["top"][0]
+    assert shown["class"] == predicted.classes[0]
+    assert shown["probability"] == pytest.approx(predicted.probabilities[0], abs=1e-3)
+
+
+def test_a_calibration_is_of_the_weights_that_it_was_made_with(crossed, tmp_path):
+    shutil.copytree(crossed.path, tmp_path / "run")
+    run, weights = read_run(tmp_path / "run"), tmp_path / "run/best.safetensors"
+    assert read_calibration(run, weights) is not None
+    opened = open_model(weights)
+    state = {k: v + 1 if v.is_floating_point() else v for k, v in opened.model.backbone.state_dict().items()}
+    write_weights(weights, state, opened.info.to_metadata())
+    assert read_calibration(run, weights) is None
