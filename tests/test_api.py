@@ -39,7 +39,7 @@ def test_the_surface_is_this_and_every_name_has_a_docstring_with_an_example():
 
 
 def test_looking_at_the_names_imports_no_torch():
-    code = "import sys, everytoken as et, everytoken_lab as lab; dir(et), dir(lab); print({'torch', 'timm'} & {*sys.modules})"
+    code = "import sys, everytoken as a, everytoken_lab as b; dir(a), dir(b); print({'torch', 'timm'} & {*sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
 
