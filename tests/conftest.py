@@ -44,7 +44,7 @@ def run_program(
 
 
 def leave_nothing_to_look_at(change):
-    """Runs of tests draw no batch.jpg and no report.html, which takes longer than they do; see tests/tasks."""
+    """Runs of tests draw no batch.jpg and no report.html, which takes longer than they do; see tests/training."""
     loop = sys.modules.get("everytoken_lab.engine.loop")
     if loop is not None:
         change(loop.Task, "show", lambda self, batch: None)

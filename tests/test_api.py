@@ -168,4 +168,4 @@ def test_what_is_not_a_view_or_a_batch_is_named(model, images):
 @pytest.mark.parametrize("call", ["evaluate", "predict", "explain", "report"])
 def test_a_misspelt_option_is_named_with_the_nearest(call):
     with pytest.raises(et.EverytokenError, match="'device'"):
-        getattr(et, call)("runs/nowhere", "photos", devise="cpu")
+        getattr(lab, call)("runs/nowhere", "photos", devise="cpu")

@@ -76,7 +76,7 @@ def test_the_loop_of_the_readme_runs_and_leaves_a_plain_timm_model(here):
 
 def test_the_commands_are_functions(here, capsys):
     (here / "new-photos").symlink_to(here / "photos")
-    names: dict = {"lab": everytoken_lab}
+    names: dict = {}
     exec(compile(snippet(2, TWINS), str(README), "exec"), names)
     assert (here / "report.html").stat().st_size > 10_000
     assert "cat" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_a_killed_rank_ends_the_job_with_a_clear_message_and_it_resumes_under_to
         "--nproc-per-node",
         "2",
         "-m",
-        "everytoken",
+        "everytoken_lab",
     ]
     words += ["--epochs", str(step // 3 + 1)]
     done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=280, check=False)

@@ -17,7 +17,7 @@ from everytoken_lab.annotators import AnnotateOptions, Preprocessing, fill_store
 from everytoken_lab.annotators.annotator import CellScores, NetworkAnnotator
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.datasets import open_dataset
-from everytoken_lab.dense import dense
+from everytoken_lab.dense import common as dense
 from everytoken_lab.dense.backbone import Features
 from everytoken_lab.dense.detect.data import Objects
 from everytoken_lab.dense.detect.infer import Inference

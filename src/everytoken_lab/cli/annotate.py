@@ -33,7 +33,7 @@ class Annotate(AnnotateOptions):
         everytoken annotate photos --out maps3 --annotator self:runs/first --reuse maps2
         everytoken annotate photos --out maps --annotator python:my_labels:score
         everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
-        torchrun --nproc-per-node 8 -m everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --amp
+        torchrun --nproc-per-node 8 -m everytoken_lab annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --amp
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]

@@ -18,7 +18,7 @@ class Train(TrainFlags, DetectOptions):
     Examples:
         everytoken detect train coco --recipe detect_swin_tiny_cascade_1x --weights runs/swin_tiny
         everytoken detect train photos --weights timm:resnet50.a1_in1k --norm-eval --detector mask -b 2
-        torchrun --nproc-per-node 8 -m everytoken detect train coco --recipe detect_swin_tiny_mask_1x -b 2
+        torchrun --nproc-per-node 8 -m everytoken_lab detect train coco --recipe detect_swin_tiny_mask_1x -b 2
     """
 
 

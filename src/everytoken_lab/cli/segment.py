@@ -18,7 +18,7 @@ class Train(TrainFlags, SegmentOptions):
     Examples:
         everytoken segment train ade20k --recipe segment_lvvit_s_upernet --weights runs/lvvit_s
         everytoken segment train photos --weights timm:swin_tiny_patch4_window7_224.ms_in1k --iters 20000 -b 8
-        torchrun --nproc-per-node 8 -m everytoken segment train ade20k --recipe segment_swin_tiny_upernet -b 2
+        torchrun --nproc-per-node 8 -m everytoken_lab segment train ade20k --recipe segment_swin_tiny_upernet -b 2
     """
 
 

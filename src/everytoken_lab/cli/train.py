@@ -40,7 +40,7 @@ class Train(TrainOptions):
         everytoken train photos --recipe small_96
         everytoken train photos --recipe small_96_token --maps maps --set objectives.token_labeling.beta=0.5
         everytoken train imagenet --recipe lvvit_s_token --maps maps --dry-run
-        torchrun --nproc-per-node 8 -m everytoken train imagenet --recipe lvvit_s_token --maps maps
+        torchrun --nproc-per-node 8 -m everytoken_lab train imagenet --recipe lvvit_s_token --maps maps
 
     Objectives and mixing come from the recipe; --set changes them, and null removes one.
     """
