@@ -10,7 +10,7 @@ ARG VERSION=0.2.0.dev0
 ENV PIP_NO_CACHE_DIR=1
 RUN python -m venv /venv && /venv/bin/pip install torch torchvision --index-url "${TORCH}"
 COPY . /src
-RUN SETUPTOOLS_SCM_PRETEND_VERSION_FOR_EVERYTOKEN="${VERSION}" /venv/bin/pip install '/src[registry,export]'
+RUN SETUPTOOLS_SCM_PRETEND_VERSION_FOR_EVERYTOKEN="${VERSION}" /venv/bin/pip install '/src[lab,registry,export]'
 
 FROM python:3.13-slim
 RUN useradd --create-home --uid 1000 user

