@@ -76,7 +76,7 @@ def test_noise_has_the_published_moments():
 
 def noise_of(name, x, severity):
     """Before clipping."""
-    return CORRUPTIONS[name].function(x.astype(np.float32) / 255, severity, dice(severity), 1.0)
+    return CORRUPTIONS[name](x.astype(np.float32) / 255, severity, dice(severity), 1.0)
 
 
 def test_brightness_and_saturation_are_those_of_hsv():

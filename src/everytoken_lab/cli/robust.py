@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,7 +21,6 @@ class RobustCommand(RobustOptions):
 
     Examples:
         everytoken robust runs/small --suite val=photos/val corrupt --severities 1 3 5
-        everytoken robust timm:deit_small_patch16_224 --root /data/imagenet-tests
         everytoken robust timm:deit_small_patch16_224 --weights a.pth --suite a=imagenet-a r=imagenet-r v2=imagenetv2
         everytoken robust registry:efficientnet_lite0 --suite val=val attack --attack apgd-ce --eps 1/255 --limit 100
         everytoken robust runs/plain --compare runs/aligned --suite val=val corrupt c=ImageNet-C
@@ -41,30 +40,14 @@ OPTIONS = RobustCommand
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     command = parse(RobustCommand, prog, argv)
-    with _SuiteProgress() as progress:
+    with contextlib.ExitStack() as stack:
+        bars: dict[str, Progress] = {}
+
+        def progress(suite: str, done: int, total: int, doing: str = "") -> None:
+            if suite not in bars:  # a bar for each suite in turn
+                stack.close()
+                bars[suite] = stack.enter_context(Progress(suite, "images", every=30, keep=False))
+            bars[suite](done, total, doing)
+
         result = robustness(command.source, command.out, progress=progress, **values_of(command, RobustOptions))
-    for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
     print(result.table.json() if command.json else result.table)
-
-
-class _SuiteProgress:
-    """A bar for each suite in turn."""
-
-    def __init__(self) -> None:
-        self.suite = ""
-        self.bar: Progress | None = None
-
-    def __enter__(self) -> _SuiteProgress:
-        return self
-
-    def __call__(self, suite: str, done: int, total: int, doing: str = "") -> None:
-        if self.bar is None or suite != self.suite:
-            self.__exit__()
-            self.suite, self.bar = suite, Progress(suite, "images", every=30, keep=False).__enter__()
-        self.bar(done, total, doing)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.__exit__()
-            self.bar = None

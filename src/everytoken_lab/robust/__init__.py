@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from everytoken_lab import schema
 from everytoken_lab.evaluation import InferenceOptions
@@ -31,12 +31,8 @@ class RobustOptions(InferenceOptions):
 
     suite: tuple[str, ...] = ()
     """What to test on: NAME=FOLDER ...; corrupt, attack and real use val's folder by default."""
-    root: str = ""
-    """A folder that holds test sets under their usual names (val, imagenetv2, imagenet-a, imagenet-r, ...)."""
     compare: str = ""
     """A second model to compare with, by paired differences."""
-    compare_weights: str = ""
-    """Weights for a second model timm:NAME, instead of the pretrained ones."""
     limit: int = 0
     """Images per suite, chosen by a hash of their names; 0: all."""
     restrict: bool = False
@@ -47,18 +43,12 @@ class RobustOptions(InferenceOptions):
     """standard (15), extra (4), all, noise, blur, weather, digital, or names."""
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Severities to test, 1 to 5."""
-    each_severity: bool = False
-    """Also print a row for each severity."""
-    as_stored: bool = True
-    """Save generated corruptions as JPEG of quality 85 before use, like the published images."""
     frost_textures: str = ""
     """Folder of photographs of frost; default: generated textures."""
     attack: str = "autoattack"
     """autoattack, or one of its attacks: apgd-ce, apgd-t, fab-t, square."""
-    norm: Literal["linf", "l2"] = "linf"
-    """Norm of the perturbation."""
-    eps: tuple[str, ...] = ()
-    """Sizes of the perturbation for pixels from 0 to 1, such as 4/255 or 0.5. Default: 4/255 for linf, 3 for l2."""
+    eps: tuple[str, ...] = ("4/255",)
+    """Sizes of the perturbation (L-infinity) for pixels from 0 to 1."""
     attack_limit: int = 0
     """Images to attack; 0: the same as limit."""
     attack_steps: int = 100
@@ -67,8 +57,6 @@ class RobustOptions(InferenceOptions):
     """Queries of Square."""
     targets: int = 9
     """Target classes of targeted attacks."""
-    attack_batch_size: int = 16
-    """Images per batch of an attack."""
 
 
 def robustness(
@@ -79,14 +67,9 @@ def robustness(
     Args:
         source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME or registry:NAME.
         out: folder for tables, predictions and logs; default: RUN/robust, else robust/NAME.
-        progress: see `Progress`.
         options: fields of `RobustOptions`.
     """
     from everytoken_lab.robust.run import run_robustness
 
-    return run_robustness(
-        str(source),
-        str(out),
-        schema.from_keywords(RobustOptions, options, "robustness()"),
-        progress or (lambda *_: None),
-    )
+    settings = schema.from_keywords(RobustOptions, options, "robustness()")
+    return run_robustness(str(source), str(out), settings, progress or (lambda *_: None))

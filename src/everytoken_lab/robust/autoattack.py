@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.robust.gradient_attacks import (
-    AttackBatch,
-    Norm,
-    apgd,
-    apgd_targeted,
-    cross_entropy,
-    distance,
-    fab_targeted,
-    value_and_gradient,
-)
+from everytoken_lab.robust.gradient_attacks import AttackBatch, apgd, apgd_targeted, distance, fab_targeted
 from everytoken_lab.robust.square_attack import QUERIES, square
 
 Attack = Callable[[AttackBatch], Tensor]
@@ -33,12 +24,7 @@ NAMES = ("autoattack", "apgd-ce", "apgd-t", "fab-t", "square")
 
 
 def attacks(name: str, steps: int = 100, queries: int = QUERIES, targets: int = 9) -> dict[str, Attack]:
-    """The attacks that a name stands for, in their order; the defaults are the papers'.
-
-    Args:
-        steps: gradient steps of APGD and FAB. queries: of Square.
-        targets: classes that targeted attacks aim at.
-    """
+    """The attacks that a name stands for, in their order; the defaults are the papers'."""
     if name not in NAMES:
         raise EverytokenError(f"there is no attack {name!r}.{did_you_mean(name, NAMES)} There are {', '.join(NAMES)}.")
     if min(steps, queries, targets) < 1:
@@ -59,12 +45,10 @@ class Outcome:
     """What became of a batch.
 
     Attributes:
-        clean: [B] predicted class without attack.
+        clean, attacked: [B] predicted class without attack, and of `images`.
         images: [B, C, H, W] adversarial where found, else as given.
-        attacked: [B] predicted class of these.
         by: for each image the attack that succeeded; "" if it withstood; "clean" if it was wrong before.
         distance: [B] size of the change.
-        no_gradient: number of images whose gradient was exactly zero: attacks by gradient learn nothing there.
     """
 
     clean: Tensor
@@ -72,21 +56,13 @@ class Outcome:
     attacked: Tensor
     by: list[str]
     distance: Tensor
-    no_gradient: int
 
 
 def run(
     batch: AttackBatch, parts: dict[str, Attack], progress: Callable[[str, int], None] = lambda attack, left: None
 ) -> Outcome:
-    """Attack one batch.
-
-    Args:
-        parts: from `attacks`.
-        progress: hears which attack begins, and how many images are left.
-    """
-    model, images, labels, eps, norm = batch.model, batch.images, batch.labels, batch.eps, batch.norm
-    if not eps > 0:
-        raise EverytokenError(f"eps must be above 0, not {eps}")
+    """Attack one batch with what `attacks` gave; `progress` hears which attack begins, and how many images are left."""
+    model, images, labels, eps = batch.model, batch.images, batch.labels, batch.eps
     with torch.no_grad():
         logits = model(images)
         if not torch.equal(logits, model(images)):
@@ -98,8 +74,6 @@ def run(
             raise EverytokenError(f"the model's logits are not finite for some of {', '.join(batch.keys[:3])} ...")
     clean = logits.argmax(1)
     adversarial, by = images.clone(), ["clean" if wrong else "" for wrong in (clean != labels).tolist()]
-    _, _, gradient = value_and_gradient(model, images, cross_entropy, labels)
-    no_gradient = int(((gradient == 0).flatten(1).all(1) & (clean == labels)).sum())
     remaining = torch.nonzero(clean == labels)[:, 0]
     attacked = clean.clone()
     for name, attack in parts.items():
@@ -110,18 +84,18 @@ def run(
         candidates = attack(some).detach()
         with torch.no_grad():
             predicted = model(candidates).argmax(1)
-        _check(candidates, some.images, eps, norm, name)
+        _check(candidates, some.images, eps, name)
         wrong = predicted != some.labels
         for i in remaining[wrong].tolist():
             by[i] = name
         adversarial[remaining[wrong]], attacked[remaining[wrong]] = candidates[wrong], predicted[wrong]
         remaining = remaining[~wrong]
-    return Outcome(clean, adversarial, attacked, by, distance(adversarial - images, norm), no_gradient)
+    return Outcome(clean, adversarial, attacked, by, distance(adversarial - images))
 
 
-def _check(candidates: Tensor, images: Tensor, eps: float, norm: Norm, name: str) -> None:
+def _check(candidates: Tensor, images: Tensor, eps: float, name: str) -> None:
     """An attack that leaves its ball would prove nothing: that is a bug, not a weak model."""
-    far = distance(candidates - images, norm)
+    far = distance(candidates - images)
     slack = 1e-6 + 1e-5 * eps
     if not torch.isfinite(candidates).all() or bool((far > eps + slack).any()):
         raise AssertionError(f"{name} left its ball: {float(far.max())} > {eps}")

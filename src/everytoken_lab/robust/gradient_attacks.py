@@ -1,32 +1,23 @@
-"""Adversarial attacks by gradient: APGD and FAB, inside L-infinity and L2 balls.
+"""Adversarial attacks by gradient: APGD and FAB, inside an L-infinity ball.
 
 All attacks take images in 0..1 and a model from such images to logits (normalisation inside), and look for an image
 within distance eps, again in 0..1, that the model gets wrong. Randomness is keyed by image, attack and restart, so what
-happens to an image does not depend on its batch.
+happens to an image does not depend on its batch; an image leaves as soon as it is adversarial.
 
-Auto-PGD (Croce and Hein 2020, algorithm 1) is projected gradient ascent with momentum and a step that halves itself
-when it stops paying. It starts at a random point of the ball's surface with step 2 eps. At checkpoints (after 22 % of
-the steps, then at distances that shrink by 3 % down to 6 %) the step is halved, and the search returns to its best
-point, if the loss rose in less than 75 % of the steps since the last checkpoint, or if neither step nor best loss
-changed since then. What we do differently: an image leaves as soon as it is adversarial. Cost: steps + 1 forward and
-backward passes for images that withstand. It climbs cross entropy or the targeted difference of logits ratio (equation
-6), which does not change when logits are shifted or multiplied, so a model cannot hide by scaling its logits. The ratio
-needs four classes; with three, the spread of all logits serves, and with two the plain difference.
+Auto-PGD (Croce and Hein 2020, algorithm 1): projected gradient ascent with momentum from a random point of the ball's
+surface, with a step of 2 eps that is halved, from the best point, at checkpoints where it stopped paying. It climbs
+cross entropy or the targeted difference of logits ratio (equation 6), which needs four classes; with three, the spread
+of all logits serves, and with two the plain difference.
 
-Fast Adaptive Boundary (Croce and Hein 2020, Minimally distorted adversarial examples, algorithm 1) walks along the
-decision boundary towards the image, for the smallest change. In each step the boundary between the label and a target
-class is replaced by a plane; the current point and the image are projected to it within the box 0..1, and the next
-point is a mixture of the two projections, with a small overshoot. When it is adversarial, the search moves a tenth of
-the way back to the image. What we do differently: the projection to plane and box is solved by one sort (see
-`reach_plane`), the same for both norms; an image leaves when its change is within eps. Cost: steps forward and backward
-passes per target, and as many forward passes.
+Fast Adaptive Boundary (Croce and Hein 2020, Minimally distorted adversarial examples, algorithm 1): the boundary
+between the label and a target class is replaced by a plane, the current point and the image are projected to it within
+the box 0..1, and the next point is a mixture of the two. The projection is solved by one sort (`reach_plane`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,34 +25,15 @@ from torch.nn import functional as F
 
 from everytoken import keyed
 
-Norm = Literal["linf", "l2"]
-
 
 def wide(values: Tensor) -> Tensor:
     """[B] -> [B, 1, 1, 1]"""
     return values.view(-1, 1, 1, 1)
 
 
-def distance(change: Tensor, norm: Norm) -> Tensor:
-    """[B, C, H, W] -> [B]"""
-    flat = change.flatten(1)
-    return flat.abs().amax(1) if norm == "linf" else flat.norm(dim=1)
-
-
-def project(moved: Tensor, images: Tensor, eps: float, norm: Norm) -> Tensor:
-    """The point of the ball around `images` nearest to `moved`, cut to 0..1 (which never leads out of the ball)."""
-    if norm == "linf":
-        return torch.minimum(torch.maximum(moved, images - eps), images + eps).clamp(0, 1)
-    change = moved - images
-    size = wide(distance(change, norm))
-    return (images + change * (eps / size.clamp(min=1e-12)).clamp(max=1)).clamp(0, 1)
-
-
-def direction(gradient: Tensor, norm: Norm) -> Tensor:
-    """The step of length 1 in which a linear function rises most."""
-    if norm == "linf":
-        return gradient.sign()
-    return gradient / wide(distance(gradient, norm)).clamp(min=1e-12)
+def distance(change: Tensor) -> Tensor:
+    """L-infinity norm: [B, C, H, W] -> [B]"""
+    return change.flatten(1).abs().amax(1)
 
 
 Model = Callable[[Tensor], Tensor]
@@ -69,13 +41,9 @@ Model = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class AttackBatch:
-    """Images to attack, and the ball that limits the change.
+    """Images to attack, float [B, C, H, W] in 0..1, and the ball that limits the change.
 
-    Attributes:
-        model: images in 0..1 -> logits, without anything random in it.
-        images: float [B, C, H, W] in 0..1. labels: [B].
-        keys: names of the images, which decide everything random.
-        eps: radius of the ball in units of 0..1. norm: of the ball.
+    The model takes such images to logits and has nothing random in it; the images' keys decide what is random.
     """
 
     model: Model
@@ -83,7 +51,6 @@ class AttackBatch:
     labels: Tensor
     keys: Sequence[str]
     eps: float
-    norm: Norm
 
     def take(self, rows: Tensor) -> AttackBatch:
         """Some of the images."""
@@ -92,16 +59,16 @@ class AttackBatch:
 
     def random_start(self, *purpose: str | int) -> Tensor:
         """A random point at distance eps, keyed by image."""
-        draw = torch.rand if self.norm == "linf" else torch.randn
         generators = [keyed.torch_generator(0, key, "attack", *purpose) for key in self.keys]
-        change = torch.stack([draw(self.images.shape[1:], generator=g) for g in generators]).to(self.images)
-        change = change * 2 - 1 if self.norm == "linf" else change
-        change = change / wide(distance(change, self.norm)).clamp(min=1e-12)
+        change = torch.stack([torch.rand(self.images.shape[1:], generator=g) for g in generators]).to(self.images)
+        change = change * 2 - 1
+        change = change / wide(distance(change)).clamp(min=1e-12)
         return (self.images + self.eps * change).clamp(0, 1)
 
     def project(self, moved: Tensor, rows: Tensor) -> Tensor:
-        """Points near the images `rows`, projected to their balls."""
-        return project(moved, self.images[rows], self.eps, self.norm)
+        """The points of the balls around the images `rows` nearest to `moved`, cut to 0..1."""
+        images = self.images[rows]
+        return torch.minimum(torch.maximum(moved, images - self.eps), images + self.eps).clamp(0, 1)
 
     def repeat(self, count: int, run: Callable[[AttackBatch, Tensor, int], Tensor]) -> Tensor:
         """Runs (some of the images, their rows, the run's number) -> images, each on those that withstood so far.
@@ -229,9 +196,9 @@ def ascend(
     for number in range(1, steps + 1):
         if not len(s.row):
             break
-        pushed = batch.project(s.at + wide(s.step) * direction(s.gradient, batch.norm), s.row)
-        share = MOMENTUM if number > 1 else 1.0
-        moved = batch.project(s.at + share * (pushed - s.at) + (1 - share) * (s.at - s.before), s.row)
+        pushed = batch.project(s.at + wide(s.step) * s.gradient.sign(), s.row)
+        pull = MOMENTUM if number > 1 else 1.0
+        moved = batch.project(s.at + pull * (pushed - s.at) + (1 - pull) * (s.at - s.before), s.row)
         s.before, s.at = s.at, moved
         logits, loss, s.gradient = value_and_gradient(batch.model, moved, loss_function, *(c[s.row] for c in classes))
         s.rises = s.rises + (loss > s.loss)
@@ -279,7 +246,7 @@ def apgd_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Ten
 ALPHA_MAX, OVERSHOOT, BACK = 0.1, 1.05, 0.9
 
 
-def reach_plane(points: Tensor, normal: Tensor, excess: Tensor, norm: Norm) -> Tensor:
+def reach_plane(points: Tensor, normal: Tensor, excess: Tensor) -> Tensor:
     """The smallest change of points in the box [0, 1]^n that lowers a linear function by `excess`.
 
     Args:
@@ -290,34 +257,23 @@ def reach_plane(points: Tensor, normal: Tensor, excess: Tensor, norm: Norm) -> T
     Returns:
         [B, n] the change d: w.d = -excess if the box allows it, else the nearest that it allows.
 
-    Every coordinate moves against w until it meets the box: by min(u, room) in L-infinity, by |w| min(u, room / |w|) in
-    L2. What is gained, sum_i a_i min(u, c_i) with a = |w| and c = room, or a = w^2 and c = room / |w|, rises with u and
-    is linear between the sorted c_i, so the right u is found by sorting and summing.
+    Every coordinate moves against w until it meets the box, by min(u, room). What is gained, sum_i |w_i| min(u, room_i)
+    rises with u and is linear between the sorted rooms, so the right u is found by sorting and summing.
     """
-    wanted = excess.double().abs()
-    sign = torch.where(excess >= 0, 1.0, -1.0).to(points)[:, None]
-    slope = normal * sign  # the coordinates move along -slope
-    room = torch.where(slope > 0, points, 1 - points)
-    room = torch.where(slope == 0, torch.zeros_like(room), room)
-    steep = slope.abs()
-    weight = (steep if norm == "linf" else steep**2).double()
-    cap = room.double() if norm == "linf" else room.double() / steep.double().clamp(min=1e-30)
-    order = cap.argsort(dim=1)
-    c, a = cap.gather(1, order), weight.gather(1, order)
-    done, used = (a * c).cumsum(1), a.cumsum(1)
-    left = used[:, -1:] - used  # weight of the coordinates that are still free after the i-th cap
-    gained = done + c * left
-    i = torch.searchsorted(gained, wanted[:, None]).clamp(max=c.shape[1] - 1)
-    earlier = (i - 1).clamp(min=0)
-    first = i == 0
-    base = torch.where(first, torch.zeros_like(wanted[:, None]), done.gather(1, earlier))
+    wanted = excess.double().abs()[:, None]
+    slope = normal * torch.where(excess >= 0, 1.0, -1.0).to(points)[:, None]  # the coordinates move along -slope
+    room = torch.where(slope > 0, points, 1 - points).masked_fill(slope == 0, 0).double()
+    room_sorted, order = room.sort(dim=1)
+    weight = slope.abs().double().gather(1, order)
+    done, used = (weight * room_sorted).cumsum(1), weight.cumsum(1)
+    left = used[:, -1:] - used  # weight of the coordinates that are still free after the i-th room
+    i = torch.searchsorted(done + room_sorted * left, wanted).clamp(max=room.shape[1] - 1)
+    earlier, first = (i - 1).clamp(min=0), i == 0
+    base = done.gather(1, earlier).masked_fill(first, 0)
     free = torch.where(first, used[:, -1:], left.gather(1, earlier))
-    level = ((wanted[:, None] - base) / free.clamp(min=1e-30)).clamp(min=0)
-    level = torch.minimum(level, c[:, -1:])
-    move = torch.minimum(level, cap)
-    if norm == "l2":
-        move = move * steep
-    return (-move.to(points) * slope.sign()).to(points)
+    level = ((wanted - base) / free.clamp(min=1e-30)).clamp(min=0)
+    level = torch.minimum(level, room_sorted[:, -1:])
+    return -torch.minimum(level, room).to(points) * slope.sign()
 
 
 def boundary(batch: AttackBatch, targets: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -326,7 +282,7 @@ def boundary(batch: AttackBatch, targets: Tensor, steps: int) -> tuple[Tensor, T
     Returns:
         (adversarial images, their distances); inf where none was found.
     """
-    model, images, labels, norm = batch.model, batch.images, batch.labels, batch.norm
+    model, images, labels = batch.model, batch.images, batch.labels
     adversarial = images.clone()
     best = torch.full((len(images),), torch.inf, device=images.device, dtype=images.dtype)
     rows = torch.arange(len(images), device=images.device)
@@ -338,15 +294,15 @@ def boundary(batch: AttackBatch, targets: Tensor, steps: int) -> tuple[Tensor, T
         _, gap, normal = value_and_gradient(model, at, _lead, labels[rows], targets[rows])
         w, flat = normal.flatten(1), at.flatten(1)
         # the plane: gap + w.(x - at) = 0
-        here = reach_plane(flat, w, gap, norm).view(shape)
+        here = reach_plane(flat, w, gap).view(shape)
         from_image = gap + (w.double() * (base.flatten(1) - flat).double()).sum(1).to(gap)
-        there = reach_plane(base.flatten(1), w, from_image, norm).view(shape)
-        near, far = (wide(distance(d, norm).clamp(min=1e-8)) for d in (here, there))
+        there = reach_plane(base.flatten(1), w, from_image).view(shape)
+        near, far = (wide(distance(d).clamp(min=1e-8)) for d in (here, there))
         mix = (near / (near + far)).clamp(0, ALPHA_MAX)
         at = ((at + OVERSHOOT * here) * (1 - mix) + (base + OVERSHOOT * there) * mix).clamp(0, 1)
         with torch.no_grad():
             wrong = model(at).argmax(1) != labels[rows]
-        far_away = distance(at - base, norm)
+        far_away = distance(at - base)
         better = wrong & (far_away < best[rows])
         adversarial[rows[better]], best[rows[better]] = at[better], far_away[better]
         at = torch.where(wide(wrong), base + BACK * (at - base), at)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torchvision.transforms import Normalize
 
 from everytoken import keyed
-from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.files import append, make_inside, refuse_link, write_atomically
 from everytoken_lab.annotators.annotator import weights_hash
 from everytoken_lab.classes import ClassMatch, imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import DataSet, Subset
-from everytoken_lab.data.decode import Picture
-from everytoken_lab.data.loader import BadImages, Loader
+from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
 from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import InferenceOptions
@@ -40,11 +36,9 @@ from everytoken_lab.robust.suites import Suite, corruption_names, parse_suites
 from everytoken_lab.robust.tables import Result, Table, make_table
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
+ATTACK_BATCH = 16  # images that are attacked together, and written to the log together
 _OWN_IMAGES = ("val", "own", "corrupt", "attack")  # suites whose images may be the user's training images
 Record = dict[str, Any]
-
-
-# The model
 
 
 @dataclass(frozen=True)
@@ -52,8 +46,6 @@ class TestedModel:
     """A model under test.
 
     Attributes:
-        name: how tables call it.
-        opened: what is known about it.
         net: normalised images -> logits, with the vote of the tokens, in evaluation mode.
         weights: a hash of all weights.
     """
@@ -66,11 +58,6 @@ class TestedModel:
     weights: str
 
     @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return next(self.net.parameters()).device
-
-    @property
     def view(self) -> EvalTransform:
         """How it wants its images."""
         return eval_view(self.opened.info)
@@ -81,27 +68,14 @@ class TestedModel:
         vote = f"-vote{self.net.vote:g}" if self.net.vote else ""
         return slug(f"{self.name}-{self.weights[:6]}{vote}")
 
-    @torch.no_grad()
-    def throughput(self, batch: int = 32, seconds: float = 1.0) -> float:
-        """Images per second of the network alone, from noise."""
-        images = torch.randn(batch, 3, *self.opened.info.img_size, device=self.device)
-        self.net(images)
-        done, started = 0, time.perf_counter()
-        while done == 0 or time.perf_counter() - started < seconds:
-            self.net(images)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            done += batch
-        return done / (time.perf_counter() - started)
-
 
 def open_tested(source: str, options: InferenceOptions) -> TestedModel:
     """Open what `source` names."""
     opened = open_with(source, options)
     if opened.info.multi_label:
         raise EverytokenError(
-            f"{opened.source} answers several labels per image, and robustness is measured by top-1 accuracy here; "
-            "`everytoken eval` gives its mAP on other images"
+            f"{opened.source} is a multi-label model, and robustness is measured by top-1 accuracy; `everytoken eval` "
+            "gives its mAP on other images"
         )
     net = Voter(opened, options.token_vote).eval().requires_grad_(False)
     path = Path(source)
@@ -115,12 +89,7 @@ def slug(name: str) -> str:
 
 
 def from_pixels(net: nn.Module, view: EvalTransform, columns: np.ndarray | None = None) -> Model:
-    """Images in 0..1 -> logits of some classes: what attacks see, which is what evaluation sees.
-
-    Args:
-        net: normalised images -> logits.
-        columns: outputs to keep; None: all.
-    """
+    """Images in 0..1 -> logits of the classes `columns` (None: all), as evaluation has them."""
     normalise = Normalize(view.mean, view.std)
     kept = slice(None) if columns is None else torch.from_numpy(columns).to(next(net.parameters()).device)
     return lambda images: net(normalise(images)).float()[:, kept]
@@ -139,19 +108,17 @@ class _KeyedSet(Subset):
 
 
 class CorruptTransform:
-    """The evaluation view, corrupted; random numbers are keyed by the image, and the same for all severities."""
+    """The evaluation crop, corrupted; random numbers are keyed by the image, and the same for all severities."""
 
-    def __init__(self, view: EvalTransform, suite: Suite, options: RobustOptions) -> None:
-        self.view, self.suite, self.textures, self.as_stored = view, suite, options.frost_textures, options.as_stored
+    def __init__(self, view: EvalTransform, suite: Suite, textures: str = "") -> None:
+        self.view, self.suite, self.textures = view, suite, textures
 
     def __call__(self, image: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(pixels, placement); everything is decided by the key."""
         pixels, placement = self.view(image)
         generator = keyed.generator(0, getattr(image, "key", ""), "corrupt", self.suite.corruption)
         pixels = corrupt(pixels, self.suite.corruption, self.suite.severity, generator, frost_textures=self.textures)
-        if self.as_stored:
-            pixels = np.array(stored(Image.fromarray(pixels), STORED_QUALITY))
-        return pixels, placement
+        return np.array(stored(Image.fromarray(pixels), STORED_QUALITY)), placement
 
 
 def open_images(suite: Suite, limit: int = 0, sources: Sequence[str] = ()) -> tuple[DataSet, list[str]]:
@@ -171,8 +138,6 @@ class SuiteRunner:
     """One model on suites.
 
     Args:
-        tested: the model.
-        options: how suites are evaluated.
         folder: for predictions and logs, which are used again while everything that decides them is the same.
         sources: what is compared; of data that one of these runs was trained on, only what it held out is used.
         progress: hears the suite, how many images are done, of how many, and perhaps the attack.
@@ -193,7 +158,7 @@ class SuiteRunner:
     def run(self, suites: Sequence[Suite]) -> list[Result]:
         """All of them."""
         attacks = [suite for suite in suites if suite.kind == "attack"]
-        return [self.evaluate(s) for s in suites if s.kind != "attack"] + (self.attack(attacks) if attacks else [])
+        return [self.evaluate(s) for s in suites if s.kind != "attack"] + self.attack(attacks)
 
     def match(self, data: DataSet, suite: Suite) -> ClassMatch:
         """The data's classes among the model's."""
@@ -209,13 +174,13 @@ class SuiteRunner:
         view = self.tested.view
         if suite.kind == "c":  # images are the 224 px centre already: resized to the input, nothing is cut off
             view = replace(view, crop_pct=1.0)
-        facts = {**self._facts(data, match, keys), "view": asdict(view)}
+        facts = self._facts(data, match, keys, view)
         if suite.kind == "corrupt":
-            facts |= {"corruption": suite.corruption, "severity": suite.severity, "as_stored": self.options.as_stored}
-            facts |= {"program": 2}  # counts changes of what corruptions give
+            facts |= {"corruption": suite.corruption, "severity": suite.severity}
+            facts |= {"program": 3}  # counts changes of what corruptions give
             facts |= {"frost": self.options.frost_textures} if suite.corruption == "frost" else {}
             stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
-        else:  # by path, so that val and real share theirs
+        else:  # by path, so that val and real have theirs in common
             stem = f"{Path(suite.path).name}-{_digest([suite.path, facts['keys'], suite.subset])[:8]}"
         path = self.folder / "predictions" / f"{stem}.npz"
         note = json.dumps(facts, sort_keys=True, default=str)
@@ -227,14 +192,13 @@ class SuiteRunner:
         predictions, skipped = saved
         if skipped:
             notes.append(f"{suite.name}: {len(skipped)} unreadable images are left out")
-        result = self._real(suite, predictions, keys, match) if suite.kind == "real" else None
-        if result is None:
-            numbers = predictions.summary()
-            seen_keys = [keys[i] for i in predictions.index]
-            result = Result(suite, predictions.correct, seen_keys, numbers["top5"], numbers["ece"])
-        return replace(result, notes=tuple(notes))
+        keys = [keys[i] for i in predictions.index]
+        if suite.kind == "real":
+            return self._real(suite, predictions, keys, match, notes)
+        numbers = predictions.summary()
+        return Result(suite, predictions.correct, keys, numbers["top5"], numbers["ece"], tuple(notes))
 
-    def _facts(self, data: DataSet, match: ClassMatch, keys: Sequence[str]) -> dict[str, Any]:
+    def _facts(self, data: DataSet, match: ClassMatch, keys: Sequence[str], view: EvalTransform) -> dict[str, Any]:
         """What decides the answers of a model, as far as predictions and attacks have it in common."""
         return {
             "weights": self.tested.weights,
@@ -242,27 +206,30 @@ class SuiteRunner:
             "keys": _digest(keys),
             "labels": _digest(map(str, match.labels[data.labels])),
             "columns": None if match.columns is None else _digest(map(str, match.columns)),
+            "view": asdict(view),
         }
 
     def _predict(
         self, data: DataSet, suite: Suite, match: ClassMatch, view: EvalTransform
     ) -> tuple[Predictions, dict[str, str]]:
         """Predictions, and the images that could not be read (key -> reason)."""
-        corrupted = CorruptTransform(view, suite, self.options) if suite.kind == "corrupt" else None
+        textures = self.options.frost_textures
         inference = Inference(
             self.tested.net,
             data,
             view,
             self.options,
             progress=lambda done, total: self.progress(suite.name, done, total),
-            transform=corrupted,
+            transform=CorruptTransform(view, suite, textures) if suite.kind == "corrupt" else None,
         )
         columns = None if match.columns is None else torch.from_numpy(match.columns)
         predictions = inference.predictions(torch.from_numpy(match.labels), columns)
-        assert isinstance(predictions, Predictions)  # models for several labels are refused
+        assert isinstance(predictions, Predictions)  # multi-label models are refused
         return predictions, dict(inference.bad_images.seen)
 
-    def _real(self, suite: Suite, predictions: Predictions, keys: list[str], match: ClassMatch) -> Result:
+    def _real(
+        self, suite: Suite, predictions: Predictions, keys: list[str], match: ClassMatch, notes: list[str]
+    ) -> Result:
         """Judged by ReaL labels: from a file, or the copy that timm carries."""
         path = self.options.real
         if not path:
@@ -271,11 +238,10 @@ class SuiteRunner:
             path = str(Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json")
         numbers = imagenet_numbers(self.tested.opened.classes)
         numbers = numbers if match.columns is None else numbers[match.columns]
-        image_keys = [keys[i] for i in predictions.index]
-        sets = real_sets(image_keys, read_real(path))
+        sets = real_sets(keys, read_real(path))
         judged = [i for i, labels in enumerate(sets) if labels]
         hits = np.array([numbers[predictions.top[i, 0]] in sets[i] for i in judged], dtype=np.bool_)
-        return Result(suite, hits, [image_keys[i] for i in judged])
+        return Result(suite, hits, [keys[i] for i in judged], notes=tuple(notes))
 
     def attack(self, suites: Sequence[Suite]) -> list[Result]:
         """Robust accuracy for each eps, smallest first. An image that fell at a smaller eps has fallen at a larger."""
@@ -283,103 +249,72 @@ class SuiteRunner:
         fallen: dict[str, str] = {}
         for suite in sorted(suites, key=lambda s: s.eps):
             data, notes = open_images(suite, self.options.attack_limit or self.options.limit, self.sources)
-            every = self._attack(data, suite, self.match(data, suite), fallen)
+            every = self._attack(data, suite, fallen)
             records = [r for r in every if "unreadable" not in r]
             fallen |= {r["key"]: r["by"] for r in records if r["by"]}
             correct = np.array([not r["by"] for r in records], dtype=np.bool_)
-            attacked = [r for r in records if r["by"] != "clean"]
-            names = sorted({r["by"] for r in attacked if r["by"]})
-            counts = [f"{name} broke {sum(r['by'] == name for r in attacked)}" for name in names]
+            broke = [r["by"] for r in records if r["by"] not in ("", "clean")]
+            counts = [f"{name} broke {broke.count(name)}" for name in sorted(set(broke))]
             notes.append(f"{suite.name}: " + (", ".join(counts) or "nothing broke"))
-            no_gradient = sum(r.get("no gradient", 0) for r in records)
-            if no_gradient:
-                notes.append(f"{suite.name}: {no_gradient} images have no gradient; only Square can be believed there")
             if len(records) < len(every):
                 notes.append(f"{suite.name}: {len(every) - len(records)} unreadable images are left out")
             results.append(Result(suite, correct, [r["key"] for r in records], notes=tuple(notes)))
         return results
 
-    def _attack(self, data: DataSet, suite: Suite, match: ClassMatch, fallen: dict[str, str]) -> list[Record]:
+    def _attack(self, data: DataSet, suite: Suite, fallen: dict[str, str]) -> list[Record]:
         """One record for each image, from the log as far as it goes."""
-        options, view, size = self.options, self.tested.view, self.options.attack_batch_size
-        budget = budget_of(options)
-        keys = list(data.keys())
+        options, view, match = self.options, self.tested.view, self.match(data, suite)
         facts = {
-            **self._facts(data, match, keys),
-            "view": _digest([json.dumps(asdict(view))]),
-            "attack": options.attack,
-            "norm": options.norm,
-            "eps": suite.eps,
-            "batch": size,
-            "budget": budget,
+            **self._facts(data, match, list(data.keys()), view),
+            "attack": (options.attack, suite.eps, budget_of(options), ATTACK_BATCH),
             "fallen": _digest(sorted(fallen)),
         }
         digest = _digest([json.dumps(facts, sort_keys=True, default=str)])[:8]  # other settings, another log
-        name = f"{options.attack}-{options.norm}-{suite.eps:.6g}-{digest}.jsonl"
-        sizes = [min(size, len(data) - start) for start in range(0, len(data), size)]
-        log = AttackLog(self.folder / "attacks" / name, facts, sizes)
+        path = self.folder / "attacks" / f"{options.attack}-{suite.eps:.6g}-{digest}.jsonl"
+        batches = [range(i, min(i + ATTACK_BATCH, len(data))) for i in range(0, len(data), ATTACK_BATCH)]
+        log = AttackLog(path, facts, [len(batch) for batch in batches])
         model = from_pixels(self.tested.net, view, match.columns)
-        attacks = autoattack.attacks(options.attack, **budget)
-        bad = BadImages(options.on_bad_image)
-        workers = min(1, options.workers)
-        loader = Loader(data, view, size, train=False, workers=workers, bad_images=bad)
-
-        def add(records: list[Record]) -> None:
-            """Append a whole batch: what was attacked, and a record of each image that could not be read."""
-            start = len(log.batches) * size
-            by_key = {record["key"]: record for record in records}
-            log.add(
-                [
-                    by_key.get(key) or {"key": key, "by": "", "unreadable": bad.seen.get(key, "")}
-                    for key in keys[start : start + size]
-                ]
-            )
-            self.progress(suite.name, sum(sizes[: len(log.batches)]), len(data))
-
-        with closing(loader):
-            for batch in loader.epoch(0, len(log.batches)) if len(log.batches) < len(sizes) else ():
-                assert batch.indices is not None
-                assert batch.labels is not None
-                while len(log.batches) < int(batch.indices[0]) // size:
-                    add([])  # nothing of a batch could be read
-                labels = torch.from_numpy(match.labels)[batch.labels].to(self.tested.device)
-                done = (len(log.batches) * size, len(data))
-                add(self._attack_batch(model, batch, labels, attacks, suite, fallen, done))
-            while len(log.batches) < len(sizes):
-                add([])
+        for samples in batches[len(log.batches) :]:
+            log.add(self._attack_batch(model, data, samples, match.labels[data.labels], suite, fallen))
+            self.progress(suite.name, samples.stop, len(data))
         return [record for records in log.batches for record in records]
 
     def _attack_batch(
-        self,
-        model: Model,
-        batch: Batch,
-        labels: Tensor,
-        attacks: dict[str, autoattack.Attack],
-        suite: Suite,
-        fallen: dict[str, str],
-        done: tuple[int, int],
+        self, model: Model, data: DataSet, samples: range, labels: np.ndarray, suite: Suite, fallen: dict[str, str]
     ) -> list[Record]:
-        """A record for each image of a batch; those that have fallen already are not attacked again."""
-        images = batch.images.to(labels.device).float() / 255
-        new = [i for i, key in enumerate(batch.keys) if key not in fallen]
-        records: list[Record] = [
-            {"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen} for key in batch.keys
-        ]
-        if not new:
+        """A record for each image; those that have fallen already are not attacked again."""
+        options, view = self.options, self.tested.view
+        records: list[Record] = []
+        pixels, rows = [], []
+        for i in samples:
+            key = data.key(i)
+            records.append({"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen})
+            try:
+                if key not in fallen:
+                    pixels.append(view(data.picture(i))[0])
+                    rows.append(len(records) - 1)
+            except ImageError as error:
+                if options.on_bad_image == "raise":
+                    raise
+                records[-1] = {"key": key, "by": "", "unreadable": str(error)}
+        if not rows:
             return records
-        rows = torch.tensor(new, device=images.device)
-        keys = [batch.keys[i] for i in new]
-        attacked = AttackBatch(model, images[rows], labels[rows], keys, suite.eps, self.options.norm)
-        outcome = autoattack.run(attacked, attacks, lambda attack, left: self.progress(suite.name, *done, attack))
-        for i, row in enumerate(new):
+        device = next(self.tested.net.parameters()).device
+        images = torch.from_numpy(np.stack(pixels)).to(device).permute(0, 3, 1, 2).float() / 255
+        wanted = torch.from_numpy(labels[samples.start : samples.stop][rows]).to(device)
+        batch = AttackBatch(model, images, wanted, [records[i]["key"] for i in rows], suite.eps)
+        attacks = autoattack.attacks(options.attack, **budget_of(options))
+        outcome = autoattack.run(
+            batch, attacks, lambda attack, left: self.progress(suite.name, samples.start, len(data), attack)
+        )
+        for i, row in enumerate(rows):
             records[row] |= {
                 "by": outcome.by[i],
-                "label": int(labels[row]),
+                "label": int(wanted[i]),
                 "clean": int(outcome.clean[i]),
                 "attacked": int(outcome.attacked[i]),
                 "distance": round(float(outcome.distance[i]), 7),
             }
-        records[new[0]]["no gradient"] = outcome.no_gradient
         return records
 
 
@@ -396,15 +331,13 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 class AttackLog:
-    """The log of an attack: one JSON line per image, appended batch by batch, from which a stopped attack resumes.
+    """The log of an attack: its settings, then one JSON line per image, appended batch by batch.
 
-    The first line says what was attacked and how; a log of something else is refused. A batch is appended by one write
-    after all of its attacks, and counts only if all its lines are there; what a kill left half-written is cut off.
-    Batches are the same in every run, so an attack that was stopped ends with the same log as one that was not.
+    A batch is appended by one write after all of its attacks, and counts only if all its lines are there; what a kill
+    left half-written is cut off. An attack that was stopped ends with the same log as one that was not.
 
     Args:
         path: of the log; made if it is not there.
-        settings: what decides the result.
         sizes: images in each batch.
 
     Attributes:
@@ -416,29 +349,15 @@ class AttackLog:
         self.batches: list[list[Record]] = []
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was torn
         make_inside(path.parent.parent, path.parent.name)
-        if not lines:
-            write_atomically(path, json.dumps(settings, sort_keys=True).encode() + b"\n")
-            return
-        self._check(_record(lines[0]) or {}, json.loads(json.dumps(settings)))
-        records = [_record(line) for line in lines[1:]]
-        start = 0
+        start = 1
         for size in sizes:
-            batch = [record for record in records[start : start + size] if record is not None]
+            batch = [record for line in lines[start : start + size] if (record := _record(line)) is not None]
             if len(batch) < size:
                 break
             self.batches.append(batch)
             start += size
-        whole = b"".join(line + b"\n" for line in lines[: 1 + start])
-        if len(whole) < path.stat().st_size:
-            write_atomically(path, whole)
-
-    def _check(self, header: Record, settings: Record) -> None:
-        if header != settings:
-            different = [name for name in {**header, **settings} if header.get(name) != settings.get(name)]
-            what = ", ".join(sorted(different)) or "its first line"
-            raise EverytokenError(
-                f"{self.path} is the log of another attack (it differs in {what}). Choose another folder, or delete it."
-            )
+        header = json.dumps(settings, sort_keys=True, default=str).encode()
+        write_atomically(path, b"".join(line + b"\n" for line in (header, *lines[1:start])))
 
     def add(self, records: Sequence[Record]) -> None:
         """Append the records of the next batch."""
@@ -451,7 +370,7 @@ def _record(line: bytes) -> Record | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    return record if isinstance(record, dict) and {"key", "by"} <= set(record) else None
 
 
 # All of it
@@ -459,17 +378,16 @@ def _record(line: bytes) -> Record | None:
 
 @dataclass(frozen=True)
 class Robustness:
-    """What one or two models did: the table, the results of each model, the folder, and notes about the images."""
+    """What one or two models did: the table, the results of each model, and the folder."""
 
     table: Table
     results: list[list[Result]]
     folder: Path
-    notes: tuple[str, ...] = ()
 
 
-def radius(text: str | float) -> float:
+def radius(text: str) -> float:
     """'4/255' or '0.5' -> a number above 0."""
-    upper, slash, lower = str(text).partition("/")
+    upper, slash, lower = text.partition("/")
     try:
         value = float(upper) / (float(lower) if slash else 1.0)
     except (ValueError, ZeroDivisionError) as error:
@@ -481,18 +399,15 @@ def radius(text: str | float) -> float:
 
 def run_robustness(source: str, out: str, options: RobustOptions, progress: Progress) -> Robustness:
     """See `robustness`."""
-    eps = [radius(text) for text in options.eps or (("4/255",) if options.norm == "linf" else ("3",))]
+    eps = [radius(text) for text in options.eps]
     corruptions = corruption_names(options.corruptions)
-    severities = sorted(set(options.severities))
-    suites = parse_suites(options.suite, options.root, corruptions=corruptions, severities=severities, eps=eps)
+    suites = parse_suites(options.suite, corruptions, sorted(set(options.severities)), eps)
     autoattack.attacks(options.attack, **budget_of(options))  # a wrong name is found before hours of evaluation
     models = [(source, options.weights)]
-    models += [(options.compare, options.compare_weights)] if options.compare else []
+    models += [(options.compare, "")] if options.compare else []
     sources = [weights or name for name, weights in models]
-    paths = {suite.path: suite for suite in suites if suite.kind in _OWN_IMAGES}
-    notes = [note for suite in paths.values() for note in open_images(suite, 0, sources)[1]]
     folder = Path(out) if out else default_folder(source, "robust")
-    names, results, facts = [], [], []
+    names, results = [], []
     for name, weights in models:
         tested = open_tested(name, replace(options, weights=weights))
         runner = SuiteRunner(
@@ -503,12 +418,10 @@ def run_robustness(source: str, out: str, options: RobustOptions, progress: Prog
             lambda suite, *rest, name=tested.name: progress(f"{name}: {suite}", *rest),
         )
         results.append(runner.run(suites))
-        names.append(tested.name)
-        size, rate = tested.opened.parameters / 1e6, tested.throughput()
-        facts.append(f"{size:.1f} M parameters, {rate:.0f} images/s on {tested.device.type}")
-    table = make_table(names, results, facts, options.each_severity)
+        names.append(f"{tested.name} ({tested.opened.parameters / 1e6:.1f} M parameters)")
+    table = make_table(names, results)
     table.write(folder)
-    return Robustness(table, results, folder, tuple(notes))
+    return Robustness(table, results, folder)
 
 
 def default_folder(source: str, name: str) -> Path:

@@ -18,29 +18,18 @@ from pathlib import Path
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.data.datasets import dataset_path
-from everytoken_lab.robust.corruptions import CORRUPTIONS, EXTRA, SEVERITIES, STANDARD, check
+from everytoken_lab.robust.corruptions import CORRUPTIONS, GROUPS, SEVERITIES, STANDARD, check
 
 KINDS = ("val", "v2", "a", "r", "sketch", "real", "c", "corrupt", "attack")
 V2 = ("matched-frequency", "threshold0.7", "top-images")
-_ROOT = {  # usual names of folders
-    "val": ("val", "imagenet/val", "imagenet-val", "ILSVRC2012/val"),
-    "v2": ("imagenetv2", "imagenet-v2", "v2"),
-    "a": ("imagenet-a",),
-    "r": ("imagenet-r",),
-    "sketch": ("sketch", "imagenet-sketch", "ImageNet-Sketch"),
-    "c": ("imagenet-c", "ImageNet-C"),
-}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """One thing to evaluate: a row's worth of predictions.
+    """One thing to evaluate: class folders, of one of KINDS or "own".
 
     Attributes:
-        name: of the row. kind: one of KINDS, or "own". path: of the class folders.
-        subset: "a" or "r" for the 200-class sets.
-        corruption, severity: of "c" and "corrupt".
-        eps: of "attack".
+        subset: "a" or "r" for the 200-class sets. corruption, severity: of "c" and "corrupt". eps: of "attack".
     """
 
     name: str
@@ -54,9 +43,8 @@ class Suite:
 
 def corruption_names(words: Sequence[str]) -> tuple[str, ...]:
     """`standard`, `extra`, `all`, a group such as `noise`, or names -> names in the published order."""
-    groups = {"standard": STANDARD, "extra": EXTRA, "all": tuple(CORRUPTIONS)}
-    for kind in ("noise", "blur", "weather", "digital"):
-        groups[kind] = tuple(n for n, c in CORRUPTIONS.items() if c.group == kind)
+    groups = {name: tuple(f.__name__ for f in group) for name, group in GROUPS.items()}
+    groups |= {"standard": STANDARD, "all": tuple(CORRUPTIONS)}
     chosen: set[str] = set()
     for word in words:
         for name in groups.get(word, (word,)):
@@ -67,18 +55,16 @@ def corruption_names(words: Sequence[str]) -> tuple[str, ...]:
 
 def parse_suites(
     words: Sequence[str],
-    root: str = "",
-    *,
     corruptions: Sequence[str] = STANDARD,
     severities: Sequence[int] = SEVERITIES,
     eps: Sequence[float] = (),
 ) -> list[Suite]:
-    """All suites, in the order given; those found below `root` come first."""
+    """All suites, in the order given."""
     for severity in severities:
         check(STANDARD[0], severity)
-    given = [*(_below(root) if root else []), *((w.partition("=")[0], w.partition("=")[2]) for w in words)]
+    given = [(name, path) for name, _, path in (word.partition("=") for word in words)]
     if not given:
-        raise EverytokenError("say what to test on: a suite such as val=FOLDER, a=FOLDER, corrupt, attack, or root")
+        raise EverytokenError("say what to test on: a suite such as val=FOLDER, a=FOLDER, corrupt, attack")
     named = dict(given)
     if len(named) < len(given):
         raise EverytokenError("a suite is named twice; give your own folders names of their own")
@@ -100,24 +86,6 @@ def check_folder(name: str, path: str) -> None:
     place = dataset_path(path)
     if place is not None and not Path(place).expanduser().exists():
         raise EverytokenError(f"suite {name}={path}: there is no such folder")
-
-
-def _below(root: str) -> list[tuple[str, str]]:
-    """The test sets with their usual names inside a folder."""
-    place = Path(root).expanduser()
-    if not place.is_dir():
-        raise EverytokenError(f"root {root}: there is no such folder")
-    suites = []
-    for name, folders in _ROOT.items():
-        folder = next((place / f for f in folders if (place / f).is_dir()), None)
-        if name == "v2" and folder is None and _variants(place):
-            folder = place
-        if folder is not None:
-            suites.append((name, str(folder)))
-    if not suites:
-        usual = ", ".join(folders[0] for folders in _ROOT.values())
-        raise EverytokenError(f"root {root} holds none of the folders {usual}; name them as suites NAME=FOLDER")
-    return suites
 
 
 def _expand(
@@ -149,7 +117,7 @@ def _variants(place: Path) -> list[tuple[str, Path]]:
 def _published(place: Path, corruptions: Sequence[str], severities: Sequence[int]) -> list[Suite]:
     out, missing = [], []
     for name in corruptions:
-        base = next((p for p in (place / name, place / CORRUPTIONS[name].group / name) if p.is_dir()), None)
+        base = next((p for p in (place / name, *(place / group / name for group in GROUPS)) if p.is_dir()), None)
         for severity in severities:
             folder = base / str(severity) if base else None
             if folder is None or not folder.is_dir():

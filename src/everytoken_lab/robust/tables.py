@@ -2,9 +2,8 @@
 
 mCE: Hendrycks and Dietterich 2019, section 4. CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}; mCE is its mean over the 15
 corruptions. Relative: (E_{s,c} - E_clean) in place of E_{s,c}, likewise for AlexNet. AlexNet's errors are the published
-ones, for each severity, so that a part of the severities can be normalised by the same part; its clean error is
-published as 43.5 %. The numbers compare with the paper's only on ImageNet, with all 15 corruptions and 5 severities of
-the published images.
+ones for each severity. The numbers compare with the paper's only on ImageNet, with all 15 corruptions and 5 severities
+of the published images.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ ALEXNET: dict[str, tuple[float, ...]] = {
     "pixelate": (0.52218, 0.5462, 0.73728, 0.87092, 0.91262),
     "jpeg_compression": (0.51002, 0.54718, 0.57294, 0.65458, 0.74778),
 }
+LABELS = {"c": "ImageNet-C", "corrupt": "corrupt"}  # of the kinds of suites with corruptions
 Errors = Mapping[tuple[str, int], float | np.ndarray]  # (corruption, severity) -> error in 0..1, or many draws of it
 Cell = str | float | int | None
 
@@ -65,11 +65,7 @@ def mean_corruption_error(errors: Errors, clean: float | np.ndarray | None = Non
 
 @dataclass
 class Table:
-    """Columns and rows; numbers stay numbers until they are written. `str` of it is the table as text.
-
-    Attributes:
-        title: above the table. columns: headings. rows: cells. notes: lines below it.
-    """
+    """Columns and rows; numbers stay numbers until they are written. `str` of it is the table as text."""
 
     title: str
     columns: list[str]
@@ -129,54 +125,47 @@ class Line:
     """One row: the images' right or wrong in columns, and what is made of the columns' means.
 
     Attributes:
-        columns: [N, k] 0 or 1. statistic: [..., k] -> [...], percent. keys: [N].
-        is_share: the statistic is the share of one column.
+        columns: [N, k] 0 or 1. keys: [N].
+        statistic: [..., k] -> [...], percent; None: the accuracy of the only column.
     """
 
     name: str
     columns: np.ndarray
-    statistic: Callable[[np.ndarray], np.ndarray]
     keys: list[str]
-    is_share: bool = False
+    statistic: Callable[[np.ndarray], np.ndarray] | None = None
     top5: float | None = None
     ece: float | None = None
 
     @property
     def estimate(self) -> Estimate:
-        """The row's value with its interval: Wilson's for a share, else by the bootstrap."""
-        return percentage(self.columns[:, 0]) if self.is_share else bootstrap(self.columns, self.statistic)
+        """The row's value with its interval: Wilson's for an accuracy, else by the bootstrap."""
+        return bootstrap(self.columns, self.statistic) if self.statistic else percentage(self.columns[:, 0])
 
     def difference(self, other: Line) -> Estimate:
         """What `other` has more on the same images."""
-        if self.is_share:
+        mine, theirs, width = self.statistic, other.statistic, self.columns.shape[1]
+        if mine is None or theirs is None:
             return paired_difference(self.columns[:, 0], other.columns[:, 0])
-        width = self.columns.shape[1]
         both = np.concatenate([self.columns, other.columns], 1)
-        return bootstrap(both, lambda means: other.statistic(means[..., width:]) - self.statistic(means[..., :width]))
+        return bootstrap(both, lambda means: theirs(means[..., width:]) - mine(means[..., :width]))
 
 
-def _lines(results: Sequence[Result], each_severity: bool) -> list[Line]:
+def _lines(results: Sequence[Result]) -> list[Line]:
     """Rows of one model: every suite; corruptions as means over severities, then over all, mCE and relative mCE."""
     lines: list[Line] = []
-    kinds: set[str] = set()
     clean = next((r for r in results if r.suite.kind == "val"), None)
+    corrupted = [r for r in results if r.suite.corruption]
     for result in results:
-        suite = result.suite
-        if not suite.corruption:
-            lines.append(_share_line(result, suite.name))
-        elif suite.kind not in kinds:
-            kinds.add(suite.kind)
-            lines += _corruption_lines([r for r in results if r.suite.kind == suite.kind], clean, each_severity)
+        if not result.suite.corruption:
+            columns = result.correct[:, None].astype(np.uint8)
+            lines.append(Line(result.suite.name, columns, result.keys, None, result.top5, result.ece))
+        elif (same := [r for r in corrupted if r.suite.kind == result.suite.kind])[0] is result:
+            lines += _corruption_lines(same, clean)
     return lines
 
 
-def _share_line(result: Result, name: str) -> Line:
-    columns = result.correct[:, None].astype(np.uint8)
-    return Line(name, columns, lambda means: 100 * means[..., 0], result.keys, True, result.top5, result.ece)
-
-
-def _corruption_lines(results: list[Result], clean: Result | None, each_severity: bool) -> list[Line]:
-    label = "ImageNet-C" if results[0].suite.kind == "c" else "corrupt"
+def _corruption_lines(results: list[Result], clean: Result | None) -> list[Line]:
+    label = LABELS[results[0].suite.kind]
     by_place = {(r.suite.corruption, r.suite.severity): r for r in results}
     keys = results[0].keys
     if any(r.keys != keys for r in results):
@@ -187,13 +176,11 @@ def _corruption_lines(results: list[Result], clean: Result | None, each_severity
 
     def mean_line(title: str, places: Sequence[tuple[str, int]], top5: float | None = None) -> Line:
         ece = float(np.mean([by_place[p].ece for p in places]))
-        return Line(f"{label} {title}", stack(places), lambda m: 100 * m.mean(-1), keys, top5=top5, ece=ece)
+        return Line(f"{label} {title}", stack(places), keys, lambda means: 100 * means.mean(-1), top5, ece)
 
     lines = []
     for name in dict.fromkeys(corruption for corruption, _ in by_place):
         places = [p for p in by_place if p[0] == name]
-        if each_severity:
-            lines += [_share_line(by_place[p], f"{label} {p[0]} {p[1]}") for p in places]
         lines.append(mean_line(name, places, float(np.mean([by_place[p].top5 for p in places]))))
     standard = [p for p in by_place if p[0] in ALEXNET]
     for title, places in (("mean", standard), ("extra mean", [p for p in by_place if p[0] in EXTRA])):
@@ -207,54 +194,52 @@ def _corruption_lines(results: list[Result], clean: Result | None, each_severity
         errors = {p: 1 - means[..., i] for i, p in enumerate(standard)}
         return np.asarray(mean_corruption_error(errors, 1 - means[..., -1] if relative else None))
 
-    lines.append(Line(f"{label} mCE", columns, mce, keys))
+    lines.append(Line(f"{label} mCE", columns, keys, mce))
     if clean is not None and set(keys) <= set(clean.keys):
         position = {key: i for i, key in enumerate(clean.keys)}
         clean_column = clean.correct[[position[key] for key in keys]][:, None].astype(np.uint8)
         both = np.concatenate([columns, clean_column], 1)
-        lines.append(Line(f"{label} relative mCE", both, lambda means: mce(means, True), keys))
+        lines.append(Line(f"{label} relative mCE", both, keys, lambda means: mce(means, True)))
     return lines
 
 
-def make_table(
-    names: Sequence[str], results: Sequence[Sequence[Result]], facts: Sequence[str], each_severity: bool = False
-) -> Table:
+def make_table(names: Sequence[str], results: Sequence[Sequence[Result]]) -> Table:
     """Of one model; or of two and the second minus the first, paired over the images that both saw."""
-    lines, *others = ([*_lines(of_model, each_severity)] for of_model in results)
-    if not others:
-        table = Table(f"{names[0]}: {facts[0]}", ["test set", "images", "top-1", "low", "high", "top-5", "ECE"])
-        for line in lines:
+    if len(results) == 1:
+        table = Table(names[0], ["test set", "images", "top-1", "low", "high", "top-5", "ECE"])
+        for line in _lines(results[0]):
             e = line.estimate
             table.rows.append([line.name, len(line.columns), e.value, e.low, e.high, line.top5, line.ece])
-        table.notes = _notes(results[0])
+        table.notes = [*_own_notes(results[0]), *_mce_notes(results[0])]
         return table
-    title = f"A = {names[0]} ({facts[0]}), B = {names[1]} ({facts[1]})"
-    table = Table(title, ["test set", "images", "A", "B", "B - A", "low", "high", "ECE A", "ECE B"])
-    lines_b = {line.name: line for line in others[0]}
-    for a in lines:
+    columns = ["test set", "images", "A", "B", "B - A", "low", "high", "ECE A", "ECE B"]
+    table = Table(f"A = {names[0]}, B = {names[1]}", columns)
+    lines_b = {line.name: line for line in _lines(results[1])}
+    for a in _lines(results[0]):
         b = lines_b.get(a.name)
         if b is None or a.keys != b.keys:
             raise EverytokenError(f"{a.name}: the two models did not see the same images")
-        value_a, value_b = (float(line.statistic(line.columns.mean(0))) for line in (a, b))
-        d = a.difference(b)
-        table.rows.append([a.name, len(a.columns), value_a, value_b, d.value, d.low, d.high, a.ece, b.ece])
-    table.notes = [*_notes(results[0], "A, "), *_notes(results[1], "B, ")]
+        d, values = a.difference(b), (a.estimate.value, b.estimate.value)
+        table.rows.append([a.name, len(a.columns), *values, d.value, d.low, d.high, a.ece, b.ece])
+    table.notes = [*_own_notes(results[0], "A, "), *_own_notes(results[1], "B, "), *_mce_notes(results[0])]
     table.notes.append("B - A with paired 95 % intervals over images; none where all images agree.")
     return table
 
 
-def _notes(results: Sequence[Result], who: str = "") -> list[str]:
-    notes = list(dict.fromkeys(f"{who}{note}" for r in results for note in r.notes))
-    if who == "B, ":
-        return notes  # what follows has been said for A
-    for kind, label in (("c", "ImageNet-C"), ("corrupt", "corrupt")):
+def _own_notes(results: Sequence[Result], who: str = "") -> list[str]:
+    return list(dict.fromkeys(f"{who}{note}" for r in results for note in r.notes))
+
+
+def _mce_notes(results: Sequence[Result]) -> list[str]:
+    """How far the corruption errors compare with published ones."""
+    notes = []
+    for kind, label in LABELS.items():
         places = {(r.suite.corruption, r.suite.severity) for r in results if r.suite.kind == kind}
-        full = len([p for p in places if p[0] in ALEXNET]) == len(ALEXNET) * len(SEVERITIES)
-        if places and not full:
-            notes.append(f"{label}: mCE over a part of corruptions and severities, over the same part of AlexNet's.")
-    corrupted = [r.suite for r in results if r.suite.kind == "corrupt"]
+        if places and len([p for p in places if p[0] in ALEXNET]) < len(ALEXNET) * len(SEVERITIES):
+            notes.append(f"{label}: mCE covers only these corruptions and severities, for AlexNet as well.")
+    corrupted = [r.suite.corruption for r in results if r.suite.kind == "corrupt"]
     if corrupted:
-        notes.append("corrupt: mCE divides by AlexNet's errors on ImageNet; on other data it only orders models.")
-    if any(suite.corruption == "frost" for suite in corrupted):
-        notes.append("corrupt frost: its textures are drawn by a formula unless frost_textures was given.")
+        notes.append("corrupt: mCE divides by AlexNet's errors on ImageNet; on other data it only ranks models.")
+    if "frost" in corrupted:
+        notes.append("corrupt frost: its textures are generated unless frost_textures was given.")
     return notes

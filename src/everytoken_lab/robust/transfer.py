@@ -61,14 +61,7 @@ def transfer(
     finetune: Callable[[str, Target, Path], None],
     options: RobustOptions,
 ) -> Table:
-    """Fine-tune one model, or two, on each target and evaluate.
-
-    Args:
-        sources: one or two models.
-        folder: for runs and tables.
-        finetune: trains (source, target, run folder).
-        options: how the runs are evaluated.
-    """
+    """Fine-tune one model, or two, on each target with `finetune` (source, target, run folder) and evaluate."""
     results: list[list[Result]] = []
     for letter, source in zip("AB", sources, strict=False):
         base = f"{letter}-{slug(Path(source).name)}" if len(sources) > 1 else "."
@@ -80,6 +73,6 @@ def transfer(
             tested = open_tested(str(find_weights(steps[-1] if steps else run)), options)
             runner = SuiteRunner(tested, options, run / "transfer", (str(run),))
             results[-1].append(runner.evaluate(Suite(target.name, "own", target.data)))
-    table = make_table(sources, results, ["top-1 after fine-tuning, last checkpoint", "likewise"])
+    table = make_table([f"{source}, fine-tuned, last checkpoint" for source in sources], results)
     table.write(folder)
     return table
