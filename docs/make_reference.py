@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import everytoken
 import everytoken_lab
 from everytoken import functional
 from everytoken_lab import cli
-from everytoken_lab.cli._help import Option, examples, options_of, usage
 from everytoken_lab.engine.recipe import header, recipe_names, recipe_text
 
 GROUPS = {  # title: packages that the names come from
@@ -128,31 +131,20 @@ def commands() -> str:
 def command_page(name: str, what: str) -> Iterator[str]:
     """A command, or the commands that it has."""
     yield f"# everytoken {name}\n"
-    inner = {words: config for words, config in cli.options_of_commands().items() if words.split()[0] == name}
-    if list(inner) != [name]:
-        yield f"{_markdown(what[0].upper() + what[1:])}.\n"
-    for words, config in inner.items():
-        if words != name:
-            yield f"## everytoken {words}\n"
-        yield from command(config, f"everytoken {words}")
+    yield f"{_markdown(what[0].upper() + what[1:])}.\n"
+    for words in cli.options_of_commands():
+        if words.split()[0] == name:
+            yield f"## everytoken {words}\n" if words != name else ""
+            yield f"```text\n{help_of(words)}\n```\n"
 
 
-def command(config: type, prog: str) -> Iterator[str]:
-    """Examples, description, and a list of options for each group."""
-    shown = examples(config)
-    yield "\n".join(["```sh", *shown, "```", ""])
-    block = "Examples:\n" + "\n".join(f"    {line}" for line in shown)
-    yield f"{_markdown((inspect.getdoc(config) or '').replace(block, ''))}\n"
-    yield f"Usage: `{usage(config, prog)}`\n"
-    groups: dict[str, list[Option]] = {"Arguments": [], "": []}
-    for option in options_of(config):
-        groups.setdefault(option.group if option.flags else "Arguments", []).append(option)
-    for title, options in groups.items():
-        if not options:
-            continue
-        yield f"**{_markdown(title or 'Options')}**\n"
-        yield from (f"- `{option.heading.strip()}`: {_markdown(option.text)}" for option in options)
-        yield ""
+def help_of(words: str) -> str:
+    """What `everytoken WORDS --help` prints, 100 columns wide."""
+    text = io.StringIO()
+    width = mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1")
+    with width, contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        cli.main([*words.split(), "--help"])
+    return text.getvalue().strip()
 
 
 def _markdown(text: str) -> str:

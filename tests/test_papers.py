@@ -54,7 +54,7 @@ def in_a_shell(code, folder):
 def flags_of(command):
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        main([*command.split(), "--help-all"])
+        main([*command.split(), "--help"])
     return set(re.findall(r"--[a-z][a-z-]*", text.getvalue()))
 
 

@@ -7,6 +7,9 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -19,6 +22,10 @@ def cores() -> int:
 def default_workers() -> int:
     """Processes that read images, where nothing else was said: 4, or as many as there are cores."""
     return min(4, cores())
+
+
+Workers = Annotated[int, tyro.conf.arg(aliases=["-j"], help_behavior_hint="(default: one per core, at most 4)")]
+"""The option --workers; its help is the same on every machine."""
 
 
 def keep_freed_memory() -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.machine import default_workers
+from everytoken_lab.machine import Workers, default_workers
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AnnotateOptions:
     """Text file with the dataset's class names in the order of their numbers. Default: sorted folder names."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 32
     """Images per step, within a shard. Changing it may change scores in the last bit."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    workers: Workers = field(default_factory=default_workers)
     """Processes that decode images; 0 decodes in the main process."""
     device: str = ""
     """cpu, cuda, mps. Default: the best available."""

@@ -63,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     try:
         with machine_errors():
+            if argv[:1] in (["-V"], ["--version"]):
+                from everytoken._version import version
+
+                print(f"everytoken {version()}")
+                return 0
             return dispatch("everytoken", GROUPS, _set_limit(argv), _run_module, EXAMPLES) or 0
     except EverytokenError as error:
         code: int | None = getattr(error, "exit_code", None)
@@ -80,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def machine_errors() -> Iterator[None]:
-    """What the machine refuses (a full disk, a forbidden file, memory, a killed process) is told in a sentence."""
+    """Turn what the machine refuses (a full disk, a forbidden file, memory, a killed process) into a sentence."""
     try:
         yield
     except BrokenPipeError:
@@ -91,7 +96,7 @@ def machine_errors() -> Iterator[None]:
         raise disk_error(error) from error
     except MemoryError as error:
         raise EverytokenError(
-            "there is too little memory. Use a smaller --batch-size, fewer --workers, or a machine with more."
+            "out of memory. Use a smaller --batch-size, fewer --workers, or a machine with more."
         ) from error
     except RuntimeError as error:  # torch raises it in the middle of anything when a loader's process dies
         loader = sys.modules.get("everytoken_lab.data.loader")
@@ -142,7 +147,7 @@ def call(
     Args:
         options: of each command, whose first examples are shown in the help.
     """
-    from everytoken_lab.cli._help import examples
+    from everytoken_lab.cli._parse import examples
 
     described = {"": {name: what for name, (what, _) in commands.items()}}
     shown = [examples(config)[0] for config in (options or {}).values()]
@@ -154,24 +159,17 @@ def dispatch(
     groups: Mapping[str, Mapping[str, str]],
     argv: list[str],
     run: Callable[[str, list[str], str], int | None],
-    examples: Sequence[str] = (),
+    examples: Sequence[str],
 ) -> int | None:
     """Run the command (name, its words, what to call it) of the first word, or print the list of commands."""
-    if not argv or argv[0] in ("-h", "--help", "--help-all", "help"):
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help", "help"):
         print(_overview(prog, groups, examples))
         return 0
-    if argv[0] in ("-V", "--version") and prog == "everytoken":
-        from everytoken._version import version
-
-        print(f"everytoken {version()}")
-        return 0
-    name = argv[0]
     commands = [command for group in groups.values() for command in group]
     if name not in commands:
-        raise EverytokenError(
-            f"there is no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`."
-        )
-    return run(name, argv[1:], f"{prog} {name}")
+        raise EverytokenError(f"no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`.")
+    return run(name, rest, f"{prog} {name}")
 
 
 def options_of_commands() -> dict[str, type]:
@@ -179,21 +177,18 @@ def options_of_commands() -> dict[str, type]:
     configs: dict[str, type] = {}
     for name in COMMANDS:
         found = importlib.import_module(f"everytoken_lab.cli.{name}").OPTIONS
-        inner = {f"{name} {word}": config for word, config in found.items()} if isinstance(found, dict) else {}
-        configs |= inner or {name: found}
+        configs |= {f"{name} {word}": c for word, c in found.items()} if isinstance(found, dict) else {name: found}
     return configs
 
 
 def _overview(prog: str, groups: Mapping[str, Mapping[str, str]], examples: Sequence[str]) -> str:
     width = max(len(name) for group in groups.values() for name in group)
-    lines = [f"usage: {prog} COMMAND [OPTIONS]", ""]
-    if prog == "everytoken":
-        lines = ["Train vision transformers on every token.", "", *lines]
-    lines += [*(f"  {line}" for line in examples), ""]
+    lines = [f"usage: {prog} COMMAND [OPTIONS]", "", *(f"  {line}" for line in examples), ""]
     for title, group in groups.items():
         lines += [title] if title else []
         lines += [*(f"  {name:<{width}}  {what}" for name, what in group.items()), ""]
     lines += [f"`{prog} COMMAND --help` explains a command, with examples."]
     if prog == "everytoken":
+        lines = ["Train vision transformers on every token.", "", *lines]
         lines += ["Every command that reads images takes --max-pixels N, for images of more than 89 million pixels."]
     return "\n".join(lines)

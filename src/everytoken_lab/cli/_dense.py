@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -23,26 +23,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TrainFlags:
     """Flags of training that are not part of a run's options."""
-
-    COMMON: ClassVar[tuple[str, ...]] = (
-        *(
-            "recipe",
-            "set",
-            "dry-run",
-            "val-split",
-            "model",
-            "weights",
-            "drop-path",
-            "batch-size",
-            "workers",
-            "on-bad-image",
-        ),
-        *("head", "layout", "classes", "reduce-zero-label", "crop-size", "mode"),  # segment
-        *("detector", "masks", "norm-eval", "annotations", "images", "sizes", "size"),  # detect
-        *("epochs", "iters", "opt", "lr", "weight-decay", "layer-decay", "warmup-iters", "clip-grad", "amp"),
-        *("out", "seed", "device", "val-iters", "tensorboard", "wandb", "mlflow"),
-    )
-    """Options that `--help` shows; `--help-all` shows all."""
 
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = field(
         default_factory=tuple

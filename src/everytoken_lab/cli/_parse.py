@@ -1,84 +1,103 @@
-"""Options from dataclasses: tyro reads the flags, `_help` explains them, and what is wrong is said in a sentence."""
+"""Options from dataclasses: tyro reads the words and prints the help; what is wrong with them is said in a sentence."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import io
-import re
-import sys
+import inspect
+import shutil
+import textwrap
+import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import tyro
+from tyro import _errors  # its hook for parse errors, which has no public name yet
 
-from everytoken_lab.cli._help import examples, help_text, options_of, usage
+from everytoken.errors import EverytokenError, did_you_mean
 
 T = TypeVar("T")
+_KINDS = {"INT": "an integer", "FLOAT": "a number"}
 
 
 def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = None) -> T:
-    """Fill the dataclass `config` from `argv`; its field docstrings are the help.
+    """Fill the dataclass `config` from `argv`; the docstrings of its fields are the help.
 
     Args:
         default: the values that flags override, say from a recipe.
-
-    Wrong flags exit with code 2 and a suggestion.
     """
-    asked = {"-h", "--help", "--help-all"} & set(argv)
-    if asked:
-        print(help_text(config, prog, default, everything="--help-all" in asked))
-        raise SystemExit(0)
     settings: dict[str, Any] = {} if default is None else {"default": default}
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return tyro.cli(config, prog=prog, args=_spelled_out(config, argv), **settings)
-    except SystemExit:
-        _explain_unknown(prog, argv, set(flags(config)))
-        print(f"{prog}: {_sentence(config, prog, said.getvalue())}", file=sys.stderr)
-        raise SystemExit(2) from None
+    words = _spelled_out(config, argv)
+
+    def explain(event: _errors.ParseErrorEvent) -> NoReturn:
+        raise EverytokenError(f"{_sentence(config, words, event)} `{prog} --help` explains it.")
+
+    with _errors.on_parse_error(explain):
+        return tyro.cli(config, prog=prog, args=words, description=_description(config), **settings)
+
+
+def examples(config: type) -> list[str]:
+    """The lines under "Examples:" of the docstring."""
+    _, _, block = (inspect.getdoc(config) or "").partition("Examples:\n")
+    return [line.strip() for line in block.split("\n\n")[0].splitlines()]
+
+
+def _description(config: type) -> str:
+    """The docstring, examples first; tyro keeps the line breaks before indented lines only."""
+    wrap = partial(textwrap.fill, width=min(100, shutil.get_terminal_size().columns), subsequent_indent="  ")
+    blocks = sorted((inspect.getdoc(config) or "").split("\n\n"), key=lambda block: not block.startswith("Examples:"))
+    return "\n\n".join(block if block.startswith("Examples:") else wrap(block) for block in blocks)
+
+
+def _sentence(config: type, words: Sequence[str], event: _errors.ParseErrorEvent) -> str:
+    """What is wrong with the words, and the way out."""
+    known = {f"--{name}" for name, _ in _options(config)}
+    for flag in (word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")):
+        if not {flag, flag.replace("--no-", "--", 1)} & known:
+            return f"unrecognized option {flag}.{did_you_mean(flag, known)}"
+    if isinstance(event, _errors.UnrecognizedArgs):
+        return f"unrecognized: {' '.join(event.tokens)}."
+    if isinstance(event, _errors.MissingArgs):
+        missing = " and ".join(_name(item.arg) for item in event.missing_arguments)
+        return f"{missing} must be given, as in: {examples(config)[0]}."
+    if isinstance(event, _errors.InvalidChoice):
+        return f"{_name(event.argument)} must be one of {', '.join(event.choices)}, got {event.value!r}."
+    if isinstance(event, _errors.BadValue):
+        return f"{_name(event.argument)} needs a value."
+    if isinstance(event, _errors.InstantiationFailure) and event.argument is not None:
+        kind = _KINDS.get(str(event.argument.lowered.metavar).split()[0].strip("[{}]"))
+        value = event.message.rpartition(": ")[2]
+        return f"{_name(event.argument)} " + (
+            f"must be {kind}, got {value}." if kind else f"is wrong: {event.message}."
+        )
+    return "the options cannot be read."
+
+
+def _name(argument: Any) -> str:
+    """--batch-size; of a positional argument, what stands for it in the usage."""
+    lowered = argument.lowered
+    return str(lowered.metavar).split()[0] if argument.is_positional() else str(max(lowered.name_or_flags, key=len))
+
+
+def _options(config: type) -> Iterator[tuple[str, Any]]:
+    """(name as it is typed, type) of each option of a dataclass and of the groups in it."""
+    for name, hint in typing.get_type_hints(config, include_extras=True).items():
+        kind, *settings = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+        if dataclasses.is_dataclass(kind):
+            yield from _options(typing.cast(type, kind))
+        elif tyro.conf.Positional not in settings and tyro.conf.Suppress not in settings:
+            yield next((s.name for s in settings if getattr(s, "name", None)), name.replace("_", "-")), kind
 
 
 def _spelled_out(config: type, argv: Sequence[str]) -> list[str]:
-    """--flip is --flip True and --no-flip is --flip False, for switches that may also be left open (None)."""
-    left_open = {option.name for option in options_of(config) if not option.value and option.default is None}
+    """--flip is --flip True and --no-flip is --flip False, for options of the type `bool | None`."""
+    left_open = {name for name, kind in _options(config) if kind == bool | None}
     words: list[str] = []
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name = word.removeprefix("--").removeprefix("no-").replace("_", "-")
-        if word.startswith("--") and name in left_open and following not in ("True", "False", "None"):
-            words += [f"--{name}", str(not word.startswith("--no-"))]
-        else:
-            words.append(word)
+        switch = word.startswith("--") and name in left_open and following not in ("True", "False", "None")
+        words += [f"--{name}", str(not word.startswith("--no-"))] if switch else [word]
     return words
-
-
-def _sentence(config: type, prog: str, text: str) -> str:
-    """What tyro says in a box, as a sentence with the way out."""
-    sections: list[list[str]] = [[]]  # a title, what is wrong, help
-    for line in (raw.strip("│ ") for raw in text.splitlines()):
-        if re.match("[-─╭╰]{8}|[╭╰]─", line):
-            sections.append([])
-        elif line:
-            sections[-1].append(line)
-    sections = [lines for lines in sections if lines] or [[""]]
-    lines = sections[1] if len(sections) > 1 and len(sections[0]) == 1 else sections[0]
-    if lines[0].startswith("Missing from"):
-        starts = {line.partition(" ")[0].rstrip(",") for line in lines}
-        names = {option.flags[-1] if option.flags else option.name.split()[0]: option for option in options_of(config)}
-        missing = [name for name, option in names.items() if option.required and name in starts]
-        is_are = "is" if len(missing) == 1 else "are"
-        return f"{' and '.join(missing)} {is_are} missing, as in: {examples(config)[0]}"
-    words = " ".join(lines).removeprefix("Error parsing ")
-    words = re.sub(r"^Unrecognized options: (.*)$", r"there is no place for \1", words)
-    words = re.sub(
-        r"^invalid choice (.*) for argument '(\S+)'. Expected one of \((.*?),?\)\.?$", r"\2 is \1; it can be \3", words
-    )
-    words = re.sub(r"^Missing value for argument '(\S+)'.*$", r"\1 needs a value", words)
-    words = re.sub(r"^(\S+): invalid literal for int.*: '(.*)'$", r"\1 is '\2', which is no whole number", words)
-    words = re.sub(r"^(\S+): could not convert string to float: '(.*)'$", r"\1 is '\2', which is no number", words)
-    return f"{words.rstrip('.')}. Usage: {usage(config, prog)}; `{prog} --help` explains it."
 
 
 def given_options(argv: Sequence[str]) -> set[str]:
@@ -94,34 +113,3 @@ def given_options(argv: Sequence[str]) -> set[str]:
 def values_of(options: Any, kind: type) -> dict[str, Any]:
     """The fields of the dataclass `kind`, as `options`, which inherits them, has them."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(kind)}
-
-
-def flags(config: type) -> Iterator[str]:
-    """Names of a dataclass's long flags, without their dashes; switches also have no-NAME."""
-    for option in options_of(config):
-        for flag in option.flags:
-            if flag.startswith("--"):
-                yield flag[2:]
-                if not option.value:
-                    yield f"no-{flag[2:]}"
-
-
-def _explain_unknown(prog: str, argv: Sequence[str], known: set[str]) -> None:
-    """Say which flags do not exist and exit; return if all do."""
-    words = [word[2:].split("=")[0].replace("_", "-") for word in argv if word.startswith("--") and len(word) > 2]
-    unknown = [word for word in dict.fromkeys(words) if word not in known | {"help", "help-all"}]
-    if not unknown:
-        return
-    for word in unknown:
-        names = " or ".join(f"--{name}" for name in _nearest(word, known))
-        hint = f" Did you mean {names}?" if names else ""
-        print(f"{prog}: there is no option --{word}.{hint}", file=sys.stderr)
-    print(f"`{prog} --help` lists all options.", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def _nearest(word: str, known: set[str]) -> list[str]:
-    """The flags that were perhaps meant, the likeliest first."""
-    close = difflib.get_close_matches(word, known, n=6, cutoff=0.6)
-    longer = sorted((name for name in known if name.startswith(f"{word}-")), key=len)
-    return list(dict.fromkeys([*close, *longer]))[:3]

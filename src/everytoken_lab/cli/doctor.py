@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from everytoken_lab.cli._parse import parse
-from everytoken_lab.machine import default_workers
+from everytoken_lab.machine import Workers, default_workers
 
 if TYPE_CHECKING:
     from everytoken_lab.doctor.findings import Finding
@@ -34,7 +34,7 @@ class Doctor:
     """Folders of images, stores of score maps, run folders; none: the machine only."""
     sample: int = 0
     """Look at this many images of each part only, spread evenly; 0: all."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    workers: Workers = field(default_factory=default_workers)
     """Threads that decode images."""
     labels: bool = True
     """Look for doubtful labels, by a classifier on frozen features that has not seen the image (from 100 images on)."""

@@ -11,26 +11,22 @@ import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
-from everytoken_lab.calibration import ENOUGH
 from everytoken_lab.cli._parse import parse, values_of
-from everytoken_lab.engine.run_folder import PUBLISHED, run_of
 from everytoken_lab.evaluation import EvalOptions, evaluate
 from everytoken_lab.progress import Progress
 
 if TYPE_CHECKING:
     from everytoken_lab.evaluation.run import Evaluation
 
-_LABELS = {
+_LABELS = {  # of numbers in percent
     "top1": "top-1",
     "top5": "top-5",
     "ece": "calibration error, uncalibrated",
-    "f1": "F1 at a half",
+    "mAP": "mAP",
+    "f1": "F1 at 0.5",
     "real_top1": "ReaL top-1",
     "real_top5": "ReaL top-5",
-    "real_images": "ReaL images",
-    "images_per_second": "images/s",
 }
-_PERCENT = {"top1", "top5", "ece", "mAP", "f1", "real_top1", "real_top5"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +79,9 @@ def main(argv: list[str], prog: str) -> None:
 
 def _own_data(source: str) -> str:
     """The data of a run."""
+    from everytoken_lab.engine.run_folder import PUBLISHED, run_of
+
     run = run_of(source)
-    if run is not None and run.cross_validated:
-        raise EverytokenError(
-            f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
-            f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
-        )
     if run is None:
         if not source.startswith(PUBLISHED):
             from everytoken_lab.models.open import find_weights
@@ -97,6 +90,11 @@ def _own_data(source: str) -> str:
         raise EverytokenError(
             f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
         )
+    if run.cross_validated:
+        raise EverytokenError(
+            f"{source} was trained on all of its photos, so they cannot tell how good it is; cross-validation said "
+            f"{run.metric} {run.score:.1f} %. Name photos that it has not seen (everytoken eval {source} DATA)"
+        )
     return run.own_data()
 
 
@@ -104,6 +102,7 @@ def _print(result: Evaluation, title: str, classes: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from everytoken_lab.calibration import ENOUGH
     from everytoken_lab.classes import shown_name
 
     console = Console(markup=False)  # names of classes and folders are nobody's formatting
@@ -112,24 +111,22 @@ def _print(result: Evaluation, title: str, classes: int) -> None:
     for key, value in result.numbers.items():
         if key == "ece" and len(result.predictions) < ENOUGH:
             continue
-        text = f"{value:.2f} %" if key in _PERCENT else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
+        text = f"{value:.2f} %" if key in _LABELS else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
         if key in ("top1", "mAP"):
             text += f"  (95 % interval {result.top1.low:.2f} to {result.top1.high:.2f})"
-        table.add_row(_LABELS.get(key, key), text)
+        table.add_row(_LABELS.get(key, key.replace("_per_second", "/s").replace("_", " ")), text)
     if result.skipped:
         table.add_row("unreadable, left out", str(len(result.skipped)))
     console.print(table)
     if not classes:
         return
     rows = result.per_class()
-    numbers = [name for name in ("AP", "recall", "precision") if rows and name in rows[0]]
-    worst = sorted(rows, key=lambda row: row[numbers[0]])[:classes]
+    worst = sorted(rows, key=lambda row: row.get("AP", row["recall"]))[:classes]
     console.print(f"Classes, worst first ({len(worst)} of {len(rows)})")
     table = Table()
-    words = ["taken for"] if "AP" not in numbers else []
-    for column in ("class", "images", *numbers, *words):
-        table.add_column(column, justify="left" if column in ("class", "taken for") else "right")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name in ("class", "taken for") else "right")
     for row in worst:
-        values = ["-" if row[c] is None else f"{row[c]:.1f}" for c in numbers]
-        table.add_row(shown_name(row["class"]), str(row["images"]), *values, *(shown_name(row[c]) for c in words))
+        cells = (f"{v:.1f}" if isinstance(v, float) else "-" if v is None else shown_name(str(v)) for v in row.values())
+        table.add_row(*cells)
     console.print(table)

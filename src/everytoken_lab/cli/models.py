@@ -18,7 +18,7 @@ from everytoken_lab.cli._parse import parse
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from everytoken.models import TokenModel
+    from everytoken.models.token_model import TokenModel
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,23 @@ def main(argv: list[str], prog: str) -> None:
     """Parse, list or measure, print."""
     options = parse(ModelsOptions, prog, argv)
     if len(options.img_size) > 2:
-        raise EverytokenError(f"--img-size takes one number or height and width, not {options.img_size}")
+        raise EverytokenError(f"--img-size takes one number or height and width, got {options.img_size}")
     import timm
 
+    console = Console()
     if options.pattern and timm.is_model(options.pattern):
         facts = measure(options)
+        table = Table(title=options.pattern, show_header=False)
+        for key, value in facts.items():
+            table.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
         if options.json:
             print(json.dumps(facts, indent=1))
         else:
-            Console().print(_facts(options.pattern, facts))
+            console.print(table)
         return
-    names = names_by_family(options.pattern)
+    names = _names_by_family(options.pattern)
     if not names:
-        beginnings = {name.split("_")[0] for group in names_by_family("").values() for name in group}
+        beginnings = {name.split("_")[0] for group in _names_by_family("").values() for name in group}
         raise EverytokenError(
             f"no supported model matches {options.pattern!r}.{did_you_mean(options.pattern, beginnings)} `everytoken "
             "models` lists the families; other timm models have no token view yet."
@@ -83,27 +87,24 @@ def main(argv: list[str], prog: str) -> None:
     elif options.pattern:
         print("\n".join(name for group in names.values() for name in group))
     else:
-        Console().print(_families(names))
+        console.print(_families(names))
 
 
-def names_by_family(pattern: str) -> dict[str, list[str]]:
+def _names_by_family(pattern: str) -> dict[str, list[str]]:
     """Title of a family -> its model names that match; a pattern without * and ? is part of a name."""
     import timm
 
-    from everytoken.models import family_of_name
+    from everytoken.models.families import family_of_name
 
-    if pattern and not set("*?[") & set(pattern):
-        pattern = f"*{pattern}*"
     names: dict[str, list[str]] = defaultdict(list)
-    for name in timm.list_models(pattern):
-        family = family_of_name(name)
-        if family is not None:
+    for name in timm.list_models(pattern if set("*?[") & set(pattern) else f"*{pattern}*"):
+        if (family := family_of_name(name)) is not None:
             names[family.title].append(name)
     return dict(names)
 
 
 def _families(names: dict[str, list[str]]) -> Table:
-    from everytoken.models import FAMILIES
+    from everytoken.models.families import FAMILIES
 
     table = Table(title="Backbones with a token view", caption="`everytoken models PATTERN` lists the names")
     for column in ("family", "models", "MixToken", "for example"):
@@ -114,19 +115,13 @@ def _families(names: dict[str, list[str]]) -> Table:
     return table
 
 
-def _facts(name: str, facts: dict[str, Any]) -> Table:
-    table = Table(title=name, show_header=False)
-    for key, value in facts.items():
-        table.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
-    return table
-
-
 def measure(options: ModelsOptions) -> dict[str, Any]:
     """Size, cost and speed of a model, by the words that are printed."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from everytoken.models import TokenModel, family_of
+    from everytoken.models.families import family_of
+    from everytoken.models.token_model import TokenModel
     from everytoken_lab.engine.distributed import pick_device
     from everytoken_lab.engine.recipe import overrides
     from everytoken_lab.models.open import building, create_sized
@@ -134,19 +129,18 @@ def measure(options: ModelsOptions) -> dict[str, Any]:
     device = torch.device(pick_device(options.device))
     arguments = {"num_classes": options.num_classes, **overrides(options.set, {})}
     if options.img_size:
-        arguments["img_size"] = options.img_size if len(options.img_size) == 2 else options.img_size[0]
+        arguments["img_size"] = (options.img_size[0], options.img_size[-1])
     with building(f"{options.pattern} with {arguments}"):
         backbone: Any = create_sized(options.pattern, arguments)[0]
     model = TokenModel(backbone).to(device).eval()
     size = options.img_size or backbone.pretrained_cfg["input_size"][1:]
-    height, width = size if len(size) == 2 else (size[0], size[0])
-    channels = int(arguments.get("in_chans", 3))
+    image = torch.zeros(1, int(arguments.get("in_chans", 3)), size[0], size[-1], device=device)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        view = model(torch.zeros(1, channels, height, width, device=device))
+        view = model(image)
     facts: dict[str, Any] = {
         "family": family_of(backbone).title,
         "parameters": sum(p.numel() for p in backbone.parameters()),
-        "input": f"{height} x {width}",
+        "input": f"{size[0]} x {size[-1]}",
         "multiply-adds": f"{counter.get_total_flops() / 2e9:.2f} G",
         "token grid": f"{view.grid.shape[1]} x {view.grid.shape[2]}",
         "token width": view.grid.shape[3],
@@ -154,31 +148,25 @@ def measure(options: ModelsOptions) -> dict[str, Any]:
         "brings a token head": "yes" if getattr(backbone, "aux_head", None) is not None else "no",
         "MixToken": "yes" if model.can_mix_tokens else "no, use CutMix",
     }
-    if options.seconds > 0:
-        images = torch.zeros(options.batch_size, channels, height, width, device=device)
-        for label, training in (("evaluation", False), ("training", True)):
-            rate = _images_per_second(model, images, options.seconds / 2, training)
-            facts[f"{label} on {device}"] = f"{rate:.1f} images/s"
+    images = image.repeat(options.batch_size, 1, 1, 1)
+    for label, training in (("evaluation", False), ("training", True)) if options.seconds > 0 else ():
+        rate = _images_per_second(model.train(training), images, options.seconds / 2)
+        facts[f"{label} on {device}"] = f"{rate:.1f} images/s"
     return facts
 
 
-def _images_per_second(model: TokenModel, images: Tensor, seconds: float, training: bool) -> float:
-    """Over at least `seconds`, after one step to warm up."""
+def _images_per_second(model: TokenModel, images: Tensor, seconds: float) -> float:
+    """Over at least `seconds`, after one step to warm up; with the backward pass in training mode."""
     import torch
 
-    model.train(training)
-
-    def step() -> None:
-        with torch.set_grad_enabled(training):
+    steps, start = -1, 0.0
+    while steps < 1 or time.perf_counter() - start < seconds:
+        with torch.set_grad_enabled(model.training):
             logits = model(images).logits
-        if training:
+        if model.training:
             logits.sum().backward()
         if images.is_cuda:
             torch.cuda.synchronize()
-
-    step()
-    start, steps = time.perf_counter(), 0
-    while steps == 0 or time.perf_counter() - start < seconds:
-        step()
         steps += 1
+        start = time.perf_counter() if steps == 0 else start
     return steps * len(images) / (time.perf_counter() - start)

@@ -69,24 +69,21 @@ def main(argv: list[str], prog: str) -> None:
         result.save_pictures(command.pictures)
     if command.out:
         result.to_csv(command.out)
-        given = (name for image in result for name in ((image.answer,) if image.labels is None else image.labels))
-        often = Counter(given).most_common(5)
+        often = Counter(name for image in result for name in image.answers).most_common(5)
         print(f"{len(result):,} images in {command.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
-    for image in result if command.json else ():
-        print(json.dumps(_row(image, bool(result.threshold)), ensure_ascii=False))
-    for image in () if command.json or command.out else result:
+    if command.json:
+        for image in result:
+            print(json.dumps(_row(image, bool(result.threshold)), ensure_ascii=False))
+        return
+    for image in () if command.out else result:
         pairs = zip(image.classes, image.probabilities, strict=True)
         likely = ", ".join(f"{shown_name(name)} {100 * p:.1f} %" for name, p in pairs)
+        if image.labels is not None or not image.sure:
+            likely = f"{', '.join(map(shown_name, image.answers)) or 'none'} ({likely})"
         box = f" at {' '.join(f'{edge:.0f}' for edge in image.location.pixels)}" if image.location else ""
-        if image.labels is not None:
-            shown = ", ".join(map(shown_name, image.labels)) or "none"
-            print(f"{image.path}: {shown} ({likely}){box}")
-            continue
-        print(f"{image.path}: {likely if image.sure else f'unsure ({likely})'}{box}")
-    if result.skipped and not command.json:
-        print(
-            f"{len(result.skipped)} images could not be read and were left out, the first: {next(iter(result.skipped))}"
-        )
+        print(f"{image.path}: {likely}{box}")
+    if result.skipped:
+        print(f"{len(result.skipped)} unreadable images were left out, the first: {next(iter(result.skipped))}")
 
 
 def _row(image: ImagePrediction, thresholded: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -14,16 +14,7 @@ from everytoken_lab.cli._parse import given_options, parse, values_of
 from everytoken_lab.engine.options import AutoOptions, TrainOptions
 from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
 
-
-class Overridable(Protocol):
-    """Options that end with --set."""
-
-    @property
-    def set(self) -> tuple[str, ...]:
-        """NAME=VALUE."""
-
-
-T = TypeVar("T", bound=Overridable)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,29 +33,8 @@ class Train(TrainOptions):
         everytoken train imagenet --recipe lvvit_s_token --maps maps --dry-run
         torchrun --nproc-per-node 8 -m everytoken_lab train imagenet --recipe lvvit_s_token --maps maps
 
-    Objectives and mixing come from the recipe; --set changes them, and null removes one.
+    Objectives and mixing come from the recipe; --set changes them, and a value of null removes one.
     """
-
-    COMMON: ClassVar[tuple[str, ...]] = (
-        *("recipe", "maps", "set", "dry-run", "minutes", "linear"),
-        *("model", "img-size", "weights", "drop-path", "val-split", "batch-size", "workers", "on-bad-image"),
-        *(
-            "scale",
-            "hflip",
-            "aa",
-            "reprob",
-            "smoothing",
-            "epochs",
-            "opt",
-            "lr",
-            "lr-base",
-            "weight-decay",
-            "layer-decay",
-        ),
-        *("warmup-epochs", "clip-grad", "grad-accum-steps", "model-ema", "amp"),
-        *("out", "seed", "device", "patience", "tensorboard", "wandb", "mlflow"),
-    )
-    """Options that `--help` shows; `--help-all` shows all."""
 
     auto: tyro.conf.OmitArgPrefixes[AutoOptions] = field(default_factory=AutoOptions)
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = field(
@@ -114,13 +84,10 @@ def print_plan(facts: Mapping[str, Any]) -> None:
 def resolve(config: type[T], argv: list[str], prog: str) -> T:
     """Recipe, then flags, then --set."""
     base: Any = config()
-    recipe = recipe_of(argv)
-    if recipe:
+    if recipe := _recipe_of(argv):
         base = dataclasses.replace(apply(base, read_recipe(recipe, trusts_code(argv)), recipe), recipe=recipe)
-    options = parse(config, prog, argv, default=base)
-    if options.set:
-        options = apply(options, overrides(options.set, flat(options)), "--set")
-    return options
+    options: Any = parse(config, prog, argv, default=base)
+    return apply(options, overrides(options.set, flat(options)), "--set") if options.set else options
 
 
 def trusts_code(argv: list[str]) -> bool:
@@ -128,11 +95,10 @@ def trusts_code(argv: list[str]) -> bool:
     return "--trust-code" in argv
 
 
-def recipe_of(argv: list[str]) -> str:
+def _recipe_of(argv: list[str]) -> str:
     """The value of --recipe, needed before the other flags are read."""
-    for i, word in enumerate(argv):
-        if word == "--recipe" and i + 1 < len(argv):
-            return argv[i + 1]
-        if word.startswith("--recipe="):
-            return word.removeprefix("--recipe=")
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, _, value = word.partition("=")
+        if name == "--recipe":
+            return value or following
     return ""

@@ -10,7 +10,7 @@ import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli._parse import parse
-from everytoken_lab.machine import default_workers
+from everytoken_lab.machine import Workers, default_workers
 
 if TYPE_CHECKING:
     from everytoken_lab.robust.transfer import Target
@@ -39,7 +39,7 @@ class TransferCommand:
     """Another recipe for all of them; required for your own datasets."""
     device: str = ""
     """cpu, cuda, mps; default: the best available."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    workers: Workers = field(default_factory=default_workers)
     """Loader processes."""
     json: bool = False
     """Print JSON instead of a table; both are written to --out."""

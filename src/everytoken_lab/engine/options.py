@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 import tyro
 
 from everytoken_lab.data.augment import AugmentOptions
-from everytoken_lab.machine import default_workers
+from everytoken_lab.machine import Workers, default_workers
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DataOptions:
     """Images per step and process."""
     val_batch_size: int = 0
     """Images per step in validation; 0: as in training."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    workers: Workers = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
     repeat_augment: int = 1
     """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""

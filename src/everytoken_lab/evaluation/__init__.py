@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from everytoken_lab import schema
-from everytoken_lab.machine import default_workers
+from everytoken_lab.machine import Workers, default_workers
 
 if TYPE_CHECKING:
     from everytoken_lab.data.datasets import DataSet
@@ -62,7 +62,7 @@ class InferenceOptions:
     numbers used 0.5."""
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 64
     """Images per step."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    workers: Workers = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""
     """cpu, cuda, mps; default: the best available."""

@@ -46,11 +46,14 @@ class ImagePrediction:
     labels: tuple[str, ...] | None = None
 
     @property
+    def answers(self) -> tuple[str, ...]:
+        """The first class, or "unsure"; all labels of a multi-label model."""
+        return (self.classes[0] if self.sure else UNSURE,) if self.labels is None else self.labels
+
+    @property
     def answer(self) -> str:
-        """The first class, or "unsure"; of several labels all, with ";" between them."""
-        if self.labels is not None:
-            return ";".join(self.labels)
-        return self.classes[0] if self.sure else UNSURE
+        """`answers` as one text, with ";" between labels."""
+        return ";".join(self.answers)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.engine.options import OptimOptions, RunOptions
-from everytoken_lab.machine import default_workers
+from everytoken_lab.machine import Workers, default_workers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,7 +48,7 @@ class BatchOptions:
 
     batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
     """Images per step and process."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    workers: Workers = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with unreadable images or masks. skip: they are logged and counted; training stops if more than 1 %
@@ -99,7 +99,7 @@ class EvaluateOptions(SourceOptions):
     split: Literal["val", "test", "train", "all"] = "val"
     """Which part of the data. If the data has no validation part, val means the images that the run held out, or all
     images if the run was trained on other data."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = field(default_factory=default_workers)
+    workers: Workers = field(default_factory=default_workers)
     """Loader processes."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image or mask that cannot be read."""
@@ -117,7 +117,7 @@ class PredictOptions(SourceOptions):
     """Image files and folders."""
     out: str
     """Folder for the results."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
+    workers: Workers = 0
     """Loader processes."""
 
 
