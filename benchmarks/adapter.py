@@ -27,7 +27,7 @@ from torch.utils.data import default_collate
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from everytoken.data import collate, with_maps
+from everytoken.data.adapter import collate, with_maps
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 
 BATCH = 32

@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from everytoken.functional.shares import aligned_cross_entropy
-from everytoken.mixing import CutMix, Mix, apply_to_pixels
+from everytoken.mixing.methods import CutMix
+from everytoken.mixing.mix import Mix, apply_to_pixels
 from everytoken.models.align import Aligner
 from everytoken.models.align.fused import attend
 from everytoken_lab.machine import keep_freed_memory

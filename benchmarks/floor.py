@@ -28,7 +28,7 @@ from everytoken.functional import CompactTarget
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import build_objectives
+from everytoken.objectives.registry import build_objectives
 from everytoken.step import TokenStep, probe
 
 # From the vendors' data sheets, dense: (bfloat16 FLOP/s, bytes/s).

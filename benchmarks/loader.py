@@ -29,7 +29,7 @@ from PIL import Image
 from ratios import judge, ratio, take_turns
 from timm.data import create_loader
 
-from everytoken.data import Prefetcher
+from everytoken.data.batch import Prefetcher
 from everytoken.data.randaugment import posterize
 from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken_lab.data.augment import AugmentOptions, TrainTransform

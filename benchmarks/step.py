@@ -35,7 +35,7 @@ from everytoken.functional import MapBatch
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import build_objectives
+from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import Loop

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import os
+import pkgutil
 import re
 import shutil
 from collections.abc import Iterator
@@ -71,14 +72,16 @@ def api() -> str:
 
 
 def functions() -> str:
-    """Every name of everytoken.functional, by module."""
-    modules: dict[str, list[str]] = {}
-    for name in functional.__all__:
-        modules.setdefault(getattr(functional, name).__module__, []).append(name)
+    """Every function and class of everytoken.functional, by module."""
     lines = [_title("everytoken.functional"), _rst(functional.__doc__), ""]
-    for module, names in modules.items():
-        lines += [_title(module.rpartition(".")[2], "-")]
-        lines += [line for name in names for line in _documented("everytoken.functional", name)]
+    for info in pkgutil.iter_modules(functional.__path__):
+        path = f"everytoken.functional.{info.name}"
+        module = vars(importlib.import_module(path))
+        names = [
+            name for name, value in module.items() if getattr(value, "__module__", None) == path and name[0] != "_"
+        ]
+        lines += [_title(info.name, "-")]
+        lines += [line for name in names for line in _documented(path, name)]
     return "\n".join(lines)
 
 

@@ -16,7 +16,9 @@ from everytoken.functional import CompactTarget, from_labels
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import Drloc, HardLabels, build_objectives
+from everytoken.objectives.drloc import Drloc
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep
 from everytoken.timm_task import TokenTask
 from everytoken_lab.engine.options import ModelOptions, TrainOptions

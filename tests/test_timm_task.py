@@ -15,9 +15,10 @@ import everytoken as et
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import CompactTarget, from_labels
-from everytoken.mixing import CutMix
+from everytoken.mixing.methods import CutMix
 from everytoken.models import TokenModel
-from everytoken.objectives import Drloc, HardLabels
+from everytoken.objectives.drloc import Drloc
+from everytoken.objectives.hard import HardLabels
 from everytoken.timm_task import TokenTask
 
 SCHEDULE = {"drloc": {"released": True, "warmup": 0.5}}

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import everytoken  # noqa: F401  (registers the models)
 from everytoken.models import TokenModel
-from everytoken.objectives import Drloc
+from everytoken.objectives.drloc import Drloc
 
 MODELS = ("cvt_13", "swin_tiny_patch4_window7_224", "t2t_vit_14")
 

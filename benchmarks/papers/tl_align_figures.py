@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everytoken.data import Batch
-from everytoken.data.batch import normalise
+from everytoken.data.batch import Batch, normalise
 from everytoken.errors import need
 from everytoken.functional import label_tokens
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse, token_presence
 from everytoken.maps import Maps
-from everytoken.mixing import CutMix, Mix, apply_to_pixels, mix_token_target
+from everytoken.mixing.methods import CutMix
+from everytoken.mixing.mix import Mix, apply_to_pixels, mix_token_target
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.token_model import blocks_of
 from everytoken.objectives.base import need_maps

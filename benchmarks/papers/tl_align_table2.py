@@ -21,11 +21,11 @@ import timm
 import torch
 
 import everytoken  # noqa: F401  (registers the models)
-from everytoken.data import Batch
+from everytoken.data.batch import Batch
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import build_objectives
+from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep
 
 METHODS = {  # objective, mixing, images per second in the paper

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import normalise
 from everytoken.functional import drloc
-from everytoken.mixing import CutMix, Mix, apply_to_pixels
+from everytoken.mixing.methods import CutMix
+from everytoken.mixing.mix import Mix, apply_to_pixels
 from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.models.open import OpenModel, open_model

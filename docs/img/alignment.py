@@ -16,7 +16,8 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from everytoken.functional.shares import aligned_cross_entropy
-from everytoken.mixing import CutMix, apply_to_pixels
+from everytoken.mixing.methods import CutMix
+from everytoken.mixing.mix import apply_to_pixels
 from everytoken.models.align import Aligner, Alignment
 
 DEPTH, GRID, SIZE = 6, 8, 32

@@ -18,19 +18,16 @@ if TYPE_CHECKING:
     from everytoken.data.adapter import collate, with_maps
     from everytoken.data.batch import Batch
     from everytoken.maps import Maps, MapWriter, ScoreMap
-    from everytoken.mixing import CutMix, Mix, MixToken, MixUp
+    from everytoken.mixing.methods import CutMix, MixToken, MixUp
+    from everytoken.mixing.mix import Mix
     from everytoken.models import TokenModel, TokenView
-    from everytoken.objectives import (
-        Distillation,
-        Drloc,
-        HardLabels,
-        OnlineTokenLabeling,
-        ReLabel,
-        TLAlign,
-        TokenLabeling,
-        TransMix,
-        aligned,
-    )
+    from everytoken.objectives.distillation import Distillation
+    from everytoken.objectives.drloc import Drloc
+    from everytoken.objectives.hard import HardLabels
+    from everytoken.objectives.online_token import OnlineTokenLabeling
+    from everytoken.objectives.relabel import ReLabel
+    from everytoken.objectives.tl_align import TLAlign, TransMix, aligned
+    from everytoken.objectives.token_labeling import TokenLabeling
     from everytoken.step import TokenStep
     from everytoken.timm_task import TokenTask
 
@@ -43,19 +40,16 @@ __getattr__, __dir__ = lazy(
         "everytoken.data.adapter": ["collate", "with_maps"],
         "everytoken.data.batch": ["Batch"],
         "everytoken.maps": ["MapWriter", "Maps", "ScoreMap"],
-        "everytoken.mixing": ["CutMix", "Mix", "MixToken", "MixUp"],
+        "everytoken.mixing.methods": ["CutMix", "MixToken", "MixUp"],
+        "everytoken.mixing.mix": ["Mix"],
         "everytoken.models": ["TokenModel", "TokenView"],
-        "everytoken.objectives": [
-            "Distillation",
-            "Drloc",
-            "HardLabels",
-            "OnlineTokenLabeling",
-            "ReLabel",
-            "TLAlign",
-            "TokenLabeling",
-            "TransMix",
-            "aligned",
-        ],
+        "everytoken.objectives.distillation": ["Distillation"],
+        "everytoken.objectives.drloc": ["Drloc"],
+        "everytoken.objectives.hard": ["HardLabels"],
+        "everytoken.objectives.online_token": ["OnlineTokenLabeling"],
+        "everytoken.objectives.relabel": ["ReLabel"],
+        "everytoken.objectives.tl_align": ["TLAlign", "TransMix", "aligned"],
+        "everytoken.objectives.token_labeling": ["TokenLabeling"],
         "everytoken.step": ["TokenStep"],
         "everytoken.timm_task": ["TokenTask"],
     },

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from everytoken.data.batch import Batch, TeacherView
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing import Guide, GuideKind, Mixer, apply_to_pixels, guide_for
+from everytoken.mixing.guided import guide_for
+from everytoken.mixing.mix import Guide, GuideKind, Mixer, apply_to_pixels
 from everytoken.models import TokenModel, probe
-from everytoken.objectives import required_by
+from everytoken.objectives.registry import required_by
 
 _BACKBONE = "model.backbone."
 

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing import Mixer, build_mixer
+from everytoken.mixing import build_mixer
+from everytoken.mixing.mix import Mixer
 from everytoken.models import TokenModel
-from everytoken.objectives import TLAlign, build_objectives, required_by
+from everytoken.objectives.registry import build_objectives, required_by
+from everytoken.objectives.tl_align import TLAlign
 from everytoken.step import FrozenTeacher, TokenStep
 
 

@@ -14,9 +14,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from everytoken.data import PipelineError, RandAugment, collate, randaugment, with_maps
 from everytoken.data import placement as pl
-from everytoken.data.adapter import _follow
+from everytoken.data import randaugment
+from everytoken.data.adapter import PipelineError, RandAugment, _follow, collate, with_maps
 from everytoken.functional import label_tokens
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken_lab.data.datasets import open_dataset

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everytoken.errors import EverytokenError
-from everytoken.objectives import HardLabels
+from everytoken.objectives.hard import HardLabels
 from everytoken_lab.cli import main
 from everytoken_lab.engine.checks import check_device, check_loop, check_objectives
 from everytoken_lab.engine.optim import build_schedule, learning_rate

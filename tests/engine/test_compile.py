@@ -14,7 +14,7 @@ from everytoken.data.batch import Batch, normalise
 from everytoken.keyed import StepKey
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel, probe
-from everytoken.objectives import build_objectives
+from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep
 from tests.engine.test_fake_gpu import CLASSES, MEAN, STD, host_batch
 

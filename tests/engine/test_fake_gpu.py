@@ -19,9 +19,11 @@ from everytoken.data.batch import Batch, to_device
 from everytoken.functional import collate_maps
 from everytoken.keyed import StepKey
 from everytoken.maps import ScoreMap
-from everytoken.mixing import MIXERS, apply_to_pixels, build_mixer
+from everytoken.mixing import MIXERS, build_mixer
+from everytoken.mixing.mix import apply_to_pixels
 from everytoken.models import TokenModel
-from everytoken.objectives import build_objectives, drloc
+from everytoken.objectives import drloc
+from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep, probe
 from everytoken_lab.dense.backbone import Features
 from everytoken_lab.dense.segment.model import Segmenter

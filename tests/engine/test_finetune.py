@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from everytoken.data import Batch
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken_lab.cli import main

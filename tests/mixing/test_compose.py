@@ -9,9 +9,14 @@ from everytoken.data.batch import Batch, TeacherView
 from everytoken.errors import EverytokenError
 from everytoken.functional import CompactTarget
 from everytoken.keyed import StepKey
-from everytoken.mixing import Compose, CutMix, MixToken, MixUp, PuzzleMix, build_mixer
+from everytoken.mixing import build_mixer
+from everytoken.mixing.guided import PuzzleMix
+from everytoken.mixing.methods import Compose, CutMix, MixToken, MixUp
 from everytoken.models import TokenModel
-from everytoken.objectives import HardLabels, OnlineTokenLabeling, TLAlign, TokenLabeling
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.online_token import OnlineTokenLabeling
+from everytoken.objectives.tl_align import TLAlign
+from everytoken.objectives.token_labeling import TokenLabeling
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
 

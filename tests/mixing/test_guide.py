@@ -12,10 +12,11 @@ import torch
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing import MIXERS, Compose, CutMix, MixToken, MixUp, OneOf, build_mixer
+from everytoken.mixing import MIXERS, build_mixer
 from everytoken.mixing.guided import guide_for, importance, importance_by_gradient
+from everytoken.mixing.methods import Compose, CutMix, MixToken, MixUp, OneOf
 from everytoken.models import TokenModel
-from everytoken.objectives import build_objectives
+from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}

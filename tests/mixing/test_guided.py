@@ -8,21 +8,22 @@ from hypothesis import strategies as st
 
 from everytoken.errors import EverytokenError
 from everytoken.functional import from_labels, from_scores
-from everytoken.mixing import (
-    MIXERS,
+from everytoken.mixing import MIXERS
+from everytoken.mixing.guided import (
     AttentiveCutMix,
     GuidedMixer,
-    MaskMix,
     PuzzleMix,
     SaliencyMix,
     SMMix,
     TokenMix,
-    apply_to_pixels,
+    best_mask,
     contrast_saliency,
-    mix_image_target,
-    mix_token_target,
+    energy,
+    identity_moves,
+    places,
 )
-from everytoken.mixing.guided import best_mask, energy, identity_moves, places
+from everytoken.mixing.methods import MaskMix
+from everytoken.mixing.mix import apply_to_pixels, mix_image_target, mix_token_target
 
 GUIDED = [kind for kind in MIXERS.values() if issubclass(kind, GuidedMixer)]
 

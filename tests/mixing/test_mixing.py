@@ -4,19 +4,18 @@ import torch
 
 from everytoken.errors import EverytokenError
 from everytoken.functional import from_labels, from_scores
-from everytoken.mixing import (
-    MIXERS,
-    CutMix,
-    MixToken,
-    MixUp,
-    OneOf,
+from everytoken.mixing import MIXERS
+from everytoken.mixing.methods import CutMix, MixToken, MixUp, OneOf
+from everytoken.mixing.mix import (
     apply_to_pixels,
     apply_to_tokens,
+    box_masks,
+    boxes_at,
+    draw_boxes,
     mix_image_target,
     mix_token_target,
     unmix_tokens,
 )
-from everytoken.mixing.mix import box_masks, boxes_at, draw_boxes
 
 
 def rng(seed=0):

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing import MIXERS, CutMix, MixToken, apply_to_pixels
-from everytoken.mixing.methods import BlockPatches, patches_to_pixels
+from everytoken.mixing import MIXERS
+from everytoken.mixing.methods import BlockPatches, CutMix, MixToken, patches_to_pixels
+from everytoken.mixing.mix import apply_to_pixels
 
 
 @pytest.mark.parametrize("name", ["random", "block"])

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import everytoken.models  # noqa: F401  registers T2T-ViT, LV-ViT and CvT
-from everytoken.mixing import Mix
+from everytoken.mixing.mix import Mix
 from everytoken.models import TokenModel
 from everytoken.models.align import Aligner, Alignment
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from everytoken.functional.shares import aligned_cross_entropy
-from everytoken.mixing import Mix
+from everytoken.mixing.mix import Mix
 from everytoken.models import TokenModel
 from everytoken.models.align import Aligner, Alignment
 from everytoken.models.align.fused import attend

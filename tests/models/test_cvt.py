@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401  (registers the models)
-from everytoken.mixing import Mix
+from everytoken.mixing.mix import Mix
 from everytoken.models import TokenModel
 from everytoken.models.cvt import CvT, checkpoint_filter_fn
 from everytoken.models.weights import load_weights

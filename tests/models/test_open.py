@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing import MixToken
+from everytoken.mixing.methods import MixToken
 from everytoken.models import TokenModel
 from everytoken_lab.cli import main
 from everytoken_lab.models import open as opening

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401  (registers the models)
-from everytoken.mixing import Mix
+from everytoken.mixing.mix import Mix
 from everytoken.models import TokenModel
 from everytoken.models.t2t_vit import (
     T2TViT,

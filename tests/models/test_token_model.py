@@ -9,7 +9,7 @@ import torch
 
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
-from everytoken.mixing import Mix
+from everytoken.mixing.mix import Mix
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError, family_of_name, grid_shape, probe
 from everytoken.models.token_model import _MixedEmbedding
 

@@ -18,7 +18,7 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import drloc as fn
 from everytoken.keyed import StepKey
-from everytoken.mixing import CutMix, MixToken
+from everytoken.mixing.methods import CutMix, MixToken
 from everytoken.models import FAMILIES, TokenModel, UnsupportedModelError
 from everytoken.models.token_model import LayerTaps
 from everytoken.objectives.drloc import PAPER_LAMBDA, Drloc, DrlocHead

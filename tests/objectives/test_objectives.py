@@ -19,16 +19,14 @@ from everytoken.functional import (
     sample_maps,
 )
 from everytoken.keyed import StepKey
-from everytoken.mixing import CutMix, MixToken, apply_to_tokens, mix_image_target, mix_token_target
-from everytoken.objectives import (
-    OBJECTIVES,
-    Distillation,
-    HardLabels,
-    OnlineTokenLabeling,
-    ReLabel,
-    TokenLabeling,
-    find_objective,
-)
+from everytoken.mixing.methods import CutMix, MixToken
+from everytoken.mixing.mix import apply_to_tokens, mix_image_target, mix_token_target
+from everytoken.objectives.distillation import Distillation
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.online_token import OnlineTokenLabeling
+from everytoken.objectives.registry import OBJECTIVES, find_objective
+from everytoken.objectives.relabel import ReLabel
+from everytoken.objectives.token_labeling import TokenLabeling
 
 B, GRID, K = 4, (6, 4), 9
 

@@ -12,10 +12,14 @@ from torch.nn import functional as F
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import collate_maps, compact_cross_entropy, from_labels, from_scores, sample_maps
-from everytoken.mixing import CutMix, Mix, MixToken, MixUp, PuzzleMix, apply_to_pixels, apply_to_tokens
+from everytoken.mixing.guided import PuzzleMix
+from everytoken.mixing.methods import CutMix, MixToken, MixUp
+from everytoken.mixing.mix import Mix, apply_to_pixels, apply_to_tokens
 from everytoken.models import TokenModel
 from everytoken.models.align import Shares
-from everytoken.objectives import HardLabels, TLAlign, TokenLabeling, TransMix, aligned
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.tl_align import TLAlign, TransMix, aligned
+from everytoken.objectives.token_labeling import TokenLabeling
 
 B, K, GRID = 4, 7, (4, 4)
 

@@ -12,8 +12,10 @@ from PIL import Image
 from everytoken.data.batch import Batch
 from everytoken.functional import CompactTarget, from_labels
 from everytoken.keyed import StepKey
-from everytoken.mixing import Compose, CutMix, MixToken, MixUp, apply_to_pixels
-from everytoken.objectives import HardLabels, TokenLabeling
+from everytoken.mixing.methods import Compose, CutMix, MixToken, MixUp
+from everytoken.mixing.mix import apply_to_pixels
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.token_labeling import TokenLabeling
 from everytoken_lab import draw
 from everytoken_lab.engine.loop import Loop
 from everytoken_lab.training import batch_picture

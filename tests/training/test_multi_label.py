@@ -13,9 +13,10 @@ from torch.nn import functional as F
 import everytoken_lab as lab
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.mixing import CutMix
+from everytoken.mixing.methods import CutMix
 from everytoken.models import TokenView
-from everytoken.objectives import HardLabels, OnlineTokenLabeling
+from everytoken.objectives.hard import HardLabels
+from everytoken.objectives.online_token import OnlineTokenLabeling
 from everytoken_lab.annotators.linear import fit_linear, stratified_folds
 from everytoken_lab.calibration import calibrate_several
 from everytoken_lab.cli import main

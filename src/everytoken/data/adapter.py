@@ -45,7 +45,7 @@ from everytoken.maps import Maps, ScoreMap
 
 _ORIENTATION = 0x0112  # EXIF tag
 _ASPECT_TOLERANCE = 0.05  # by which an image's aspect ratio may differ from that of the annotated one
-_EXAMPLE = "everytoken.data.RandAugment('rand-m9-mstd0.5-inc1')"
+_EXAMPLE = "everytoken.data.adapter.RandAugment('rand-m9-mstd0.5-inc1')"
 
 
 class PipelineError(EverytokenError):
@@ -282,7 +282,7 @@ def _check_pipeline(transform: Any) -> None:
         if module.startswith("timm."):
             raise PipelineError(
                 f"{name} of timm takes images alone, so its geometry cannot be followed. Use transforms of "
-                "torchvision.transforms.v2, and everytoken.data.RandAugment."
+                "torchvision.transforms.v2, and everytoken.data.adapter.RandAugment."
             )
 
 

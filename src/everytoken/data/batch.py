@@ -20,7 +20,7 @@ from everytoken.functional import CompactTarget, MapBatch, SamplingPlan, plan_sa
 from everytoken.keyed import StepKey
 
 if TYPE_CHECKING:
-    from everytoken.mixing import Mix
+    from everytoken.mixing.mix import Mix
 
 
 @dataclass(frozen=True)

@@ -15,30 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.mixing.guided import (
-    AttentiveCutMix,
-    GuidedMixer,
-    PuzzleMix,
-    SaliencyMix,
-    SMMix,
-    TokenMix,
-    contrast_saliency,
-    guide_for,
-)
+from everytoken.mixing.guided import AttentiveCutMix, PuzzleMix, SaliencyMix, SMMix, TokenMix
 from everytoken.mixing.methods import BlockPatches, Compose, CutMix, MaskMix, MixToken, MixUp, OneOf, RandomPatches
-from everytoken.mixing.mix import (
-    Guide,
-    GuideKind,
-    MaskMixer,
-    Mix,
-    Mixer,
-    apply_to_pixels,
-    apply_to_tokens,
-    mix_image_target,
-    mix_token_target,
-    placed_token_targets,
-    unmix_tokens,
-)
+from everytoken.mixing.mix import MaskMixer, Mixer
 
 MIXERS: dict[str, type[MaskMixer]] = {
     "mixtoken": MixToken,
@@ -95,38 +74,3 @@ def _compose(inner: Mapping[str, Mapping[str, Any] | None]) -> Compose:
             f"got {', '.join(inner) or 'none'}."
         )
     return Compose(*mixers)
-
-
-__all__ = [
-    "COMPOSE",
-    "MIXERS",
-    "AttentiveCutMix",
-    "BlockPatches",
-    "Compose",
-    "CutMix",
-    "Guide",
-    "GuideKind",
-    "GuidedMixer",
-    "MaskMix",
-    "MaskMixer",
-    "Mix",
-    "MixToken",
-    "MixUp",
-    "Mixer",
-    "OneOf",
-    "PuzzleMix",
-    "RandomPatches",
-    "SMMix",
-    "SaliencyMix",
-    "TokenMix",
-    "apply_to_pixels",
-    "apply_to_tokens",
-    "build_mixer",
-    "contrast_saliency",
-    "guide_for",
-    "mix_image_target",
-    "mix_token_target",
-    "mixer_settings",
-    "placed_token_targets",
-    "unmix_tokens",
-]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing import Mix, apply_to_tokens, unmix_tokens
+from everytoken.mixing.mix import Mix, apply_to_tokens, unmix_tokens
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of
 

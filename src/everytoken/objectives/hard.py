@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everytoken.data.batch import Batch
 from everytoken.functional import from_labels, label_cross_entropy
-from everytoken.mixing import mix_image_target
+from everytoken.mixing.mix import mix_image_target
 from everytoken.objectives.base import Objective, need_batch, need_labels
 
 if TYPE_CHECKING:

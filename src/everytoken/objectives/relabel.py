@@ -26,7 +26,7 @@ from everytoken.functional import (
     map_classes,
     mix_with_truth,
 )
-from everytoken.mixing import mix_image_target
+from everytoken.mixing.mix import mix_image_target
 from everytoken.objectives.base import Objective, check_choice, need_batch, need_labels, need_maps
 
 if TYPE_CHECKING:

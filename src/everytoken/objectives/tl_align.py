@@ -20,7 +20,7 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import compact_cross_entropy
 from everytoken.functional.shares import aligned_cross_entropy, aligned_target
-from everytoken.mixing import Mix, placed_token_targets
+from everytoken.mixing.mix import Mix, placed_token_targets
 from everytoken.models import TokenModel
 from everytoken.models.align import AlignedPass, Aligner, Alignment, Shares
 from everytoken.objectives.base import need_batch, need_token_logits, need_token_model

@@ -18,7 +18,7 @@ from torch import Tensor
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import CompactTarget, MapTargets, compact_cross_entropy, participating
-from everytoken.mixing import mix_token_target
+from everytoken.mixing.mix import mix_token_target
 from everytoken.objectives.base import draws, need_batch, need_token_logits
 from everytoken.objectives.relabel import FromMaps, MapSettings
 

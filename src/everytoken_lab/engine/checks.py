@@ -14,7 +14,7 @@ from torch import nn
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.mixing import COMPOSE, MIXERS, build_mixer, mixer_settings
 from everytoken.models import family_of_name
-from everytoken.objectives import OBJECTIVES, find_objective, required_by
+from everytoken.objectives.registry import OBJECTIVES, find_objective, required_by
 from everytoken_lab.engine.distributed import check_device
 from everytoken_lab.engine.optim import DECAYING
 from everytoken_lab.engine.options import LoopOptions, OptimOptions, TrainOptions

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse
-from everytoken.mixing import CutMix, Mix, apply_to_pixels
-from everytoken.mixing.mix import box_masks
+from everytoken.mixing.methods import CutMix
+from everytoken.mixing.mix import Mix, apply_to_pixels, box_masks
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.align.aligner import pooling
 from everytoken.models.families import UnsupportedModelError

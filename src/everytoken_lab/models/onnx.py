@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError, need
-from everytoken.mixing import Mix
+from everytoken.mixing.mix import Mix
 from everytoken.models.token_model import TokenModel, TokenView
 from everytoken_lab.models.inference import open_session
 

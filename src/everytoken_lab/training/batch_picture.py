@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from everytoken.data.batch import Batch
 from everytoken.functional import CompactTarget, from_labels
 from everytoken.functional.drloc import random_pairs
-from everytoken.mixing import Mix, apply_to_pixels, mix_token_target
-from everytoken.objectives import Drloc, TokenLabeling
+from everytoken.mixing.mix import Mix, apply_to_pixels, mix_token_target
 from everytoken.objectives.base import draws
+from everytoken.objectives.drloc import Drloc
 from everytoken.objectives.relabel import FromMaps
+from everytoken.objectives.token_labeling import TokenLabeling
 from everytoken_lab import draw
 from everytoken_lab.classes import shown_name
 

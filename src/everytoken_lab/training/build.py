@@ -19,7 +19,8 @@ from everytoken.maps import Maps
 from everytoken.mixing import build_mixer
 from everytoken.models import TokenModel, probe
 from everytoken.models.weights import load_weights
-from everytoken.objectives import Drloc, build_objectives, required_by
+from everytoken.objectives.drloc import Drloc
+from everytoken.objectives.registry import build_objectives, required_by
 from everytoken.step import FrozenTeacher, TokenStep
 from everytoken_lab.classes import ClassList, match_classes
 from everytoken_lab.data import datasets

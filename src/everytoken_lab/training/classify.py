@@ -17,7 +17,8 @@ from everytoken.data.batch import Batch, Prefetcher
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
 from everytoken.maps import Maps
-from everytoken.mixing import MIXERS, GuidedMixer
+from everytoken.mixing import MIXERS
+from everytoken.mixing.guided import GuidedMixer
 from everytoken.models.common import make_attention_explicit
 from everytoken_lab.engine.accuracy import AnyPredictions, join_predictions, predictions_of
 from everytoken_lab.engine.distributed import World
