@@ -43,7 +43,6 @@ from everytoken.mixing.methods import CutMix
 from everytoken.mixing.mix import Mix, apply_to_pixels, mix_token_target
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.token_model import blocks_of
-from everytoken.objectives.base import need_maps
 from everytoken_lab.classes import ClassList, match_classes
 from everytoken_lab.data.datasets import find_split, open_dataset
 from everytoken_lab.data.loader import Loader
@@ -162,8 +161,7 @@ def layer_ratios(opened: OpenModel, data: str, count: int, maps: str = "") -> di
 def label_ratios(batch: Batch, mix: Mix, grid: tuple[int, int]) -> Tensor:
     """[B, N]: of what a mixed token's target gives to the classes of its two images, the own image's part; NaN where
     the maps have no label."""
-    maps, placement = need_maps(batch, "token labeling")
-    target = mix_token_target(label_tokens(maps, placement, grid).tokens, mix)
+    target = mix_token_target(label_tokens(batch.maps, batch.placement, grid).tokens, mix)
     mass = target.dense().flatten(1, 2)
     own, other = (
         mass.gather(2, c.view(-1, 1, 1).expand(*mass.shape[:2], 1)) for c in (batch.labels, batch.labels[mix.partner])

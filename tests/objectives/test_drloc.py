@@ -1,9 +1,7 @@
 """The drloc objective: variants, levels, released options, mixed images, and that it leaves the backbone alone."""
 
 import copy
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -204,9 +202,9 @@ def test_released_mlps_start_as_torch_does_but_for_swin_and_t2t():
 
 @pytest.mark.parametrize("variant", ["l1", "signed", "ce", "reg"])
 def test_a_grid_of_one_token_is_refused(variant):
-    with pytest.raises(EverytokenError, match=r"grid is 1x1.*img_size.*levels='stages'"):
+    with pytest.raises(EverytokenError, match=r"grid of 1x1.*img_size.*levels='stages'"):
         make(variant=variant)(view((1, 1)), batch())
-    with pytest.raises(EverytokenError, match=r"grid of 14x14 tokens to 1x1.*set pool"):
+    with pytest.raises(EverytokenError, match=r"grid of 14x14 tokens is pooled to 1x1.*Set pool"):
         make(variant=variant, pool=1).grid_loss(view().grid, torch.Generator())
     assert make(variant=variant)(view((1, 2)), batch())[variant] > 0
 
@@ -473,7 +471,6 @@ def test_the_mlp_compiles_as_one_graph():
         ({"levels": "block"}, "levels is 'block'.*'blocks'"),
         ({"pairs": 0}, "pairs"),
         ({"warmup": 1.0}, "warmup"),
-        ({"released": ["offsets"]}, "true or false"),
         ({"variant": "ce", "pool": None}, "set pool"),
     ],
 )
@@ -487,11 +484,6 @@ def test_a_grid_that_the_classes_do_not_cover_is_refused():
         make(variant="ce", **{**RELEASED, "pool": None}).grid_loss(view((16, 16)).grid, torch.Generator())
 
 
-def test_it_takes_a_token_model():
-    with pytest.raises(EverytokenError, match="TokenModel"):
-        Drloc(timm.create_model("test_vit"))
-
-
 def test_without_a_batch_it_draws_from_torchs_generator():
     objective, seen = make(), view()
     losses = []
@@ -502,15 +494,3 @@ def test_without_a_batch_it_draws_from_torchs_generator():
     model = tiny_vit().train()
     inside = make(model, variant="all")
     assert float(inside(model(torch.randn(2, 3, 64, 64)))["loss"].detach()) > 0
-
-
-def test_the_snippet_in_the_documentation_runs():
-    page = Path(__file__).parents[2] / "docs" / "drloc.md"
-    if not page.exists():
-        pytest.skip("the documentation is not here")
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    images = torch.randn(2, 3, 32, 32)
-    names = {"loader": [(images, torch.tensor([1, 2]))] * 2}
-    exec(code, names)
-    assert bool(torch.isfinite(names["loss"]))
-    assert not any("drloc" in key or "layers" in key for key in names["weights"])

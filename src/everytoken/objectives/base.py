@@ -1,25 +1,26 @@
 """What an objective is: an `nn.Module` with `forward(view, batch=None) -> {"loss": ..., terms}`.
 
-Its keywords are its settings, in Python as in recipes; what it trains is in `parameters()`; what it lacks is said by an
-error. The loss is `weight` times the sum of its terms; terms are there for the log, before weighting.
+Its keywords are its settings, in Python as in recipes; what it trains is in `parameters()`. The loss is `weight` times
+the sum of its terms; terms are there for the log, before weighting.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from everytoken.data.batch import Batch, TeacherView
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken.functional import MapBatch
 
 if TYPE_CHECKING:
-    from everytoken.models import TokenModel, TokenView
+    from everytoken.models import TokenView
+
+T = TypeVar("T")
 
 
 class Objective(nn.Module):
@@ -33,7 +34,7 @@ class Objective(nn.Module):
         requires: what must be there, of "labels", "maps", "token_logits", "distill_logits", "teacher" and "progress"
             (of the training, in the batch's key), so that training can complain before the first batch.
         teaches_class: it has a term for the class token; otherwise recipes add `hard`.
-        multi_label: it can learn from images with several labels, [B, K].
+        multi_label: it can learn from multi-label images, [B, K].
     """
 
     name: str = ""
@@ -55,19 +56,19 @@ class Objective(nn.Module):
         """
         if self.training and not torch.compiler.is_compiling():
             _warn_if_not_reduced(self)
-        if batch is not None and not self.multi_label and isinstance(batch.labels, Tensor) and batch.labels.dim() == 2:
+        if batch is None:  # the grid has the images' proportions, which is all that is known of them
+            batch = Batch(view.grid.movedim(-1, 1))
+        elif not self.multi_label and isinstance(batch.labels, Tensor) and batch.labels.dim() == 2:
             raise EverytokenError(f"{type(self).__name__} learns one label per image, and this batch has several.")
-        terms = self.terms(view, with_mix(view, batch, type(self).__name__))
-        loss = view.logits.new_zeros(())
-        for i, term in enumerate(terms.values()):
-            loss = term * self.weight if i == 0 else loss + term * self.weight
+        terms = self.terms(view, _with_mix(view, batch))
+        loss = sum((term * self.weight for term in terms.values()), start=view.logits.new_zeros(()))
         return {"loss": loss, **terms}
 
     def extra_repr(self) -> str:
         """What `print` shows of it."""
         return f"weight={self.weight:g}"
 
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """Terms by name, scalars, before weighting."""
         raise NotImplementedError(f"{type(self).__name__} has no terms")
 
@@ -79,83 +80,34 @@ def _warn_if_not_reduced(objective: Objective) -> None:
     wrapped = DistributedDataParallel._get_active_ddp_module() is not None
     wrapped = wrapped or getattr(objective, "_is_fsdp_managed_module", False)
     if not wrapped and any(p.requires_grad for p in objective.parameters()):
-        name = type(objective).__name__
         warnings.warn(
-            f"{name} has parameters and runs outside of DistributedDataParallel and FSDP, so every process trains its "
-            f"own copy of them. Wrap model and objectives together: DistributedDataParallel(TokenStep(model, "
-            f"{{'{objective.name}': objective}})).",
+            f"{type(objective).__name__} has parameters and runs outside of DistributedDataParallel and FSDP, so every "
+            "process trains its own copy of them. Wrap model and objectives together: "
+            f"DistributedDataParallel(TokenStep(model, {{'{objective.name}': objective}})).",
             stacklevel=3,
         )
 
 
-def with_mix(view: TokenView, batch: Batch | None, who: str) -> Batch | None:
-    """The batch with the mix that the model was given; errors for what is not a view or a batch, or was not mixed."""
-    if not hasattr(view, "logits"):
-        raise EverytokenError(
-            f"{who} reads what a TokenModel answers, not a {type(view).__name__}: view = TokenModel(model)(images); "
-            f"{who}(view, batch)."
-        )
-    if batch is None:
-        return None
-    if not isinstance(batch, Batch):
-        raise EverytokenError(f"{who} reads a Batch, not a {type(batch).__name__}: {who}(view, Batch(images, labels)).")
+def _with_mix(view: TokenView, batch: Batch) -> Batch:
+    """The batch with the mix that the model was given."""
     mix = getattr(view, "mix", None)
     if batch.mix is None:
         return batch if mix is None else replace(batch, mix=mix)
     if mix is None and batch.mix.of_tokens is not None and hasattr(view, "mix"):
-        raise EverytokenError(f"{who}: the batch's tokens are to be mixed, so call model(images, batch.mix).")
+        raise EverytokenError("the batch's tokens are to be mixed, so call model(images, batch.mix).")
     return batch
 
 
-def need_batch(batch: Batch | None, who: str) -> Batch:
-    """The batch, or an error that says who wants it."""
-    if batch is None:
-        raise EverytokenError(f"{who} reads labels or maps from the batch: call it as {who}(view, batch).")
-    return batch
-
-
-def need_maps(batch: Batch, who: str) -> tuple[MapBatch, Tensor]:
-    """The batch's maps and placements, or an error that says how to get them."""
-    if batch.maps is None or batch.placement is None:
-        raise EverytokenError(
-            f"{who} needs score maps and placements in the batch (maps, placement), and this one has none. Annotate "
-            "the images and give the maps to the loader, or take an objective without maps, such as 'hard'."
-        )
-    return batch.maps, batch.placement
-
-
-def need_labels(batch: Batch, who: str) -> Tensor:
-    """The batch's labels, or an error that says who wants them."""
-    if batch.labels is None:
-        raise EverytokenError(
-            f"{who} needs class labels in the batch, and this one has none. 'distillation' and 'drloc' learn without."
-        )
-    return batch.labels
+def need(value: T | None, who: str, what: str) -> T:
+    """The value, or an error that says who needs what."""
+    if value is None:
+        raise EverytokenError(f"{who} needs {what}.")
+    return value
 
 
 def need_token_logits(view: TokenView, who: str) -> Tensor:
-    """The view's token logits, or an error that says how to get them."""
-    if view.token_logits is None:
-        raise EverytokenError(f"{who} needs a token head: build TokenModel(backbone, token_classes=...).")
-    return view.token_logits
-
-
-def need_teacher(batch: Batch, who: str) -> TeacherView:
-    """The teacher's answer, or an error that says who wants it."""
-    if batch.teacher is None:
-        raise EverytokenError(f"{who} needs a teacher's answer in the batch: a model that has learnt these classes.")
-    return batch.teacher
-
-
-def need_token_model(model: object, who: str) -> TokenModel:
-    """The model, or an error that says how to make one."""
-    from everytoken.models import TokenModel
-
-    if not isinstance(model, TokenModel):
-        raise EverytokenError(
-            f"{who} takes the TokenModel that is trained, not a {type(model).__name__}: TokenModel(model)."
-        )
-    return model
+    """The token logits, or an error."""
+    return need(view.token_logits, who, "a token head: TokenModel(backbone, token_classes=...)")
 
 
 def check_choice(who: str, setting: str, value: object, choices: tuple[str, ...]) -> None:
@@ -164,9 +116,9 @@ def check_choice(who: str, setting: str, value: object, choices: tuple[str, ...]
         raise EverytokenError(f"{who}: {setting} is {value!r}; it can be {', '.join(map(repr, choices))}.")
 
 
-def draws(batch: Batch | None, purpose: str, device: torch.device | str) -> torch.Generator:
+def draws(batch: Batch, purpose: str, device: torch.device | str) -> torch.Generator:
     """The generator of one purpose in this step: keyed, or seeded by torch's own where the batch has no key."""
-    if batch is not None and batch.key is not None:
+    if batch.key is not None:
         return batch.key.torch_generator(purpose, device)
     unkeyed = torch.Generator(device=device)
     unkeyed.manual_seed(int(torch.randint(2**62, ())))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from everytoken.data.batch import Batch
-from everytoken.errors import EverytokenError
 from everytoken.functional import distillation_loss
-from everytoken.objectives.base import Objective, check_choice, need_batch, need_teacher
+from everytoken.objectives.base import Objective, check_choice, need
 from everytoken.objectives.online_token import mean_over_partners
 
 if TYPE_CHECKING:
@@ -52,19 +51,13 @@ class Distillation(Objective):
         self.kind, self.temperature, self.through = kind, temperature, through
         self.requires = frozenset({"teacher"} | ({"distill_logits"} if through == "distillation" else set()))
 
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """{"class": loss}"""
-        batch = need_batch(batch, self.name)
-        logits = view.logits if self.through == "class" else view.distill_logits
-        if logits is None:
-            raise EverytokenError(
-                "this view has no logits of a distillation token: take a distilled model, such as "
-                "deit_small_distilled_patch16_224, call model.train_distilled(), and train it (model.train())."
-            )
-        teacher = need_teacher(batch, self.name)
-        loss = mean_over_partners(
-            batch,
-            lambda z: distillation_loss(logits, z, self.kind, self.temperature, reduction="none"),
-            teacher.logits,
-        )
-        return {"class": loss}
+        token = "a distillation token: a distilled model, model.train_distilled() and model.train()"
+        logits = view.logits if self.through == "class" else need(view.distill_logits, self.name, token)
+        teacher = need(batch.teacher, self.name, "a teacher's answer in the batch").logits
+
+        def rows(answer: Tensor) -> Tensor:
+            return distillation_loss(logits, answer, self.kind, self.temperature, reduction="none")
+
+        return {"class": mean_over_partners(batch, rows, teacher)}

@@ -36,7 +36,7 @@ from everytoken.errors import EverytokenError
 from everytoken.functional import drloc as fn
 from everytoken.models import TokenModel
 from everytoken.models.token_model import LayerTaps
-from everytoken.objectives.base import Objective, check_choice, draws, need_token_model
+from everytoken.objectives.base import Objective, check_choice, draws, need
 
 if TYPE_CHECKING:
     from everytoken.models import TokenView
@@ -127,7 +127,7 @@ class Drloc(Objective):
         alpha: weight of log σ in `reg`.
         hidden: width of the MLP.
         released: as the authors' code, see the head of this file; the batch's key must say how far the training is.
-        warmup: with `released`, the part of the training in which λ grows; 20 of 300 epochs.
+        warmup: with `released`, the fraction of the training in which λ grows; 20 of 300 epochs.
 
     Example:
         model = TokenModel(timm.create_model("vit_base_patch16_224"))
@@ -154,7 +154,7 @@ class Drloc(Objective):
         released: bool = False,
         warmup: float = 20 / 300,
     ) -> None:
-        family = need_token_model(model, "Drloc").family.title
+        family = model.family.title
         if weight is None:
             weight = "paper" if released else LAMBDA
         if isinstance(weight, str):
@@ -163,10 +163,6 @@ class Drloc(Objective):
         super().__init__(weight)
         self.family = family
         check_choice(self.name, "variant", variant, get_args(Variant))
-        if not isinstance(released, bool):
-            raise EverytokenError(
-                f"drloc: released is true or false (all that the authors' code does), not {released!r}."
-            )
         if levels is None:
             levels = ("merged" if released else "blocks") if variant == "all" else "last"
             if released and levels == "last" and family in SWIN + VIT:
@@ -175,7 +171,7 @@ class Drloc(Objective):
         if pairs != "all" and not (isinstance(pairs, int) and pairs > 0):
             raise EverytokenError(f"drloc: pairs is a number above 0 or 'all', not {pairs!r}.")
         if not 0 <= warmup < 1:
-            raise EverytokenError(f"drloc: warmup is a part of the training, from 0 to below 1, not {warmup}.")
+            raise EverytokenError(f"drloc: warmup must be in [0, 1), got {warmup}.")
         if pool == "auto":
             pool = 7 if levels in ("last", "final") and not (released and family in VIT) else None
         self.pool = (pool, pool) if isinstance(pool, int) else None if pool is None else (pool[0], pool[1])
@@ -210,7 +206,7 @@ class Drloc(Objective):
             raise EverytokenError(f"drloc: {self.variant!r} must know the grid to count its classes; set pool.")
         return self.pool
 
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """{variant: loss}, summed over levels; nothing in evaluation."""
         if not self.training:
             return {}
@@ -224,24 +220,18 @@ class Drloc(Objective):
         losses += [p.sum() * 0 for i, head in enumerate(self.heads) if i not in levels for p in head.parameters()]
         total = torch.stack(losses).sum()
         if self.released:
-            if batch is None or batch.key is None:
-                raise EverytokenError(
-                    "drloc: the released weight follows the progress of the training, which the batch's key tells: "
-                    "Batch(images, key=StepKey(seed, step, epoch=..., epochs=...))."
-                )
-            total = total * fn.ramp(batch.key.progress, self.warmup)
+            key = need(batch.key, "drloc", "the progress of the training: Batch(key=StepKey(epoch=..., epochs=...))")
+            total = total * fn.ramp(key.progress, self.warmup)
         return {self.variant: total}
 
-    def _grids(self, view: TokenView, batch: Batch | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _grids(self, view: TokenView, batch: Batch) -> tuple[list[Tensor], list[Tensor | None]]:
         """Grids, and for each the mask of own tokens (None: pairs cannot cross, or may)."""
-        given = getattr(view, "mix", None) if batch is None else batch.mix
-        mix = given if self.skip_crossing else None
+        mix = batch.mix if self.skip_crossing else None
         if self.taps is None:
             grids = [view.grid]
             mix = None if mix is None else mix.shown  # the view has put tokens back to their images
         else:
-            shape = view.grid.shape[1:3] if batch is None else batch.images.shape[-2:]
-            grids = self.taps.grids((shape[0], shape[1]))
+            grids = self.taps.grids((batch.images.shape[-2], batch.images.shape[-1]))
         return grids, [None if mix is None else mix.at((g.shape[1], g.shape[2])) for g in grids]
 
     def grid_loss(self, grid: Tensor, generator: torch.Generator, mask: Tensor | None = None, level: int = 0) -> Tensor:
@@ -257,15 +247,18 @@ class Drloc(Objective):
         return self._loss(grid, self._pairs(grid, generator), mask, level)
 
     def _pooled(self, grid: Tensor) -> Tensor:
-        given = (grid.shape[1], grid.shape[2])
+        pooled = grid
         if self.pool is not None:
-            grid = fn.pool_grid(grid, self.pool, "released" if self.released else "mean")
-        if grid.shape[1:3] == (1, 1):
-            raise EverytokenError(_one_token(given))
-        return grid
+            pooled = fn.pool_grid(grid, self.pool, "released" if self.released else "mean")
+        if pooled.shape[1:3] == (1, 1):
+            raise EverytokenError(
+                f"drloc: the grid of {grid.shape[1]}x{grid.shape[2]} tokens is pooled to 1x1, which has no distances. "
+                "Set pool, take larger images (img_size) or, in a backbone with stages, levels='stages'."
+            )
+        return pooled
 
     @torch.compiler.disable  # generators cannot be traced: in a compiled step, all draws are one break
-    def _draw(self, batch: Batch | None, grids: Mapping[int, Tensor]) -> dict[int, fn.Pairs]:
+    def _draw(self, batch: Batch, grids: Mapping[int, Tensor]) -> dict[int, fn.Pairs]:
         return {i: self._pairs(grid, draws(batch, f"drloc/{i}", grid.device)) for i, grid in grids.items()}
 
     def _pairs(self, grid: Tensor, generator: torch.Generator) -> fn.Pairs:
@@ -292,14 +285,3 @@ class Drloc(Objective):
                 return fn.drloc_ce(answer, classes, weight)
             return fn.drloc_reg(answer, classes, weight, self.alpha, "variance" if self.released else "sigma")
         return fn.drloc_l1(answer, fn.offset_targets(offset, size, self.signed, self.released), weight)
-
-
-def _one_token(given: tuple[int, int]) -> str:
-    if given != (1, 1):
-        return (
-            f"drloc: pool averages the grid of {given[0]}x{given[1]} tokens to 1x1, which has no distances; set pool."
-        )
-    return (
-        "drloc: the token grid is 1x1, so there are no distances to learn. Take larger images (img_size), a backbone "
-        "with finer tokens, or, in a backbone with stages, levels='stages', which has the larger grids before."
-    )

@@ -1,7 +1,7 @@
 """`hard`: ordinary training, cross entropy of the class token with the true class.
 
 Equation: H(cls, (1-s)·onehot(y) + s/K), mixed by area when images are mixed (All Tokens Matter, eq. 1 and 7).
-For images with several labels, [B, K]: the same target, with 1 for each of them, and binary cross entropy.
+For multi-label images, [B, K]: the same target, with 1 for each label, and binary cross entropy.
 Cost: that of any cross entropy.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from everytoken.data.batch import Batch
 from everytoken.functional import from_labels, label_cross_entropy
 from everytoken.mixing.mix import mix_image_target
-from everytoken.objectives.base import Objective, need_batch, need_labels
+from everytoken.objectives.base import Objective, need
 
 if TYPE_CHECKING:
     from everytoken.models import TokenView
@@ -39,10 +39,9 @@ class HardLabels(Objective):
         super().__init__(weight)
         self.smoothing = smoothing
 
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """{"class": H}"""
-        batch = need_batch(batch, self.name)
-        labels = need_labels(batch, self.name)
+        labels = need(batch.labels, self.name, "class labels in the batch")
         target = from_labels(labels, view.logits.shape[-1], self.smoothing)
         if batch.mix is not None:
             target = mix_image_target(target, batch.mix)

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken.data.batch import Batch
-from everytoken.errors import EverytokenError
 from everytoken.functional import dense_soft_cross_entropy
-from everytoken.objectives.base import Objective, check_choice, need_batch, need_teacher, need_token_logits
+from everytoken.objectives.base import Objective, check_choice, need, need_token_logits
 from everytoken.objectives.hard import HardLabels
 
 if TYPE_CHECKING:
@@ -57,13 +56,12 @@ class OnlineTokenLabeling(Objective):
         self.teaches_class = class_target != "none"
         self.requires = frozenset({"teacher", "token_logits"} | ({"labels"} if class_target == "truth" else set()))
 
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """{"token": β · mean H(token), "class": H(cls)}"""
-        batch, logits = need_batch(batch, self.name), need_token_logits(view, self.name)
-        teacher = need_teacher(batch, self.name)
-        if teacher.token_logits is None:
-            raise EverytokenError(f"{self.name} needs a teacher with token logits; this one labels whole images only.")
-        label = resize_logits(teacher.token_logits, (logits.shape[1], logits.shape[2]))
+        logits = need_token_logits(view, self.name)
+        teacher = need(batch.teacher, self.name, "a teacher's answer in the batch")
+        label = need(teacher.token_logits, self.name, "a teacher with token logits, not one that labels whole images")
+        label = resize_logits(label, (logits.shape[1], logits.shape[2]))
         mix = None if batch.mix is None else batch.mix.of_tokens
         if mix is None or mix.unmixes:  # the teacher saw what the student's tokens show
             token = dense_soft_cross_entropy(logits, label, self.temperature)

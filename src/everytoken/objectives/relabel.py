@@ -8,7 +8,7 @@ lies outside the map does not count (`released=True` does as the released code).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import (
     CompactTarget,
+    MapBatch,
     MapTargets,
     compact_cross_entropy,
     from_labels,
@@ -27,25 +28,12 @@ from everytoken.functional import (
     mix_with_truth,
 )
 from everytoken.mixing.mix import mix_image_target
-from everytoken.objectives.base import Objective, check_choice, need_batch, need_labels, need_maps
+from everytoken.objectives.base import Objective, check_choice, need
 
 if TYPE_CHECKING:
     from everytoken.models import TokenView
 
 ClassTarget = Literal["machine", "truth", "both"]
-
-
-class MapSettings(TypedDict, total=False):
-    """Keywords of `FromMaps`, for those that pass them on."""
-
-    smoothing: float
-    temperature: float
-    top_k: int | None
-    class_target: ClassTarget
-    rho: float | None
-    class_map: Sequence[int] | None
-    released: bool
-    weight: float
 
 
 class FromMaps(Objective):
@@ -56,7 +44,7 @@ class FromMaps(Objective):
         temperature: scores are divided by it before the softmax.
         top_k: None is the papers' softmax over all classes; n shares all mass among the n best of the vocabulary.
         class_target: what the class token learns: the "machine" label of the crop, the "truth", or "both".
-        rho: the machine's part of "both"; None is the released rule, 0.5 where it agrees with the truth, else 0.9.
+        rho: the machine's fraction of "both"; None is the released rule, 0.5 where it agrees with the truth, else 0.9.
         class_map: for annotators with other classes than the dataset: the dataset's class for each of the
             annotator's, -1 = none.
         released: as the released code: swapped crop coordinates, maps rotated and sheared to the nearest cell, and
@@ -86,21 +74,26 @@ class FromMaps(Objective):
 
     def map_targets(self, batch: Batch, grid: tuple[int, int]) -> MapTargets:
         """What the maps say about a grid of tokens and about the crop."""
-        maps, placement = need_maps(batch, self.name)
-        return label_tokens(
-            maps, placement, grid, batch.sampling, self.temperature, self.top_k, self.smoothing, self.released
-        )
+        placement = need(batch.placement, self.name, "score maps and placements in the batch")
+        how = (self.temperature, self.top_k, self.smoothing, self.released)
+        return label_tokens(self._maps(batch), placement, grid, batch.sampling, *how)
+
+    def _maps(self, batch: Batch) -> MapBatch:
+        return need(batch.maps, self.name, "score maps and placements in the batch: annotate the images")
+
+    def _labels(self, batch: Batch) -> Tensor:
+        return need(batch.labels, self.name, "class labels in the batch")
 
     def image_target(self, view: TokenView, batch: Batch, sampled: MapTargets | None) -> CompactTarget:
         """The class token's target [B], not mixed. `sampled`: of `map_targets`, if that has been done."""
         K = view.logits.shape[-1]
         if self.class_target == "truth":
-            return from_labels(need_labels(batch, self.name), K, self.smoothing)
+            return from_labels(self._labels(batch), K, self.smoothing)
         target = batch.class_target
         if target is None:
             target = self._machine_target(K, batch, sampled or self.map_targets(batch, (1, 1)))
         if self.class_target == "both":
-            target = mix_with_truth(target, need_labels(batch, self.name), self.rho, self.smoothing)
+            target = mix_with_truth(target, self._labels(batch), self.rho, self.smoothing)
         return target
 
     def class_loss(self, view: TokenView, batch: Batch, sampled: MapTargets | None = None) -> Tensor:
@@ -112,11 +105,11 @@ class FromMaps(Objective):
     def class_cross_entropy(self, view: TokenView, target: CompactTarget, batch: Batch) -> Tensor:
         """Of the class token with its target, which may have several labels if it is the truth."""
         if self.class_target == "truth":
-            return label_cross_entropy(view.logits, target, need_labels(batch, self.name))
+            return label_cross_entropy(view.logits, target, self._labels(batch))
         return compact_cross_entropy(view.logits, target)
 
     def _machine_target(self, K: int, batch: Batch, sampled: MapTargets) -> CompactTarget:
-        maps, _ = need_maps(batch, self.name)
+        maps = self._maps(batch)
         if self.class_map is not None:
             if len(self.class_map) != maps.num_classes:
                 raise EverytokenError(
@@ -128,9 +121,9 @@ class FromMaps(Objective):
             return from_scores(logits, classes, K, sampled.image.weight, *how)
         if maps.num_classes != K:
             raise EverytokenError(
-                f"the class token has {K} outputs and the score maps have {maps.num_classes} classes, so the maps "
-                "cannot label whole images. Let the class token learn the dataset's own labels "
-                "(class_target='truth'), or say which classes correspond (class_map)."
+                f"the class token has {K} outputs and the score maps have {maps.num_classes} classes: let the class "
+                "token learn the dataset's own labels (class_target='truth'), or say which classes correspond "
+                "(class_map)."
             )
         return sampled.image
 
@@ -143,9 +136,6 @@ class ReLabel(FromMaps):
 
     name = "relabel"
 
-    def __init__(self, **settings: Unpack[MapSettings]) -> None:
-        super().__init__(**settings)
-
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """{"class": H}"""
-        return {"class": self.class_loss(view, need_batch(batch, self.name))}
+        return {"class": self.class_loss(view, batch)}

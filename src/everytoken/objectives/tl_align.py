@@ -12,22 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
-from everytoken.errors import EverytokenError
 from everytoken.functional import compact_cross_entropy
 from everytoken.functional.shares import aligned_cross_entropy, aligned_target
 from everytoken.mixing.mix import Mix, placed_token_targets
 from everytoken.models import TokenModel
 from everytoken.models.align import AlignedPass, Aligner, Alignment, Shares
-from everytoken.objectives.base import need_batch, need_token_logits, need_token_model
-from everytoken.objectives.relabel import FromMaps, MapSettings
+from everytoken.objectives.base import need, need_token_logits
+from everytoken.objectives.relabel import FromMaps
 
 if TYPE_CHECKING:
     from everytoken.models import TokenView
+
+
+def _alignment(layers: Sequence[int] | None, residual: bool, normalise: bool, patches_only: bool) -> Alignment:
+    return Alignment(None if layers is None else tuple(layers), residual, normalise, patches_only=patches_only)
 
 
 class TLAlign(FromMaps):
@@ -58,20 +61,17 @@ class TLAlign(FromMaps):
         normalise: bool = True,
         patches_only: bool = False,
         beta: float = 0.0,
-        **settings: Unpack[MapSettings],
+        **settings: Any,
     ) -> None:
         settings.setdefault("class_target", "truth")
         super().__init__(**settings)
         self.beta = beta
         asked = frozenset({"labels"}) if self.class_target == "truth" else self.requires
         self.requires = asked | {"maps", "token_logits"} if beta else asked
-        chosen = None if layers is None else tuple(layers)
-        options = Alignment(chosen, residual, normalise, patches_only=patches_only)
-        need_token_model(model, type(self).__name__).align(options)
+        model.align(_alignment(layers, residual, normalise, patches_only))
 
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """{"class": H(cls)}, and {"token": β · mean H(token)} with `beta`."""
-        batch = need_batch(batch, self.name)
         sampled, terms = None, {}
         if self.beta:
             logits = need_token_logits(view, self.name)
@@ -90,12 +90,7 @@ class TLAlign(FromMaps):
         return terms
 
     def _shares(self, view: TokenView) -> Shares:
-        if view.shares is None:
-            raise EverytokenError(
-                f"{self.name} needs the shares of mixed images, and this view has none: give the model that "
-                f"{type(self).__name__} was built with the mix, model(images, mix)."
-            )
-        return view.shares
+        return need(view.shares, self.name, "shares: give the mix to the model it was built with, model(images, mix)")
 
 
 class TransMix(TLAlign):
@@ -104,7 +99,7 @@ class TransMix(TLAlign):
     Paper: "TransMix: Attend to Mix for Vision Transformers" (CVPR 2022). The attention is averaged over heads and
     normalised over patches: λ = (area + Σ_patches A·M / Σ_patches A) / 2; use it with CutMix. The area is the residual
     half of alignment, as the class token holds the mix ratio before its last layer; `residual=False` leaves it out.
-    What we do differently: a patch that the box cuts counts by its part, where TransMix takes the nearest pixel. A head
+    What we do differently: a patch that the box cuts counts by its area, where TransMix takes the nearest pixel. A head
     that reads several tokens (distilled, pooled) gets the mean of their shares; TransMix itself is for class tokens.
 
     Args:
@@ -121,21 +116,14 @@ class TransMix(TLAlign):
         self,
         model: TokenModel,
         layers: Sequence[int] | None = (-1,),
-        residual: bool = True,
-        normalise: bool = True,
         patches_only: bool = True,
-        beta: float = 0.0,
-        **settings: Unpack[MapSettings],
+        **settings: Any,
     ) -> None:
-        super().__init__(model, layers, residual, normalise, patches_only, beta, **settings)
+        super().__init__(model, layers, patches_only=patches_only, **settings)
 
 
 class AlignedShares:
-    """What `aligned` yields: the shares of the pass, once the `with` block has ended.
-
-    Attributes:
-        mix: of the batch.
-    """
+    """What `aligned` yields: the shares of the pass, once the `with` block has ended."""
 
     def __init__(self, mix: Mix, followed: AlignedPass) -> None:
         self.mix, self._followed = mix, followed
@@ -155,10 +143,7 @@ class AlignedShares:
         """
         logits = logits if isinstance(logits, Tensor) else logits.logits
         if labels.shape not in ((len(logits),), logits.shape):
-            raise EverytokenError(
-                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits.shape)}: classes [B] or "
-                "distributions [B, K] of the images, before they were mixed."
-            )
+            raise ValueError(f"labels {list(labels.shape)} do not fit logits {list(logits.shape)}: [B] or [B, K]")
         shares = self.shares
         loss = aligned_cross_entropy(logits, labels, labels[self.mix.partner], shares.image, smoothing)
         return loss * shares.total
@@ -189,8 +174,7 @@ def aligned(
     """
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     backbone = getattr(plain, "backbone", plain)
-    chosen = None if layers is None else tuple(layers)
-    aligner = Aligner(backbone, Alignment(chosen, residual, normalise, patches_only=patches_only))
+    aligner = Aligner(backbone, _alignment(layers, residual, normalise, patches_only))
     try:
         with aligner.watch(mix) as followed:
             yield AlignedShares(mix, followed)

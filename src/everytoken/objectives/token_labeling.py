@@ -11,7 +11,7 @@ Cost: the token head, about 1 % of a ViT's multiply-adds at 1000 classes, and th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,8 +19,8 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.functional import CompactTarget, MapTargets, compact_cross_entropy, participating
 from everytoken.mixing.mix import mix_token_target
-from everytoken.objectives.base import draws, need_batch, need_token_logits
-from everytoken.objectives.relabel import FromMaps, MapSettings
+from everytoken.objectives.base import draws, need_token_logits
+from everytoken.objectives.relabel import FromMaps
 
 if TYPE_CHECKING:
     from everytoken.models import TokenView
@@ -31,7 +31,7 @@ class TokenLabeling(FromMaps):
 
     Args:
         beta: β; None: 0.5 (paper), with `released` 1.0.
-        participation: part of each image's tokens that count (the paper's ablation); 1 = all.
+        participation: fraction of each image's tokens that counts (the paper's ablation); 1 = all.
         class_term: False leaves H(cls) to another objective.
         settings: those of `FromMaps`; `class_target` is "truth" (paper) unless it is said, "machine" with `released` or
             `class_map`.
@@ -49,7 +49,7 @@ class TokenLabeling(FromMaps):
         beta: float | None = None,
         participation: float = 1.0,
         class_term: bool = True,
-        **settings: Unpack[MapSettings],
+        **settings: Any,
     ) -> None:
         by_machine = settings.get("released") or settings.get("class_map") is not None
         settings.setdefault("class_target", "machine" if by_machine else "truth")
@@ -60,9 +60,9 @@ class TokenLabeling(FromMaps):
             self.requires, self.multi_label = frozenset({"maps"}), True
         self.requires |= {"token_logits"}
 
-    def terms(self, view: TokenView, batch: Batch | None) -> dict[str, Tensor]:
+    def terms(self, view: TokenView, batch: Batch) -> dict[str, Tensor]:
         """{"token": β · mean H(token), "class": H(cls)}"""
-        batch, logits = need_batch(batch, self.name), need_token_logits(view, self.name)
+        logits = need_token_logits(view, self.name)
         target, sampled = self.token_target(batch, (logits.shape[1], logits.shape[2]))
         if logits.shape[-1] != target.num_classes:
             raise EverytokenError(
