@@ -31,7 +31,6 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
@@ -45,7 +44,6 @@ from everytoken.maps import Maps, ScoreMap
 
 _ORIENTATION = 0x0112  # EXIF tag
 _ASPECT_TOLERANCE = 0.05  # by which an image's aspect ratio may differ from that of the annotated one
-_EXAMPLE = "everytoken.data.adapter.RandAugment('rand-m9-mstd0.5-inc1')"
 
 
 class PipelineError(EverytokenError):
@@ -192,73 +190,39 @@ def _whole_pixels(positions: Sequence[float]) -> int:
     return math.ceil(math.trunc(max(positions) * 1e4) / 1e4) - math.floor(math.trunc(min(positions) * 1e4) / 1e4)
 
 
-def _refusing(name: str, reason: str) -> Callable[..., GeometryRecord]:
-    def refuse(record: GeometryRecord, *_: Any, **__: Any) -> GeometryRecord:
-        raise PipelineError(f"{name} cannot be followed: {reason}")
-
-    return refuse
-
-
-_CURVED = "it bends the image, and the labels of tokens are sampled through an affine map. Leave it out."
-_MANY = "it makes several images of one. Take one crop (RandomCrop, CenterCrop)."
-for _functional, _name, _reason in (
-    (F.perspective, "RandomPerspective", _CURVED),
-    (F.elastic, "ElasticTransform", _CURVED),
-    (F.five_crop, "FiveCrop", _MANY),
-    (F.ten_crop, "TenCrop", _MANY),
-):
-    F.register_kernel(_functional, GeometryRecord)(_refusing(_name, _reason))
 if hasattr(F, "clamp_keypoints"):
     F.register_kernel(F.clamp_keypoints, GeometryRecord)(lambda record, *_, **__: record)
 
-_BATCH = (
-    "it mixes a batch, and a pipeline sees one image. Mix after the loader: images, mix = everytoken.CutMix()(images)."
+_CURVED = "it bends the image, and the labels of tokens are sampled through an affine map. Leave it out."
+_MANY = "it makes several images of one. Take one crop (RandomCrop, CenterCrop)."
+_HIDDEN = (
+    "it does not say how it moves the image. Use timm's RandAugment, "
+    "everytoken.data.adapter.RandAugment('rand-m9-mstd0.5-inc1')."
 )
-_HIDDEN = f"it does not say how it moves the image. {_EXAMPLE}, timm's RandAugment, can take its place."
-_REFUSED: dict[type, str] = {
-    v2.RandAugment: _HIDDEN,
-    v2.AutoAugment: _HIDDEN,
-    v2.TrivialAugmentWide: _HIDDEN,
-    v2.AugMix: _HIDDEN,
-    v2.RandomPerspective: _CURVED,
-    v2.ElasticTransform: _CURVED,
-    v2.FiveCrop: _MANY,
-    v2.TenCrop: _MANY,
-    v2.CutMix: _BATCH,
-    v2.MixUp: _BATCH,
+_BATCH = "it mixes a batch. Mix after the loader: images, mix = everytoken.CutMix()(images)."
+_ALONE = (
+    "it takes images alone. Use torchvision.transforms.v2 (for ToTensor: v2.ToImage() and "
+    "v2.ToDtype(torch.float32, scale=True)) and everytoken.data.adapter.RandAugment."
+)
+_REFUSED: dict[tuple[type, ...], str] = {
+    (v2.RandAugment, v2.AutoAugment, v2.TrivialAugmentWide, v2.AugMix): _HIDDEN,
+    (v2.RandomPerspective, v2.ElasticTransform): _CURVED,
+    (v2.FiveCrop, v2.TenCrop): _MANY,
+    (v2.CutMix, v2.MixUp): _BATCH,
 }
+_ELSEWHERE = ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment", "timm.")
 
 # What does not move pixels gets the image alone: less work for torchvision.
-_STILL = {
-    v2.ColorJitter,
-    v2.GaussianBlur,
-    v2.GaussianNoise,
-    v2.Grayscale,
-    v2.Identity,
-    v2.JPEG,
-    v2.Normalize,
-    v2.PILToTensor,
-    v2.RandomAdjustSharpness,
-    v2.RandomAutocontrast,
-    v2.RandomEqualize,
-    v2.RandomErasing,
-    v2.RandomGrayscale,
-    v2.RandomInvert,
-    v2.RandomPhotometricDistort,
-    v2.RandomPosterize,
-    v2.RandomSolarize,
-    v2.RGB,
-    v2.ToDtype,
-    v2.ToImage,
-    v2.ToPILImage,
-}
+_STILL = (v2.GaussianBlur, v2.GaussianNoise, v2.Identity, v2.JPEG, v2.Normalize, v2.RandomErasing, v2.ToDtype)
+_STILL_MODULES = (v2.ColorJitter.__module__, v2.ToImage.__module__)  # all colours, all type conversions
 
 
 def _steps(transform: Any) -> Iterator[Any]:
     """The single transforms of a pipeline, out of Compose, RandomApply, Sequential and the like."""
-    inner = (
-        transform if isinstance(transform, (nn.Sequential, nn.ModuleList)) else getattr(transform, "transforms", None)
-    )
+    if isinstance(transform, (nn.Sequential, nn.ModuleList)):
+        inner: Any = transform
+    else:
+        inner = getattr(transform, "transforms", None)
     if inner is None:
         yield transform
     else:
@@ -269,21 +233,11 @@ def _steps(transform: Any) -> Iterator[Any]:
 def _check_pipeline(transform: Any) -> None:
     """Refuse what is known to lose the geometry, before the first image."""
     for step in _steps(transform):
-        for refused, reason in _REFUSED.items():
-            if isinstance(step, refused):
-                raise PipelineError(f"{type(step).__name__} cannot be followed: {reason}")
-        module, name = type(step).__module__, type(step).__name__
-        if module in ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment"):
-            instead = "v2.ToImage() and v2.ToDtype(torch.float32, scale=True)" if name == "ToTensor" else f"v2.{name}"
-            raise PipelineError(
-                f"{name} of torchvision.transforms takes images alone, so its geometry cannot be followed. Use "
-                f"{instead} of torchvision.transforms."
-            )
-        if module.startswith("timm."):
-            raise PipelineError(
-                f"{name} of timm takes images alone, so its geometry cannot be followed. Use transforms of "
-                "torchvision.transforms.v2, and everytoken.data.adapter.RandAugment."
-            )
+        reasons = [reason for refused, reason in _REFUSED.items() if isinstance(step, refused)]
+        if type(step).__module__.startswith(_ELSEWHERE):
+            reasons.append(_ALONE)
+        if reasons:
+            raise PipelineError(f"{type(step).__name__} cannot be followed: {reasons[0]}")
 
 
 def _size(image: Any) -> tuple[int, int]:
@@ -305,36 +259,24 @@ def _follow(transform: Any, image: Any) -> tuple[Any, pl.Affine]:
     record = GeometryRecord.of((width, 0, 0, 0, height, 0), (height, width))
     steps = transform.transforms if type(transform) is v2.Compose else () if transform is None else (transform,)
     for step in steps:
-        if type(step) in _STILL:
+        if type(step) in _STILL or type(step).__module__ in _STILL_MODULES:
             image = step(image)
             continue
         try:
-            out = _both(step, image, record)
+            out = step((image, record))
             problem = _problem(out)
         except PipelineError:
             raise
         except Exception as error:
-            try:
-                step(image)
-            except Exception:  # not our fault
-                raise error from None
+            step(image)  # raises an error of its own
             problem = f"it fails when a geometry record rides beside the image ({type(error).__name__}: {error})"
         if problem:
             raise PipelineError(
                 f"{getattr(step, '__name__', type(step).__name__)} cannot be followed: {problem}. Use transforms of "
-                "torchvision.transforms.v2; v2.Lambda(function, Image) with the image's type is for functions of "
-                "pixels that do not move them."
+                "torchvision.transforms.v2, and v2.Lambda(function, Image) for functions of pixels that stay in place."
             )
         image, record = out
     return image, record.placement()
-
-
-def _both(step: Any, image: Any, record: GeometryRecord) -> Any:
-    """(image, record) after one transform."""
-    if type(step) is v2.RandomResizedCrop:  # what v2.Transform.forward does, without looking through nested inputs
-        params = step.make_params([image])
-        return step.transform(image, params), step.transform(record, params)
-    return step((image, record))
 
 
 def _problem(out: Any) -> str:
@@ -343,36 +285,23 @@ def _problem(out: Any) -> str:
         return "it does not return what it was given, an image and a record"
     image, record = out
     if not isinstance(record, GeometryRecord) or not hasattr(record, "affine"):
-        return "it replaces the record of the geometry"
+        return "it does not say how it moves the image"
     if record.canvas_size != _size(image):
-        now = "x".join(map(str, reversed(_size(image))))
-        return (
-            f"it makes an image of {now} pixels where {'x'.join(map(str, reversed(record.canvas_size)))} are recorded"
-        )
+        return f"it makes an image of (height, width) {_size(image)} where {record.canvas_size} is recorded"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of `with_maps`; `collate` makes a `Batch` of many.
-
-    Attributes:
-        image: as the pipeline made it.
-        label: class number, -1 if there is none.
-        placement: float64 [2, 3], network input to source image, in fractions.
-        score_map: of the whole source image.
-        key: the image's name in the store.
-        index: its number in the dataset.
-        num_classes: of the annotator.
-    """
+    """One sample of `with_maps`; `collate` makes a `Batch` of many."""
 
     image: Any
-    label: int
-    placement: np.ndarray
-    score_map: ScoreMap
-    key: str
-    index: int
-    num_classes: int
+    label: int  # -1: none
+    placement: np.ndarray  # float64 [2, 3], network input to source image, in fractions
+    score_map: ScoreMap  # of the whole source image
+    key: str  # the image's name in the store
+    index: int  # in the dataset
+    num_classes: int  # of the annotator
 
 
 class WithMaps(Dataset[Sample]):
@@ -385,32 +314,20 @@ class WithMaps(Dataset[Sample]):
         return len(self.keys)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._sample(index, self.maps[self.keys[index]])
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """A batch, as DataLoader fetches it: reading its maps one after the other takes half of the time."""
-        score_maps = [self.maps[self.keys[index]] for index in indices]
-        return [self._sample(index, score_map) for index, score_map in zip(indices, score_maps, strict=True)]
-
-    def _sample(self, index: int, score_map: ScoreMap) -> Sample:
         item = self.dataset[index]
         image, label, *_ = (*item, -1) if isinstance(item, (tuple, list)) else (item, -1)
         del item  # so that the memory of the decoded image is free for the next step
         key = self.keys[index]
-        image = _upright(image)
-        self._check_size(image, score_map, key)
-        image, placement = _follow(self.transform, image)
-        return Sample(image, _as_class(label, key), placement, score_map, key, index, self.maps.num_classes)
-
-    def _check_size(self, image: Any, score_map: ScoreMap, key: str) -> None:
+        image, score_map = _upright(image), self.maps[key]
         (height, width), (map_width, map_height) = _size(image), score_map.size
         if abs(width * map_height - height * map_width) > _ASPECT_TOLERANCE * width * map_height and map_height:
             raise PipelineError(
                 f"{key}: this image has {width}x{height} pixels, but an image of {map_width}x{map_height} was "
-                f"annotated. Either {self.maps.path} is a store of other images, or the dataset crops its images (do "
-                "that in the transform of with_maps) or does not turn them upright (decode with "
-                "apply_exif_orientation=True)."
+                f"annotated. Either {self.maps.path} is of other images, or the dataset crops its images (do that in "
+                "the transform of with_maps) or does not turn them upright (decode with apply_exif_orientation=True)."
             )
+        image, placement = _follow(self.transform, image)
+        return Sample(image, int(label), placement, score_map, key, index, self.maps.num_classes)
 
 
 def with_maps(
@@ -445,8 +362,7 @@ def with_maps(
     bare, inner = _without_transform(dataset)
     if transform is not None and inner is not None:
         raise PipelineError(
-            "the dataset has a transform of its own, so what it does to the images cannot be followed. Give its "
-            "transform to with_maps and make the dataset without one, or leave with_maps' transform out."
+            "the dataset has a transform of its own: make it without one, or leave with_maps' transform out."
         )
     transform = transform if transform is not None else inner
     _check_pipeline(transform)
@@ -456,13 +372,12 @@ def with_maps(
         names = [keys(i) for i in range(len(bare))] if callable(keys) else list(keys)
     _check_class_order(bare, maps)
     if len(names) != len(bare):
-        raise PipelineError(f"there are {len(names)} keys for {len(bare)} samples.")
+        raise ValueError(f"{len(names)} keys for {len(bare)} samples")
     missing = [name for name in names if name not in maps]
     if missing:
-        example = f" Its keys look like {maps.key(0)!r}." if len(maps) else ""
         raise PipelineError(
-            f"{maps.path} has no map of {len(missing):,} of the {len(names):,} images, such as {missing[0]!r}."
-            f"{example} Is it a store of other images? Annotate these (`everytoken annotate`), name the images as the "
+            f"{maps.path} has no map of {len(missing):,} of the {len(names):,} images, such as {missing[0]!r}; its "
+            f"keys look like {next(iter(maps), '')!r}. Annotate these images (`everytoken annotate`), name them as the "
             "store does (keys=), or leave them out (torch.utils.data.Subset)."
         )
     return WithMaps(bare, maps, transform, names)
@@ -490,25 +405,11 @@ def collate(samples: Sequence[Sample]) -> Batch:
     )
 
 
-def _collate_by_default(samples: Sequence[Sample], *, collate_fn_map: Any = None) -> Batch:
-    return collate(samples)
-
-
-default_collate_fn_map[Sample] = _collate_by_default  # a DataLoader without collate_fn makes the same batches
-
-
 def _upright(image: Any) -> Any:
     """A PIL image turned as its EXIF orientation says; score maps are those of upright images."""
     if isinstance(image, Image.Image) and image.info.get("exif") and image.getexif().get(_ORIENTATION, 1) != 1:
         return ImageOps.exif_transpose(image)
     return image
-
-
-def _as_class(label: Any, key: str) -> int:
-    try:
-        return int(label)
-    except (TypeError, ValueError):
-        raise PipelineError(f"{key}: a label is a class number, not {type(label).__name__}.") from None
 
 
 def _without_transform(dataset: Any) -> tuple[Any, Any]:
@@ -520,8 +421,8 @@ def _without_transform(dataset: Any) -> tuple[Any, Any]:
     if transform is None:
         if getattr(dataset, "transforms", None) is not None and getattr(dataset, "target_transform", None) is None:
             raise PipelineError(
-                "the dataset has `transforms` of image and target together, which cannot be taken over. Make it "
-                "without and give with_maps a `transform` of the image."
+                "the dataset has `transforms` of image and target together: make it without, and give with_maps a "
+                "`transform` of the image."
             )
         return dataset, None
     bare = copy.copy(dataset)
@@ -543,8 +444,8 @@ def _derived_keys(dataset: Any, maps: Maps) -> list[str]:
         samples = [(path,) for path in dataset.filenames(absolute=True)]
     if samples is None or root is None:
         raise PipelineError(
-            f"{type(dataset).__name__} does not tell the names of its images (`samples` and `root`): name them as the "
-            "store does, with keys=[...] or keys=lambda index: ..."
+            f"{type(dataset).__name__} does not name its images (`samples` and `root`): give their names in the store, "
+            "keys=[...] or keys=lambda index: ..."
         )
     root = Path(root)
     start = os.path.join(root, "")
@@ -569,8 +470,8 @@ def _check_class_order(dataset: Any, maps: Maps) -> None:
         if numbers[name] != number:
             raise PipelineError(
                 f"{maps.path} and the dataset have the same classes in another order: {name!r} is class {number} of "
-                f"the maps and {numbers[name]} of the dataset. Number the dataset's classes as "
-                "Maps.class_names does (ImageFolder: override find_classes; timm: class_map)."
+                f"the maps and {numbers[name]} of the dataset. Number the dataset's as Maps.class_names does "
+                "(ImageFolder: override find_classes; timm: class_map)."
             )
 
 
