@@ -39,18 +39,6 @@ def test_released_layouts_load_completely(tmp_path, wrap):
         assert torch.equal(value, target.state_dict()[key])
 
 
-def test_released_state_dicts_load_strictly():
-    target = tiny()
-    target.load_state_dict(tiny().state_dict(), strict=True)
-
-
-def test_raw_weights_can_be_asked_for_instead_of_averaged_ones(tmp_path):
-    state = tiny().state_dict()
-    torch.save({"state_dict": state, "state_dict_ema": {k: v * 0 for k, v in state.items()}}, tmp_path / "w.pt")
-    assert torch.equal(read_weights(tmp_path / "w.pt", ema=False)["pos_embed"], state["pos_embed"])
-    assert float(read_weights(tmp_path / "w.pt")["pos_embed"].abs().max()) == 0
-
-
 def test_other_resolution_and_classes_are_fitted_and_told(tmp_path):
     save_file(tiny().state_dict(), tmp_path / "w.safetensors")
     target = tiny(img_size=(96, 64), num_classes=7)

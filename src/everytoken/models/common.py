@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import Format
 from timm.layers.trace_utils import _assert
-from timm.models import build_model_with_cfg, load_pretrained
+from timm.models import build_model_with_cfg, load_pretrained, register_model
 from torch import Tensor, nn
 
 from everytoken.models.weights import fit_state, read_weights
-
-__all__ = [
-    "ReleasedWeights",
-    "StridedEmbed",
-    "create_variant",
-    "default_cfg",
-    "make_attention_explicit",
-    "sinusoid_positions",
-]
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def default_cfg(url: str = "", size: int = 224, **fields: Any) -> dict[str, Any]:
@@ -49,33 +38,48 @@ def default_cfg(url: str = "", size: int = 224, **fields: Any) -> dict[str, Any]
     }
 
 
-def create_variant(
-    model_class: type[Model],
-    variant: str,
-    pretrained: bool,
+def register_variants(
+    module: str,
+    variants: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]],
     filter_fn: Callable[..., Any],
-    defaults: Mapping[str, Any],
-    kwargs: dict[str, Any],
     out_indices: int | tuple[int, ...] = 3,
     **feature_cfg: Any,
-) -> Model:
-    """Build a registered variant: its `defaults`, overridden by the caller's `kwargs`.
+) -> None:
+    """Register models with timm, as functions of `module`, whose `default_cfgs` configure them.
 
     Args:
+        variants: name -> (class, default arguments), which the caller of `timm.create_model` may override.
         filter_fn: fits a checkpoint to the model (timm's `checkpoint_filter_fn`).
         out_indices: what `features_only=True` returns unless the caller says else.
         feature_cfg: further settings of feature extraction; without any, by `forward_intermediates`.
     """
-    out_indices = kwargs.pop("out_indices", out_indices)
-    model: Model = build_model_with_cfg(
-        model_class,
-        variant,
-        pretrained,
-        pretrained_filter_fn=filter_fn,
-        feature_cfg={"out_indices": out_indices, **(feature_cfg or {"feature_cls": "getter"})},
-        **{**defaults, **kwargs},
-    )
-    return model
+    for name, (model_class, defaults) in variants.items():
+        register_model(_entry_point(module, name, model_class, defaults, filter_fn, out_indices, feature_cfg))
+
+
+def _entry_point(
+    module: str,
+    name: str,
+    model_class: type[nn.Module],
+    defaults: Mapping[str, Any],
+    filter_fn: Callable[..., Any],
+    out_indices: int | tuple[int, ...],
+    feature_cfg: Mapping[str, Any],
+) -> Callable[..., nn.Module]:
+    def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        indices = kwargs.pop("out_indices", out_indices)
+        model: nn.Module = build_model_with_cfg(
+            model_class,
+            name,
+            pretrained,
+            pretrained_filter_fn=filter_fn,
+            feature_cfg={"out_indices": indices, **(feature_cfg or {"feature_cls": "getter"})},
+            **{**defaults, **kwargs},
+        )
+        return model
+
+    build.__module__, build.__name__, build.__qualname__ = module, name, name
+    return build
 
 
 class ReleasedWeights:
@@ -129,10 +133,7 @@ class StridedEmbed(nn.Module):
         """Set the expected image size (None: keep); the token size is fixed by the strides."""
         asked = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
         if asked is not None and tuple(asked) != self.patch_size:
-            raise ValueError(
-                f"the token size of {type(self).__name__} follows from its strides, which make {self.patch_size[0]}; "
-                f"patch_size={patch_size} does not fit, change the strides instead"
-            )
+            raise ValueError(f"patch_size={patch_size} does not fit strides that make {self.patch_size[0]}")
         if img_size is not None:
             self.img_size = (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
             self.grid_size = self.dynamic_feat_size(self.img_size)

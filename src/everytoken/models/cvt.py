@@ -26,12 +26,12 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import DropPath, LayerNorm, Mlp, calculate_drop_path_rates, get_act_layer, global_pool_nlc
-from timm.models import checkpoint, generate_default_cfgs, register_model
+from timm.models import checkpoint, generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everytoken.models.common import create_variant, default_cfg
+from everytoken.models.common import default_cfg, register_variants
 from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["ConvAttention", "ConvEmbed", "CvT", "CvTBlock", "CvTStage"]
@@ -398,24 +398,15 @@ _CFG = default_cfg(
 default_cfgs = generate_default_cfgs({"cvt_13": _CFG, "cvt_13_pooled": _CFG, "cvt_21": _CFG})
 
 
-@register_model
-def cvt_13(pretrained: bool = False, **kwargs: Any) -> CvT:
-    """CvT-13: 20.0 M parameters."""
-    defaults = {"depths": (1, 2, 10)}
-    return create_variant(CvT, "cvt_13", pretrained, checkpoint_filter_fn, defaults, kwargs, (0, 1, 2))
-
-
-@register_model
-def cvt_13_pooled(pretrained: bool = False, **kwargs: Any) -> CvT:
-    """CvT-13 without a class token, as dense relative localization was tried on: 19.9 M parameters."""
-    defaults: dict[str, Any] = {"class_token": False, "final_norm": False, "act_layer": "gelu"}
-    defaults |= {"qkv_bias": False, "shared_kv": True, "scale_by_head": True}
-    defaults["embeds"] = ((7, 4, 3), (3, 2, 1), (3, 2, 1))
-    return create_variant(CvT, "cvt_13_pooled", pretrained, checkpoint_filter_fn, defaults, kwargs, (0, 1, 2))
-
-
-@register_model
-def cvt_21(pretrained: bool = False, **kwargs: Any) -> CvT:
-    """CvT-21: 31.6 M parameters."""
-    defaults = {"depths": (1, 4, 16)}
-    return create_variant(CvT, "cvt_21", pretrained, checkpoint_filter_fn, defaults, kwargs, (0, 1, 2))
+_POOLED: dict[str, Any] = {"class_token": False, "final_norm": False, "act_layer": "gelu", "qkv_bias": False}
+_POOLED |= {"shared_kv": True, "scale_by_head": True, "embeds": ((7, 4, 3), (3, 2, 1), (3, 2, 1))}
+register_variants(
+    __name__,
+    {  # parameters: 20.0 M, 19.9 M, 31.6 M
+        "cvt_13": (CvT, {"depths": (1, 2, 10)}),
+        "cvt_13_pooled": (CvT, _POOLED),
+        "cvt_21": (CvT, {"depths": (1, 4, 16)}),
+    },
+    checkpoint_filter_fn,
+    out_indices=(0, 1, 2),
+)

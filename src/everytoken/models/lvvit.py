@@ -21,13 +21,13 @@ from functools import partial
 from typing import Any, Literal
 
 from timm.layers import LayerNorm, Mlp, nchw_to
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer, init_weights_vit_timm
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 
-from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg, sinusoid_positions
+from everytoken.models.common import ReleasedWeights, StridedEmbed, default_cfg, register_variants, sinusoid_positions
 from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["ConvStem", "LVViT", "LVViTDistilled"]
@@ -306,44 +306,17 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(
-    variant: str, pretrained: bool, kwargs: dict[str, Any], model_class: type[LVViT] = LVViT, **defaults: Any
-) -> LVViT:
-    return create_variant(model_class, variant, pretrained, checkpoint_filter_fn, defaults, kwargs)
-
-
-@register_model
-def lvvit_t(pretrained: bool = False, **kwargs: Any) -> LVViT:
-    """LV-ViT-T: 8.5 M parameters, no residual scaling."""
-    return _create("lvvit_t", pretrained, kwargs, embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0)
-
-
-@register_model
-def lvvit_s(pretrained: bool = False, **kwargs: Any) -> LVViT:
-    """LV-ViT-S: 26 M parameters."""
-    return _create("lvvit_s", pretrained, kwargs, embed_dim=384, depth=16, num_heads=6)
-
-
-@register_model
-def lvvit_s_distilled(pretrained: bool = False, **kwargs: Any) -> LVViT:
-    """LV-ViT-S with a distillation token: 26.5 M parameters."""
-    return _create("lvvit_s_distilled", pretrained, kwargs, LVViTDistilled, embed_dim=384, depth=16, num_heads=6)
-
-
-@register_model
-def lvvit_m(pretrained: bool = False, **kwargs: Any) -> LVViT:
-    """LV-ViT-M: 56 M parameters."""
-    return _create("lvvit_m", pretrained, kwargs, embed_dim=512, depth=20, num_heads=8)
-
-
-@register_model
-def lvvit_l(pretrained: bool = False, **kwargs: Any) -> LVViT:
-    """LV-ViT-L: 150 M parameters, a stem of 128 channels."""
-    defaults: dict[str, Any] = {
-        "embed_dim": 768,
-        "depth": 24,
-        "num_heads": 12,
-        "residual_divisor": 3.0,
-        "stem_width": 128,
-    }
-    return _create("lvvit_l", pretrained, kwargs, **defaults)
+register_variants(
+    __name__,
+    {  # parameters: 8.5 M, 26 M, 26.5 M, 56 M, 150 M
+        "lvvit_t": (LVViT, {"embed_dim": 240, "depth": 12, "num_heads": 4, "residual_divisor": 1.0}),
+        "lvvit_s": (LVViT, {"embed_dim": 384, "depth": 16, "num_heads": 6}),
+        "lvvit_s_distilled": (LVViTDistilled, {"embed_dim": 384, "depth": 16, "num_heads": 6}),
+        "lvvit_m": (LVViT, {"embed_dim": 512, "depth": 20, "num_heads": 8}),
+        "lvvit_l": (
+            LVViT,
+            {"embed_dim": 768, "depth": 24, "num_heads": 12, "residual_divisor": 3.0, "stem_width": 128},
+        ),
+    },
+    checkpoint_filter_fn,
+)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer import checkpoint_filter_fn as swin_filter
 from timm.models.vision_transformer import VisionTransformer
@@ -28,7 +28,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import nn
 
 from everytoken.models import cvt, lvvit, t2t_vit
-from everytoken.models.common import create_variant, default_cfg
+from everytoken.models.common import default_cfg, register_variants
 
 Arguments = dict[str, Any]
 
@@ -150,22 +150,14 @@ def _cfg(model: SmallModel) -> Arguments:
 default_cfgs = generate_default_cfgs({name: _cfg(model) for name, model in SMALL.items()})
 
 
-def _entry_point(name: str, small: SmallModel) -> Callable[..., nn.Module]:
-    model_class, filter_fn = _CLASSES[small.family]
-    defaults = {"img_size": small.image, **small.arguments}
-    staged = small.family in ("swin_transformer", "cvt")
-    out_indices = tuple(range(len(small.arguments["depths"]))) if staged else 3
-    feature_cfg = {"flatten_sequential": True} if small.family == "swin_transformer" else {}
-
-    def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        return create_variant(model_class, name, pretrained, filter_fn, defaults, kwargs, out_indices, **feature_cfg)
-
-    build.__name__ = build.__qualname__ = name
-    build.__doc__ = f"{name}: {model_class.__name__} for images of {small.image} pixels."
-    return build
-
-
 for _name, _small in SMALL.items():
-    register_model(_entry_point(_name, _small))
-
+    _class, _filter = _CLASSES[_small.family]
+    _stages = len(_small.arguments.get("depths", ()))
+    register_variants(
+        __name__,
+        {_name: (_class, {"img_size": _small.image, **_small.arguments})},
+        _filter,
+        tuple(range(_stages)) if _stages else 3,
+        **({"flatten_sequential": True} if _small.family == "swin_transformer" else {}),
+    )
 __all__ = ["SMALL", "SmallModel"]  # register_model adds names that only timm's registry holds

@@ -30,13 +30,13 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import Format, LayerNorm, Mlp, register_notrace_function
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, init_weights_vit_timm
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everytoken.models.common import ReleasedWeights, StridedEmbed, create_variant, default_cfg, sinusoid_positions
+from everytoken.models.common import ReleasedWeights, StridedEmbed, default_cfg, register_variants, sinusoid_positions
 from everytoken.models.weights import unwrap_state_dict
 
 __all__ = ["SPLITS", "Split", "T2TViT", "TokenPerformer", "TokenTransformer", "TokensToToken", "performer"]
@@ -345,59 +345,17 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, kwargs: dict[str, Any], **defaults: Any) -> T2TViT:
-    return create_variant(T2TViT, variant, pretrained, checkpoint_filter_fn, defaults, kwargs)
-
-
-@register_model
-def t2t_vit_7(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-7: 4.3 M parameters."""
-    return _create("t2t_vit_7", pretrained, kwargs, embed_dim=256, depth=7, num_heads=4, mlp_ratio=2.0)
-
-
-@register_model
-def t2t_vit_10(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-10: 5.8 M parameters."""
-    return _create("t2t_vit_10", pretrained, kwargs, embed_dim=256, depth=10, num_heads=4, mlp_ratio=2.0)
-
-
-@register_model
-def t2t_vit_12(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-12: 6.9 M parameters."""
-    return _create("t2t_vit_12", pretrained, kwargs, embed_dim=256, depth=12, num_heads=4, mlp_ratio=2.0)
-
-
-@register_model
-def t2t_vit_14(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-14: 21.5 M parameters."""
-    return _create("t2t_vit_14", pretrained, kwargs, embed_dim=384, depth=14, num_heads=6)
-
-
-@register_model
-def t2t_vit_19(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-19: 39.2 M parameters."""
-    return _create("t2t_vit_19", pretrained, kwargs, embed_dim=448, depth=19, num_heads=7)
-
-
-@register_model
-def t2t_vit_24(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-24: 64.1 M parameters."""
-    return _create("t2t_vit_24", pretrained, kwargs, embed_dim=512, depth=24, num_heads=8)
-
-
-@register_model
-def t2t_vit_t_14(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-14 with a token transformer: 21.5 M parameters."""
-    return _create("t2t_vit_t_14", pretrained, kwargs, embed_dim=384, depth=14, num_heads=6, tokens="transformer")
-
-
-@register_model
-def t2t_vit_t_19(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-19 with a token transformer: 39.2 M parameters."""
-    return _create("t2t_vit_t_19", pretrained, kwargs, embed_dim=448, depth=19, num_heads=7, tokens="transformer")
-
-
-@register_model
-def t2t_vit_t_24(pretrained: bool = False, **kwargs: Any) -> T2TViT:
-    """T2T-ViT-24 with a token transformer: 64.1 M parameters."""
-    return _create("t2t_vit_t_24", pretrained, kwargs, embed_dim=512, depth=24, num_heads=8, tokens="transformer")
+_SIZES: dict[str, dict[str, Any]] = {  # parameters: 4.3 M, 5.8 M, 6.9 M, 21.5 M, 39.2 M, 64.1 M
+    "7": {"embed_dim": 256, "depth": 7, "num_heads": 4, "mlp_ratio": 2.0},
+    "10": {"embed_dim": 256, "depth": 10, "num_heads": 4, "mlp_ratio": 2.0},
+    "12": {"embed_dim": 256, "depth": 12, "num_heads": 4, "mlp_ratio": 2.0},
+    "14": {"embed_dim": 384, "depth": 14, "num_heads": 6},
+    "19": {"embed_dim": 448, "depth": 19, "num_heads": 7},
+    "24": {"embed_dim": 512, "depth": 24, "num_heads": 8},
+}
+register_variants(
+    __name__,
+    {f"t2t_vit_{size}": (T2TViT, arguments) for size, arguments in _SIZES.items()}
+    | {f"t2t_vit_t_{size}": (T2TViT, {**_SIZES[size], "tokens": "transformer"}) for size in ("14", "19", "24")},
+    checkpoint_filter_fn,
+)

@@ -18,7 +18,7 @@ import json
 import pickle
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +38,23 @@ class WeightsError(EverytokenError):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What happened to each weight.
+    """Names of the tensors that were not simply loaded, with their shapes where these changed or do not fit."""
 
-    Attributes:
-        loaded: names that were taken from the file.
-        resized: names whose shape was changed to fit (position embeddings).
-        left_out: names in the file that do not fit the model (another number of classes), with both shapes.
-        missing: names of the model that keep their fresh values.
-        unknown: names in the file that the model does not have.
-    """
-
-    loaded: list[str] = field(default_factory=list)
-    resized: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    resized: list[str]  # position embeddings
+    left_out: list[str]  # another number of classes
+    missing: list[str]
+    unknown: list[str]
 
     def __str__(self) -> str:
-        lines = [f"loaded {len(self.loaded)} tensors"]
-        for name, what in (
-            ("resized", "resized to fit"),
-            ("left_out", "left out, because they do not fit"),
-            ("missing", "not in the file, fresh values kept"),
-            ("unknown", "in the file, but not in the model"),
-        ):
-            names = getattr(self, name)
-            if names:
-                shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-                lines.append(f"{what}: {shown}")
-        return "\n".join(lines)
+        titles = {
+            "resized": "resized to fit",
+            "left_out": "left out, because they do not fit",
+            "missing": "not in the file, fresh values kept",
+            "unknown": "in the file, but not in the model",
+        }
+        found = {title: getattr(self, name) for name, title in titles.items()}
+        more = {title: f" and {len(names) - 6} more" if len(names) > 6 else "" for title, names in found.items()}
+        return "\n".join(f"{title}: {', '.join(names[:6])}{more[title]}" for title, names in found.items() if names)
 
 
 def encode_weights(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -93,10 +81,7 @@ def _checksum(header: Mapping[str, Any], data: bytes | memoryview) -> str:
 
 
 def check_weights(path: Path) -> None:
-    """Raise a WeightsError if a safetensors file has a checksum and does not match it.
-
-    Cost: one read of the file, at 0.5 to 2 GB per second.
-    """
+    """Raise a WeightsError if a safetensors file has a checksum and does not match it."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         text = file.read(size) if size <= _LONGEST_HEADER else b""
@@ -112,13 +97,8 @@ def check_weights(path: Path) -> None:
             )
 
 
-def read_weights(path: str | Path, ema: bool = True) -> dict[str, Tensor]:
-    """Read a checkpoint file into a flat dict of tensors.
-
-    Args:
-        path: `.safetensors`, or a file of `torch.save`.
-        ema: prefer averaged weights where the file holds both.
-    """
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read a checkpoint, `.safetensors` or a file of `torch.save`, into a flat dict of tensors."""
     path = Path(path)
     if not path.is_file():
         raise WeightsError(f"there is no checkpoint at {path}")
@@ -144,68 +124,53 @@ def read_weights(path: str | Path, ema: bool = True) -> dict[str, Tensor]:
             ) from error
         except (RuntimeError, EOFError, ValueError, OSError) as error:
             raise WeightsError(f"{path} is not a checkpoint that torch can read: {error}") from error
-    state = unwrap_state_dict(content, ema)
+    state = unwrap_state_dict(content)
     if not state:
         raise WeightsError(f"{path} holds no tensors")
     return state
 
 
-def unwrap_state_dict(content: Any, ema: bool = True) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: found under `state_dict`, `model` and the like, names without `module.`.
-
-    Args:
-        ema: prefer averaged weights where there are both.
-    """
-    wrappers = _WRAPPERS if ema else tuple(name for name in _WRAPPERS if "ema" not in name)
+def unwrap_state_dict(content: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: found under `state_dict`, `model` and the like, averaged weights before others;
+    names without `module.`."""
     while isinstance(content, Mapping):
-        inner = next((content[w] for w in wrappers if isinstance(content.get(w), Mapping)), None)
+        inner = next((content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping)), None)
         if inner is None:
-            break
+            return {str(k).removeprefix("module."): v for k, v in content.items() if isinstance(v, Tensor)}
         content = inner
-    if not isinstance(content, Mapping):
-        return {}
-    return {str(k).removeprefix("module."): v for k, v in content.items() if isinstance(v, Tensor)}
+    return {}
 
 
-def load_weights(
-    model: nn.Module, source: str | Path | Mapping[str, Tensor], ema: bool = True, where: str = ""
-) -> LoadReport:
+def load_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor], where: str = "") -> LoadReport:
     """Load what fits from a file or a state dict, resize what can be resized, and report the rest.
 
-    Args:
-        ema: prefer averaged weights where a file holds both.
-        where: what to call a state dict in messages.
-
     Raises WeightsError when fewer than half of the model's tensors find a value, which means that the file belongs to
-    another architecture.
+    another architecture; it calls the source `where`.
     """
-    state = unwrap_state_dict(source, ema) if isinstance(source, Mapping) else read_weights(source, ema)
+    state = unwrap_state_dict(source) if isinstance(source, Mapping) else read_weights(source)
     where = where or ("the given state dict" if isinstance(source, Mapping) else str(source))
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     expected = model.state_dict()
     state = fit_state(model, state)
     fitting = {name: value for name, value in state.items() if name in expected and expected[name].shape == value.shape}
-    left_out = {
-        name: f"{name} (file {tuple(value.shape)}, model {tuple(expected[name].shape)})"
-        for name, value in state.items()
-        if name in expected and name not in fitting
-    }
     if len(fitting) * 2 < len(expected):
         raise WeightsError(
             f"{where} does not belong to {type(model).__name__}: it has only {len(fitting)} of its {len(expected)} "
             f"tensors. It holds {', '.join(list(shapes)[:3])}, ...; the model {', '.join(list(expected)[:3])}, ..."
         )
     model.load_state_dict(fitting, strict=False)
-    fresh = [name for name in expected if name not in fitting and name not in left_out]
     return LoadReport(
-        loaded=sorted(fitting),
         resized=[
             f"{name} ({shapes[name]} to {tuple(value.shape)})"
             for name, value in fitting.items()
             if shapes.get(name) != tuple(value.shape)
         ],
-        left_out=list(left_out.values()),
-        missing=[name for name in fresh if not name.endswith("num_batches_tracked")],
+        left_out=[
+            f"{name} (file {tuple(value.shape)}, model {tuple(expected[name].shape)})"
+            for name, value in state.items()
+            if name in expected and name not in fitting
+        ],
+        missing=[name for name in expected if name not in state and not name.endswith("num_batches_tracked")],
         unknown=[name for name in state if name not in expected],
     )
 
