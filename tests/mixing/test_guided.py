@@ -75,12 +75,10 @@ def test_images_that_are_left_alone_stay_as_they_are(kind):
 
 @pytest.mark.parametrize("kind", GUIDED)
 def test_mistakes_are_named(kind):
-    with pytest.raises(EverytokenError, match="looks at the images"):
+    with pytest.raises(ValueError, match="looks at the images"):
         kind().draw(2, (32, 32), (8, 8), rng())
-    with pytest.raises(EverytokenError, match="mode is 'elem'"):
+    with pytest.raises(EverytokenError, match="mode must be 'elem'"):
         kind(mode="batch")
-    with pytest.raises(EverytokenError, match=r"must be \[2, h, w\]"):
-        kind().draw(2, (32, 32), (8, 8), rng(), guide=lambda _: torch.ones(3, 8, 8))
 
 
 def test_saliency_mix_takes_a_box_around_the_partners_peak():

@@ -236,13 +236,13 @@ def test_one_of_several_mixers_is_chosen_by_its_odds():
 
 def test_wrong_use_is_named():
     mix = MixToken().draw(2, (8, 8), (2, 2), rng(0))
-    with pytest.raises(EverytokenError, match="for tokens, not for pixels"):
+    with pytest.raises(ValueError, match="for the tokens of 2 images, not for the pixels"):
         apply_to_pixels(torch.randn(2, 3, 8, 8), mix)
-    with pytest.raises(EverytokenError, match="batch of 2, got 3"):
+    with pytest.raises(ValueError, match="not for the tokens of 3"):
         apply_to_tokens(torch.randn(3, 2, 2, 5), mix)
-    with pytest.raises(EverytokenError, match="drawn for images of 8x8"):
+    with pytest.raises(ValueError, match="does not fit images"):
         apply_to_pixels(torch.randn(2, 3, 16, 16), CutMix().draw(2, (8, 8), (2, 2), rng(0)))
-    with pytest.raises(EverytokenError, match="mode is"):
+    with pytest.raises(EverytokenError, match="mode must be"):
         MixToken(mode="row")
     with pytest.raises(EverytokenError, match="alpha"):
         CutMix(alpha=0)

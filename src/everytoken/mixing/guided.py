@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
 from everytoken.keyed import StepKey
-from everytoken.mixing.methods import BlockPatches
-from everytoken.mixing.mix import Device, Guide, GuideKind, MaskMixer, Mix, Mode, Size
+from everytoken.mixing.methods import BlockPatches, patches_to_pixels
+from everytoken.mixing.mix import Device, Guide, GuideKind, MaskMixer, Mix, Mode, Rng, Size
 
 if TYPE_CHECKING:
     from everytoken.models import TokenModel
@@ -117,36 +117,19 @@ class GuidedMixer(MaskMixer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mode != "elem":
-            raise EverytokenError(
-                f"{type(self).__name__} makes a mask for every image, so its mode is 'elem', not '{self.mode}'."
-            )
+        self.check(self.mode == "elem", "every image gets a mask of its own, so mode must be 'elem'")
 
     def draw(
-        self,
-        batch_size: int,
-        image_size: Size,
-        grid: Size,
-        rng: np.random.Generator,
-        device: Device = None,
-        guide: Guide | None = None,
+        self, batch_size: int, image_size: Size, grid: Size, rng: Rng, device: Device = None, guide: Guide | None = None
     ) -> Mix | None:
         """As `Mixer.draw`; `guide` is asked for the importance of each place."""
         active = rng.random(batch_size) < self.prob if self.prob < 1 else np.ones(batch_size, dtype=bool)
         if not active.any():
             return None
         if guide is None:
-            raise EverytokenError(
-                f"{type(self).__name__} looks at the images: give draw(..., guide=) a function from "
-                f"'{self.guide}' to the importance of each place [B, h, w]."
-            )
-        importance = guide(self.guide)
-        if importance.dim() != 3 or importance.shape[0] != batch_size:
-            raise EverytokenError(
-                f"the guide of {type(self).__name__} must be [{batch_size}, h, w], got {list(importance.shape)}."
-            )
+            raise ValueError(f"{type(self).__name__} looks at the images: guide=guide_for(model, images, labels)")
         partner = torch.arange(batch_size - 1, -1, -1, device=device)
-        mix = self.guided(importance.detach().float(), partner, image_size, grid, rng)
+        mix = self.guided(guide(self.guide).detach().float(), partner, image_size, grid, rng)
         if active.all():
             return mix
         on = torch.from_numpy(active).to(mix.mask.device, non_blocking=True)
@@ -162,9 +145,7 @@ class GuidedMixer(MaskMixer):
             moves=moved,
         )
 
-    def guided(
-        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
         """The mix of a whole batch."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to mix")
 
@@ -172,7 +153,7 @@ class GuidedMixer(MaskMixer):
         ratio = mask.mean((1, 2)) if ratio is None else ratio
         return Mix(partner, mask, ratio, "pixels", symmetric=False, soft=self.soft, moves=moves)
 
-    def _lam(self, count: int, rng: np.random.Generator, device: torch.device) -> Tensor:
+    def _lam(self, count: int, rng: Rng, device: torch.device) -> Tensor:
         return torch.from_numpy(rng.beta(self.alpha, self.alpha, size=count)).float().to(device, non_blocking=True)
 
 
@@ -189,12 +170,10 @@ class SaliencyMix(GuidedMixer):
         """As `Mixer.__call__`; the guide is `contrast_saliency` unless another one is given."""
         return super().__call__(images, key, grid, guide or (lambda kind: contrast_saliency(images)))
 
-    def guided(
-        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
         """[B, H, W] masks on the pixel grid; boxes as `boxes.boxes_at`, on the device."""
         lam = self._lam(len(partner), rng, importance.device)
-        peak = to_pixels(importance, image_size)[partner].flatten(1).argmax(1)
+        peak = patches_to_pixels(importance, image_size)[partner].flatten(1).argmax(1)
         inside = []
         width = image_size[1]
         for side, centre in zip(image_size, (peak // width, peak % width), strict=True):
@@ -220,16 +199,13 @@ class AttentiveCutMix(GuidedMixer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.cells < self.side**2:
-            raise EverytokenError(f"AttentiveCutMix: cells must be in 1..{self.side**2 - 1}, got {self.cells}.")
+        self.check(0 < self.cells < self.side**2, "cells must be above 0 and below side²")
 
-    def guided(
-        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
         """[B, H, W] masks on the pixel grid."""
         coarse = resize(importance, (self.side, self.side))[partner].flatten(1)
         own = torch.ones_like(coarse).scatter_(1, coarse.topk(self.cells).indices, 0.0)
-        return self._mix(partner, to_pixels(own.view(-1, self.side, self.side), image_size))
+        return self._mix(partner, patches_to_pixels(own.view(-1, self.side, self.side), image_size))
 
 
 @dataclass
@@ -244,9 +220,7 @@ class TokenMix(GuidedMixer):
     smallest: int = 14
     aspect: float = 0.3
 
-    def guided(
-        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
         """[B, H, W] masks on the pixel grid; the ratio weighs them by importance."""
         blocks = BlockPatches(self.alpha, mode="elem", smallest=self.smallest, aspect=self.aspect)
         mask = blocks.masks(np.ones(len(partner), dtype=bool), image_size, grid, rng, partner.device)
@@ -262,7 +236,7 @@ class SMMix(GuidedMixer):
     """The partner's most important square over the own image's least important one.
 
     Args:
-        smallest, largest: side of the square, as a part of the grid's; drawn uniformly.
+        smallest, largest: side of the square, as a fraction of the grid's; drawn uniformly.
     """
 
     smallest: float = 0.25
@@ -270,14 +244,9 @@ class SMMix(GuidedMixer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.smallest <= self.largest <= 1:
-            raise EverytokenError(
-                f"SMMix: 0 < smallest <= largest <= 1 is needed, got {self.smallest} and {self.largest}."
-            )
+        self.check(0 < self.smallest <= self.largest <= 1, "0 < smallest <= largest <= 1 is needed")
 
-    def guided(
-        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
         """One size for the batch; the partner's patches are moved to where they go."""
         part = rng.uniform(self.smallest, self.largest)
         h, w = grid
@@ -291,20 +260,12 @@ class SMMix(GuidedMixer):
         source = ((best // wide)[:, None, None] + i) * w + (best % wide)[:, None, None] + j
         moves = identity_moves(h, w, partner.device).repeat(len(partner), 1, 1, 1)
         moves[:, 1] = torch.where(inside, source, moves[:, 1])
-        return self._mix(partner, to_pixels((~inside).float(), image_size), moves=moves)
+        return self._mix(partner, patches_to_pixels((~inside).float(), image_size), moves=moves)
 
 
 def identity_moves(h: int, w: int, device: Device) -> Tensor:
     """[1, 2, h, w]: every patch of both images stays where it is; see `Mix.moves`."""
     return torch.arange(h * w, device=device).view(1, 1, h, w).expand(1, 2, h, w)
-
-
-def to_pixels(cells: Tensor, image_size: Size) -> Tensor:
-    """Values of cells [B, h, w] at every pixel [B, H, W], nearest."""
-    h, w = cells.shape[1:]
-    rows = torch.arange(image_size[0], device=cells.device) * h // image_size[0]
-    columns = torch.arange(image_size[1], device=cells.device) * w // image_size[1]
-    return cells[:, rows][:, :, columns]
 
 
 def resize(cells: Tensor, grid: Size) -> Tensor:
@@ -353,14 +314,9 @@ class PuzzleMix(GuidedMixer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.blocks = tuple(self.blocks)
-        if not self.blocks or min(self.blocks) < 2 or self.levels < 1:
-            raise EverytokenError(
-                f"PuzzleMix: blocks are 2 or more and levels 1 or more, got {self.blocks} and {self.levels}."
-            )
+        self.check(min(self.blocks, default=0) >= 2 and self.levels >= 1, "blocks must be 2 or more, levels 1 or more")
 
-    def guided(
-        self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: np.random.Generator
-    ) -> Mix:
+    def guided(self, importance: Tensor, partner: Tensor, image_size: Size, grid: Size, rng: Rng) -> Mix:
         """Masks on the pixel grid, moves on the grid of blocks."""
         fitting = [n for n in self.blocks if image_size[0] % n == 0 and image_size[1] % n == 0]
         if not fitting:
@@ -374,7 +330,7 @@ class PuzzleMix(GuidedMixer):
         if self.move >= 0:
             pairs = ((mask, own), (1 - mask, own[partner]))
             moves = torch.stack([places(shown, s, self.move) for shown, s in pairs], dim=1)
-        return self._mix(partner, to_pixels(mask, image_size), moves=moves)
+        return self._mix(partner, patches_to_pixels(mask, image_size), moves=moves)
 
 
 def energy(mask: Tensor, own: Tensor, other: Tensor, lam: Tensor, levels: int, smooth: float, prior: float) -> Tensor:

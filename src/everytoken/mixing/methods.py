@@ -5,9 +5,8 @@
   mixing the labels (eq. 6) and is cheaper; the class label is mixed by area (eq. 7).
 - CutMix: a box of pixels. MixUp: all pixels blended with λ.
 - RandomPatches, BlockPatches (TL-Align, Table 7: random and block-wise mixing instead of one box), MaskMix (MixPro:
-  larger squares): λ ~ Beta(alpha, alpha) is the part that stays; the other patches come from the partner. Patches are
-  the cells of the network's token grid, so no token is mixed inside; pixels are swapped, so every backbone can be
-  trained this way.
+  larger squares): λ ~ Beta(alpha, alpha) of the patches stays, the others come from the partner. Patches are the cells
+  of the network's token grid, so no token is mixed inside; pixels are swapped, so every backbone can be trained so.
 Differently from the released code, which blends all token targets with one λ under CutMix: token targets are mixed
 where the pixels are, and a token that the box's edge crosses gets the true ratio of its two images.
 Cost: one gather of the batch; masks are made on the device, those of patches on the host, one byte per patch.
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.mixing.mix import Device, Guide, Level, MaskMixer, Mix, Mixer, Size, box_masks, draw_boxes
+from everytoken.mixing.mix import Device, Guide, Level, MaskMixer, Mix, Mixer, Rng, Size, box_masks, draw_boxes
 
 
 @dataclass
@@ -39,9 +38,7 @@ class MixToken(MaskMixer):
 
     level: ClassVar[Level] = "tokens"
 
-    def masks(
-        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, image_size: Size, grid: Size, rng: Rng, device: Device) -> Tensor:
         """[n, h, w] on the token grid."""
         boxes = draw_boxes(len(active), grid, self.alpha, rng) * active[:, None]  # a box of zeros is empty
         return box_masks(boxes, grid, device)
@@ -67,9 +64,7 @@ class CutMix(MaskMixer):
         super().__post_init__()
         self.needs_grid = self.patches
 
-    def masks(
-        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, image_size: Size, grid: Size, rng: Rng, device: Device) -> Tensor:
         """[n, H, W] on the pixel grid."""
         size = grid if self.patches else image_size
         mask = box_masks(draw_boxes(len(active), size, self.alpha, rng) * active[:, None], size, device)
@@ -86,9 +81,7 @@ class MixUp(MaskMixer):
     soft: ClassVar[bool] = True
     needs_grid = False
 
-    def masks(
-        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, image_size: Size, grid: Size, rng: Rng, device: Device) -> Tensor:
         """[n, 1, 1]: the same everywhere."""
         lam = np.where(active, rng.beta(self.alpha, self.alpha, size=len(active)), 1.0)
         return torch.from_numpy(lam).float().to(device, non_blocking=True).view(-1, 1, 1)
@@ -115,12 +108,9 @@ class RandomPatches(MaskMixer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scale < 1:
-            raise EverytokenError(f"{type(self).__name__}: scale must be at least 1, got {self.scale}.")
+        self.check(self.scale >= 1, "scale must be at least 1")
 
-    def masks(
-        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, image_size: Size, grid: Size, rng: Rng, device: Device) -> Tensor:
         """[n, H, W] on the pixel grid."""
         h, w = grid
         cells = (-(-h // self.scale), -(-w // self.scale))
@@ -158,14 +148,9 @@ class BlockPatches(MaskMixer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.smallest < 1 or not 0 < self.aspect <= 1:
-            raise EverytokenError(
-                f"BlockPatches: smallest must be at least 1 and aspect in 0..1, got {self.smallest} and {self.aspect}."
-            )
+        self.check(self.smallest >= 1 and 0 < self.aspect <= 1, "smallest must be at least 1 and aspect in (0, 1]")
 
-    def masks(
-        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, image_size: Size, grid: Size, rng: Rng, device: Device) -> Tensor:
         """[n, H, W] on the pixel grid."""
         own = np.ones((len(active), *grid), dtype=bool)
         for i, mixes in enumerate(active):
@@ -174,7 +159,7 @@ class BlockPatches(MaskMixer):
                 self._cover(own[i], taken, rng)
         return patches_to_pixels(torch.from_numpy(own).to(device, non_blocking=True), image_size)
 
-    def _cover(self, own: np.ndarray, wanted: int, rng: np.random.Generator) -> None:
+    def _cover(self, own: np.ndarray, wanted: int, rng: Rng) -> None:
         """Clear rectangles until exactly `wanted` patches are cleared; the last one is cut to fit, row by row."""
         h, w = own.shape
         left = wanted
@@ -212,13 +197,7 @@ class Compose(Mixer):
             raise EverytokenError(f"Compose takes CutMix, MixUp or patches, and then MixToken; got {names}.")
 
     def draw(
-        self,
-        batch_size: int,
-        image_size: Size,
-        grid: Size,
-        rng: np.random.Generator,
-        device: Device = None,
-        guide: Guide | None = None,
+        self, batch_size: int, image_size: Size, grid: Size, rng: Rng, device: Device = None, guide: Guide | None = None
     ) -> Mix | None:
         """As `Mixer.draw`."""
         first = self.pixels.draw(batch_size, image_size, grid, rng, device, guide)
@@ -247,13 +226,7 @@ class OneOf(Mixer):
         self.needs_grid = any(mixer.needs_grid for mixer in self.mixers)
 
     def draw(
-        self,
-        batch_size: int,
-        image_size: Size,
-        grid: Size,
-        rng: np.random.Generator,
-        device: Device = None,
-        guide: Guide | None = None,
+        self, batch_size: int, image_size: Size, grid: Size, rng: Rng, device: Device = None, guide: Guide | None = None
     ) -> Mix | None:
         """As `Mixer.draw`."""
         odds = np.ones(len(self.mixers)) if self.odds is None else np.asarray(self.odds, dtype=np.float64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from everytoken.keyed import StepKey
 Level = Literal["pixels", "tokens"]
 Layout = Literal["NHWC", "NCHW", "NLC"]
 Size = tuple[int, int]
+Rng = np.random.Generator
 Device = torch.device | str | None
 GuideKind = Literal["saliency", "attention", "gradient"]
 Guide = Callable[[GuideKind], Tensor]
@@ -42,7 +43,7 @@ class Mix:
         partner: [B] int64, the other image of each image.
         mask: [B or 1, h, w] float32 on the pixel or token grid (h = w = 1 where it is the same everywhere):
             1 = own image, 0 = partner, between = partly.
-        ratio: [B] float32, the own image's part of the label: the mean of the mask, unless the method weighs it.
+        ratio: [B] float32, the own image's fraction of the label: the mean of the mask, unless the method weighs it.
         level: "pixels" (mixed before the network) or "tokens" (after patch embedding, before positions).
         symmetric: an image and its partner are each other's partners and share one mask.
         soft: the mask has values between 0 and 1.
@@ -142,21 +143,14 @@ class Mixer:
         size = (images.shape[-2], images.shape[-1])
         rng = np.random.default_rng(int(torch.randint(2**62, ()))) if key is None else key.generator("mix")
         if grid is None and self.needs_grid:
-            name = type(self).__name__
-            raise EverytokenError(f"{name} needs the network's token grid: mixer(images, grid=view.grid.shape[1:3]).")
+            raise ValueError(f"{type(self).__name__} needs the token grid: mixer(images, grid=view.grid.shape[1:3])")
         mix = self.draw(len(images), size, grid or size, rng, images.device, guide)
         if mix is None:
             return images, unmixed(len(images), images.device)
         return (apply_to_pixels(images, mix) if mix.level == "pixels" else images), mix
 
     def draw(
-        self,
-        batch_size: int,
-        image_size: Size,
-        grid: Size,
-        rng: np.random.Generator,
-        device: Device = None,
-        guide: Guide | None = None,
+        self, batch_size: int, image_size: Size, grid: Size, rng: Rng, device: Device = None, guide: Guide | None = None
     ) -> Mix | None:
         """A mix for one batch, or None when this batch is left alone.
 
@@ -189,21 +183,17 @@ class MaskMixer(Mixer):
     soft: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.alpha <= 0:
-            raise EverytokenError(f"{type(self).__name__}: alpha must be above 0, got {self.alpha}.")
-        if not 0 <= self.prob <= 1:
-            raise EverytokenError(f"{type(self).__name__}: prob must be in 0..1, got {self.prob}.")
-        if self.mode not in ("batch", "pair", "elem"):
-            raise EverytokenError(f"{type(self).__name__}: mode is 'batch', 'pair' or 'elem', not '{self.mode}'.")
+        self.check(self.alpha > 0, "alpha must be above 0")
+        self.check(0 <= self.prob <= 1, "prob must be in [0, 1]")
+        self.check(self.mode in get_args(Mode), "mode must be 'batch', 'pair' or 'elem'")
+
+    def check(self, ok: bool, rule: str) -> None:
+        """Raise unless a setting keeps its rule."""
+        if not ok:
+            raise EverytokenError(f"{rule}, got {self}.")
 
     def draw(
-        self,
-        batch_size: int,
-        image_size: Size,
-        grid: Size,
-        rng: np.random.Generator,
-        device: Device = None,
-        guide: Guide | None = None,
+        self, batch_size: int, image_size: Size, grid: Size, rng: Rng, device: Device = None, guide: Guide | None = None
     ) -> Mix | None:
         """As `Mixer.draw`."""
         count = {"batch": 1, "pair": (batch_size + 1) // 2, "elem": batch_size}[self.mode]
@@ -223,9 +213,7 @@ class MaskMixer(Mixer):
             soft=self.soft,
         )
 
-    def masks(
-        self, active: np.ndarray, image_size: Size, grid: Size, rng: np.random.Generator, device: Device
-    ) -> Tensor:
+    def masks(self, active: np.ndarray, image_size: Size, grid: Size, rng: Rng, device: Device) -> Tensor:
         """[n, h, w] masks, all 1 where `active` [n] is False. What a subclass provides."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to draw masks")
 
@@ -241,10 +229,7 @@ def apply_to_pixels(images: Tensor, mix: Mix) -> Tensor:
     _check(images, mix, "pixels")
     h, w = mix.mask.shape[1:]
     if (h, w) not in ((1, 1), tuple(images.shape[-2:])):
-        raise EverytokenError(
-            f"this mix was drawn for images of {h}x{w} pixels (height x width), these are "
-            f"{images.shape[-2]}x{images.shape[-1]}."
-        )
+        raise ValueError(f"a mix drawn for (height, width) {(h, w)} does not fit images {list(images.shape)}")
     own, other = _moved(images, mix, (images.shape[-2], images.shape[-1]), 2)
     return _combine(own, other, mix.mask[:, None], mix.soft)
 
@@ -331,7 +316,7 @@ def _mask_for(tokens: Tensor, mix: Mix, layout: Layout) -> Tensor:
     n, h, w = mix.mask.shape
     if layout == "NLC":
         if tokens.shape[1] != h * w:
-            raise EverytokenError(f"{tokens.shape[1]} tokens do not lie on the mix's grid of {h}x{w}.")
+            raise ValueError(f"{tokens.shape[1]} tokens do not lie on the mix's grid of {h}x{w}")
         return mix.mask.view(n, h * w, 1)
     grid = (tokens.shape[2], tokens.shape[3]) if layout == "NCHW" else (tokens.shape[1], tokens.shape[2])
     if grid[0] % h or grid[1] % w:
@@ -344,10 +329,8 @@ def _mask_for(tokens: Tensor, mix: Mix, layout: Layout) -> Tensor:
 
 
 def _check(x: Tensor, mix: Mix, level: str) -> None:
-    if mix.level != level:
-        raise EverytokenError(f"this mix is for {mix.level}, not for {level}.")
-    if x.shape[0] != len(mix):
-        raise EverytokenError(f"this mix is for a batch of {len(mix)}, got {x.shape[0]}.")
+    if mix.level != level or x.shape[0] != len(mix):
+        raise ValueError(f"this mix is for the {mix.level} of {len(mix)} images, not for the {level} of {x.shape[0]}")
 
 
 # Boxes, as CutMix and MixToken draw them. As released: λ ~ Beta(α, α), then a centre row, then a centre column, both
@@ -355,7 +338,7 @@ def _check(x: Tensor, mix: Mix, level: str) -> None:
 # one, edges cut off, and on a 14x14 grid 2.1 % of the boxes are empty and the mean box covers 27 %.
 
 
-def draw_boxes(count: int, size: Size, alpha: float, rng: np.random.Generator) -> np.ndarray:
+def draw_boxes(count: int, size: Size, alpha: float, rng: Rng) -> np.ndarray:
     """[count, 4] int64 boxes (row 0, column 0, row 1, column 1), half-open, on a grid of size (h, w)."""
     lam = rng.beta(alpha, alpha, size=count)
     centre = np.stack([rng.integers(0, side, size=count) for side in size], axis=1)
