@@ -47,7 +47,7 @@ from everytoken_lab.classes import ClassList, match_classes
 from everytoken_lab.data.datasets import find_split, open_dataset
 from everytoken_lab.data.loader import Loader
 from everytoken_lab.evaluation.run import eval_view
-from everytoken_lab.explanation import record_attention
+from everytoken_lab.explanation.saliency import record_attention
 from everytoken_lab.models.open import OpenModel, open_model
 
 BATCH = 16

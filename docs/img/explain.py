@@ -117,7 +117,7 @@ def main() -> None:
         cards = [
             Image.open(path).convert("RGB") for path in (*sorted((root / "a").glob("0[12]-*.png")), root / "b/mix.png")
         ]
-        sheet = stack("", "", cards)
+        sheet = stack("", "", {"": cards})
         sheet = sheet.crop((0, 76 - PAD, sheet.width, sheet.height))
         sheet.save(target, optimize=True)
 

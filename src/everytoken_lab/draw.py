@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import colorsys
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont, ImageOps
-
-if TYPE_CHECKING:
-    from everytoken_lab.maps.summary import MapSummary
+from PIL import Image, ImageDraw, ImageFont
 
 # The first ten classes; these colours can be told apart on a photograph. Grey is for the rest.
 PALETTE = (
@@ -30,6 +27,8 @@ OTHER = "#8a8a8a"
 INK, FAINT, PAPER, CARD, RED, GREEN = "#1c1c1e", "#6b6b70", "#f2f2f4", "#ffffff", "#c62828", "#2e7d32"
 OWN, PARTNER, HALF = "#d55e00", "#0072b2", "#f4f2ee"  # of two mixed images
 DIFFERENT = "#e66100"
+Area = tuple[float, float, float, float]
+WHOLE: Area = (0.0, 0.0, 1.0, 1.0)
 PANEL, GAP, LEGEND, PAD, LINE = 232, 10, 250, 16, 20  # pixels: side of a panel, between panels, width of a legend
 
 
@@ -39,11 +38,7 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 class ClassColours:
-    """A class has one colour on all pictures, which its place in the list of classes decides.
-
-    Args:
-        names: of all classes; others get the colours after theirs as they come.
-    """
+    """A class has one colour on all pictures, which its place in `names` decides; others get the next as they come."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.numbers = {name: number for number, name in reversed(list(enumerate(names)))}
@@ -69,7 +64,7 @@ def colour_of(number: int) -> str:
 
 
 def cells_of(
-    size: tuple[int, int], grid: tuple[int, int], area: tuple[float, float, float, float]
+    size: tuple[int, int], grid: Sequence[int], area: Area = WHOLE
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """For each pixel of a photo: the number of its cell (row-major), and whether the map covers it. Both [h, w].
 
@@ -88,24 +83,20 @@ def cells_of(
 
 
 def class_overlay(
-    photo: Image.Image, cells: NDArray[np.int64], inside: NDArray[np.bool_], summary: MapSummary, legend: dict[int, str]
-) -> Image.Image:
-    """The best class of each cell in its colour, stronger where it is surer, on the photo in grey."""
-    return _classes_on(photo, cells, inside, summary.top, summary.confidence, legend)
-
-
-def _classes_on(
     photo: Image.Image,
-    cells: NDArray[np.int64],
-    inside: NDArray[np.bool_],
     classes: NDArray[np.integer],
     confidence: NDArray[np.floating],
-    colours: dict[int, str],
+    colours: Mapping[int, str],
+    area: Area = WHOLE,
 ) -> Image.Image:
+    """The best class of each cell [h, w] in its colour, stronger where it is surer, on the photo in grey.
+
+    Classes without a colour are grey, and what lies outside of `area` stays dark.
+    """
+    cells, inside = cells_of(photo.size, classes.shape, area)
     paint = np.array([rgb(colours.get(int(c), OTHER)) for c in classes.ravel()], np.float32)[cells]
     strength = (0.6 * np.sqrt(confidence.ravel()))[cells][..., None]  # what nobody is sure about stays grey
-    base = _grey(photo)
-    mixed = np.where(inside[..., None], (1 - strength) * base + strength * paint, 0.5 * base + 40)
+    mixed = _on_grey(photo, paint, strength, inside)
     edge = np.zeros(inside.shape, bool)  # a dark line where the colour changes
     edge[:, 1:] |= (paint[:, 1:] != paint[:, :-1]).any(axis=-1)
     edge[1:, :] |= (paint[1:, :] != paint[:-1, :]).any(axis=-1)
@@ -113,22 +104,10 @@ def _classes_on(
     return _image(mixed)
 
 
-def token_overlay(
-    photo: Image.Image, classes: NDArray[np.integer], confidence: NDArray[np.floating], colours: dict[int, str]
-) -> Image.Image:
-    """Classes [h, w] of tokens that cover the whole photo, with their confidence; classes without a colour are grey."""
-    rows, columns = classes.shape
-    cells, inside = cells_of(photo.size, (rows, columns), (0.0, 0.0, 1.0, 1.0))
-    return _classes_on(photo, cells, inside, classes, confidence, colours)
-
-
-def confidence_overlay(
-    photo: Image.Image, cells: NDArray[np.int64], inside: NDArray[np.bool_], summary: MapSummary
-) -> Image.Image:
-    """How sure each cell is, as heat on the photo."""
-    heat = heat_colours(summary.confidence.ravel()[cells]).astype(np.float32)
-    base = _grey(photo)
-    return _image(np.where(inside[..., None], 0.4 * base + 0.6 * heat, 0.5 * base + 40))
+def confidence_overlay(photo: Image.Image, confidence: NDArray[np.floating], area: Area = WHOLE) -> Image.Image:
+    """How sure each cell [h, w] is, as heat on the photo."""
+    cells, inside = cells_of(photo.size, confidence.shape, area)
+    return _image(_on_grey(photo, heat_colours(confidence.ravel()[cells]), 0.6, inside))
 
 
 def heat_overlay(photo: Image.Image, values: NDArray[np.floating]) -> Image.Image:
@@ -136,25 +115,25 @@ def heat_overlay(photo: Image.Image, values: NDArray[np.floating]) -> Image.Imag
     values = np.asarray(values, np.float32)
     values = values / max(float(values.max()), 1e-12)
     smooth = np.asarray(Image.fromarray(values).resize(photo.size, Image.Resampling.BICUBIC)).clip(0, 1)
-    strength = (0.45 + 0.3 * smooth)[..., None]
-    return _image((1 - strength) * _grey(photo) + strength * heat_colours(smooth))
+    return _image(_on_grey(photo, heat_colours(smooth), (0.45 + 0.3 * smooth)[..., None]))
 
 
 def difference_overlay(photo: Image.Image, same: NDArray[np.bool_], inside: NDArray[np.bool_]) -> Image.Image:
     """The photo in grey, with colour on the cells [h, w] where two maps differ; dark where there is only one map."""
-    strength = _blocks((0.7 * (inside & ~same)).astype(np.float32)[..., None], photo.size)
-    light = _blocks(np.where(inside, 1.0, 0.4).astype(np.float32)[..., None], photo.size)
-    return _image((1 - strength) * light * _grey(photo) + strength * np.array(rgb(DIFFERENT), np.float32))
+    cells, _ = cells_of(photo.size, same.shape)
+    strength = (0.7 * (inside & ~same)).ravel()[cells][..., None]
+    return _image(_on_grey(photo, np.array(rgb(DIFFERENT)), strength, inside.ravel()[cells]))
 
 
 def share_picture(values: NDArray[np.floating], size: tuple[int, int]) -> Image.Image:
     """Shares [h, w]: orange is the first image's, blue the second's, light is half and half."""
-    return _image(_blocks(share_colours(values), size))
+    cells, _ = cells_of(size, values.shape)
+    return _image(share_colours(values.ravel()[cells]))
 
 
-def heat_colours(values: NDArray[np.floating]) -> NDArray[np.uint8]:
-    """Dark blue through teal to yellow, for 0..1; ends up [..., 3]."""
-    return _ramp(values, ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b")).astype(np.uint8)
+def heat_colours(values: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Dark blue through teal to yellow, [..., 3] for 0..1."""
+    return _ramp(values, ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b"))
 
 
 def share_colours(values: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -168,16 +147,13 @@ def _ramp(values: NDArray[np.floating], colours: Sequence[str]) -> NDArray[np.fl
     return np.stack([np.interp(values, at, stops[:, i]) for i in range(3)], axis=-1).astype(np.float32)
 
 
-def _blocks(values: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
-    """Cells [h, w, c] as blocks of pixels of a picture of (width, height)."""
-    width, height = size
-    rows = (np.arange(height) * values.shape[0]) // height
-    columns = (np.arange(width) * values.shape[1]) // width
-    return values[rows][:, columns]
-
-
-def _grey(photo: Image.Image) -> NDArray[np.float32]:
-    return np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
+def _on_grey(
+    photo: Image.Image, paint: NDArray[Any], strength: Any, inside: NDArray[np.bool_] | None = None
+) -> NDArray[np.float32]:
+    """Colours [h, w, 3] over the photo in grey, which is dark where nothing covers it."""
+    grey = np.asarray(photo.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
+    mixed = (1 - strength) * grey + strength * paint
+    return mixed if inside is None else np.where(inside[..., None], mixed, 0.5 * grey + 40)
 
 
 def _image(values: NDArray[np.floating]) -> Image.Image:
@@ -188,17 +164,9 @@ def _image(values: NDArray[np.floating]) -> Image.Image:
 
 
 def class_palette(classes: int) -> NDArray[np.uint8]:
-    """uint8 [K, 3]: the colours of Pascal VOC's masks, which spread the bits of the class over red, green and blue.
-
-    They stay the same whatever the number of classes. VOC's own first colour, black, is left out.
-    """
-    numbers = np.arange(1, classes + 1)
-    colours = np.zeros((classes, 3), dtype=np.uint8)
-    for bit in range(8):
-        for channel in range(3):
-            colours[:, channel] |= ((numbers >> channel & 1) << (7 - bit)).astype(np.uint8)
-        numbers = numbers >> 3
-    return colours
+    """uint8 [K, 3]: the colours of Pascal VOC's masks, without the first, black."""
+    bits = np.arange(1, classes + 1)[:, None, None] >> np.arange(24).reshape(8, 3) & 1  # [K, bit, channel]
+    return (bits << np.arange(7, -1, -1)[:, None]).sum(1).astype(np.uint8)
 
 
 def palette_image(mask: NDArray[np.integer], classes: int) -> Image.Image:
@@ -234,11 +202,8 @@ def object_overlay(
     masks: Sequence[NDArray[np.bool_]] = (),
     side: int = 0,
 ) -> Image.Image:
-    """Objects over an image uint8 [H, W, 3], the first one on top: mask, box and caption in its colour.
-
-    Args:
-        boxes: [n, 4], x0, y0, x1, y1 in pixels. masks: [H, W] of each object, or none.
-        side: make the long side so long before boxes are drawn; 0: as it is.
+    """Objects over an image uint8 [H, W, 3], the first one on top: mask [H, W], box (x0, y0, x1, y1) and caption in its
+    colour. `side`: make the long side so long before boxes are drawn; 0: as it is.
     """
     mixed = pixels.astype(np.float32)
     colours = [rgb(PALETTE[k % len(PALETTE)]) for k in range(len(boxes))]
@@ -286,27 +251,19 @@ def draw_text(
     """Text that is cut to ``width`` with an ellipsis at its end, or in its middle for paths."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     font = font_of(size, latin=all(letter < "\u0250" or letter in "…·" for letter in text))
-    if draw.textlength(text, font=font) > width:
-        keep = len(text)
-        while keep > 1:
-            keep -= 1
-            front = keep // 3 if middle else keep
-            cut = text[:front] + "…" + (text[len(text) - (keep - front) :] if middle else "")
-            if draw.textlength(cut, font=font) <= width:
-                break
-        text = cut
-    draw.text(at, text, fill=fill, font=font)
+    cut, keep = text, len(text)
+    while draw.textlength(cut, font=font) > width and keep > 1:
+        keep -= 1
+        front = keep // 3 if middle else keep
+        cut = text[:front] + "…" + (text[len(text) - (keep - front) :] if middle else "")
+    draw.text(at, cut, fill=fill, font=font)
 
 
-def layer_chart(
-    lines: Sequence[tuple[str, str, Sequence[float]]], level: float, size: tuple[int, int] = (PANEL, PANEL)
-) -> Image.Image:
+def layer_chart(lines: Sequence[tuple[str, str, Sequence[float]]], level: float) -> Image.Image:
     """Lines (name, colour, values from layer 0; a shorter one ends at the last layer) and a dashed level by area."""
-    scale = 2  # drawn twice as large, then smoothed
-    width, height = (side * scale for side in size)
-    image = Image.new("RGB", (width, height), CARD)
+    image = Image.new("RGB", (2 * PANEL, 2 * PANEL), CARD)  # drawn twice as large, then smoothed
     draw = ImageDraw.Draw(image)
-    left, right, top, bottom = 34 * scale, width - 8 * scale, 8 * scale, height - 40 * scale
+    left, right, top, bottom = 68, 2 * PANEL - 16, 16, 2 * PANEL - 80
     values = [v for _, _, line in lines for v in line] + [level]
     low, high = max(0.0, min(values) - 0.08), min(1.0, max(values) + 0.08)
     layers = max(len(line) for _, _, line in lines) - 1
@@ -314,26 +271,23 @@ def layer_chart(
     def at(layer: float, value: float) -> tuple[float, float]:
         return left + (right - left) * layer / max(layers, 1), bottom - (bottom - top) * (value - low) / (high - low)
 
-    for i in range(4):
-        value = low + (high - low) * i / 3
-        y = at(0, value)[1]
-        draw.line((left, y, right, y), fill="#e4e4e8", width=scale)
-        draw_text(draw, (2 * scale, y - 7 * scale), f"{value:.2f}", 12 * scale, FAINT, left)
+    for value in np.linspace(low, high, 4).tolist():
+        _, y = at(0, value)
+        draw.line((left, y, right, y), fill="#e4e4e8", width=2)
+        draw_text(draw, (4, y - 14), f"{value:.2f}", 24, FAINT, left)
     for layer in sorted({0, layers // 2, layers}):
-        draw_text(draw, (at(layer, low)[0] - 4 * scale, bottom + 3 * scale), str(layer), 12 * scale, FAINT, 60)
-    y = at(0, level)[1]
-    for start in range(left, right, 12 * scale):
-        draw.line((start, y, min(start + 7 * scale, right), y), fill="#55555a", width=2 * scale)
+        draw_text(draw, (at(layer, low)[0] - 8, bottom + 6), str(layer), 24, FAINT, 60)
+    _, y = at(0, level)
+    for x in range(left, right, 24):
+        draw.line((x, y, min(x + 14, right), y), fill="#55555a", width=4)
     for i, (name, colour, line) in enumerate(lines):
-        first = layers + 1 - len(line)
-        points = [at(first + j, value) for j, value in enumerate(line)]
-        draw.line(points, fill=colour, width=2 * scale, joint="curve")
-        for x, y in points:
-            radius = 2.6 * scale
-            box = (x - radius, y - radius, x + radius, y + radius)
-            draw.ellipse(box, fill=colour) if i == 0 else draw.rectangle(box, fill=colour)
-        draw_text(draw, (left + i * 92 * scale, height - 19 * scale), name, 13 * scale, colour, 120 * scale)
-    return image.resize(size, Image.Resampling.LANCZOS)
+        points = [at(layers + 1 - len(line) + j, value) for j, value in enumerate(line)]
+        draw.line(points, fill=colour, width=4, joint="curve")
+        for across, y in points:
+            mark = draw.rectangle if i else draw.ellipse
+            mark((across - 5, y - 5, across + 5, y + 5), fill=colour)
+        draw_text(draw, (left + i * 184, 2 * PANEL - 38), name if line else "", 26, colour, 240)
+    return image.resize((PANEL, PANEL), Image.Resampling.LANCZOS)
 
 
 # -- panels, cards, sheets --------------------------------------------------------------------------------------------
@@ -350,11 +304,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a legend: colour and name; with the part of the cells, if there is one."""
+    """A line of a legend: colour and name; with the fraction of the cells, if there is one."""
 
     colour: str
     name: str
-    share: float | None = None
+    fraction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -422,8 +376,8 @@ def _draw_legend(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, x: int
     for entry in row.legend[: (bottom - top) // LINE]:
         draw.rounded_rectangle((x, y + 2, x + 15, y + 16), 3, fill=entry.colour)
         left = x + 24
-        if entry.share is not None:
-            percent = f"{entry.share:.0%}" if entry.share >= 0.005 else "<1%"
+        if entry.fraction is not None:
+            percent = f"{entry.fraction:.0%}" if entry.fraction >= 0.005 else "<1%"
             draw.text((x + 56, y), percent, fill=FAINT, font=font_of(14), anchor="ra")
             left = x + 63
         draw_text(draw, (left, y), entry.name, 14, INK, LEGEND - (left - x))
@@ -432,9 +386,9 @@ def _draw_legend(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, x: int
     for low, high, kind in row.bars:
         words = 64
         ramp = np.linspace(0, 1, LEGEND - 2 * words)[None, :].repeat(12, axis=0)
-        colours = heat_colours(ramp) if kind == "heat" else share_colours(1 - ramp).astype(np.uint8)
+        colours = heat_colours(ramp) if kind == "heat" else share_colours(1 - ramp)
         draw_text(draw, (x, y + 4), low, 13, FAINT, words)
-        image.paste(Image.fromarray(colours), (x + words, y + 6))
+        image.paste(_image(colours), (x + words, y + 6))
         draw_text(draw, (x + LEGEND - words + 6, y + 4), high, 13, FAINT, words)
         y += LINE + 8
     if row.remark:
@@ -446,50 +400,29 @@ def draw_sheet(title: str, subtitle: str, cards: Sequence[Card], columns: int = 
     sections: dict[str, list[Image.Image]] = {}
     for card in cards:
         sections.setdefault(card.section, []).append(draw_card(card))
-    return _lay_out(title, subtitle, sections, columns)
+    return stack(title, subtitle, sections, min(columns, len(cards)))
 
 
-def stack(title: str, subtitle: str, images: Sequence[Image.Image]) -> Image.Image:
-    """Images (cards, say) below each other under a title."""
-    return _lay_out(title, subtitle, {"": list(images)}, 1)
-
-
-def _lay_out(title: str, subtitle: str, sections: dict[str, list[Image.Image]], columns: int) -> Image.Image:
-    columns = max(1, min(columns, sum(map(len, sections.values()))))
-    card_width = max(image.width for images in sections.values() for image in images)
-    head, bar = 76, 40
-    width = columns * (card_width + PAD) + PAD
-    rows = {
-        name: [images[i : i + columns] for i in range(0, len(images), columns)] for name, images in sections.items()
-    }
-    height = head + sum(bar for name in sections if name)
-    height += sum(max(image.height for image in row) + PAD for group in rows.values() for row in group)
-    sheet = Image.new("RGB", (width, height), PAPER)
+def stack(title: str, subtitle: str, sections: Mapping[str, Sequence[Image.Image]], columns: int = 1) -> Image.Image:
+    """Images (cards, say) in columns under a title; the sections have their name above them."""
+    cell = max(image.width for images in sections.values() for image in images) + PAD
+    width, y = columns * cell + PAD, 76
+    places: list[tuple[Image.Image | str, int, int]] = []
+    for name, images in sections.items():
+        if name:
+            places.append((name, PAD * 2, y + 10))
+            y += 40
+        for start in range(0, len(images), columns):
+            row = images[start : start + columns]
+            places += [(image, PAD + i * cell, y) for i, image in enumerate(row)]
+            y += max(image.height for image in row) + PAD
+    sheet = Image.new("RGB", (width, y), PAPER)
     draw = ImageDraw.Draw(sheet)
     draw_text(draw, (PAD * 2, 14), title, 22, INK, width - 4 * PAD)
     draw_text(draw, (PAD * 2, 46), subtitle, 15, FAINT, width - 4 * PAD)
-    y = head
-    for name, group in rows.items():
-        if name:
-            draw_text(draw, (PAD * 2, y + 10), name, 18, FAINT, width - 4 * PAD)
-            y += bar
-        for row in group:
-            for i, image in enumerate(row):
-                sheet.paste(image, (PAD + i * (card_width + PAD), y))
-            y += max(image.height for image in row) + PAD
-    return sheet
-
-
-def contact_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], side: int = 64) -> Image.Image:
-    """Thumbnails in named rows: (name, images)."""
-    gap, margin = 4, 150
-    columns = max((len(images) for _, images in rows), default=0)
-    sheet = Image.new("RGB", (margin + columns * (side + gap) + gap, len(rows) * (side + gap) + gap), CARD)
-    draw = ImageDraw.Draw(sheet)
-    for number, (name, images) in enumerate(rows):
-        y = gap + number * (side + gap)
-        draw_text(draw, (gap + 4, y + side // 2 - 9), name, 15, INK, margin - 2 * gap - 8)
-        for column, image in enumerate(images):
-            resampling = Image.Resampling.NEAREST if max(image.size) < side else Image.Resampling.LANCZOS
-            sheet.paste(ImageOps.fit(image, (side, side), resampling), (margin + column * (side + gap), y))
+    for what, x, top in places:
+        if isinstance(what, str):
+            draw_text(draw, (x, top), what, 18, FAINT, width - 4 * PAD)
+        else:
+            sheet.paste(what, (x, top))
     return sheet

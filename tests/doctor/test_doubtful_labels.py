@@ -6,15 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import everytoken_lab as lab
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
-from everytoken_lab.data.datasets import keys_hash, open_dataset
+from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.doctor import labels as doubtful
-from everytoken_lab.engine.accuracy import MultiLabelPredictions, Predictions
+from everytoken_lab.engine.accuracy import MultiLabelPredictions
 from everytoken_lab.training.build import corrected
 
 
@@ -88,22 +87,6 @@ def test_the_table_corrects_labels_and_leaves_images_out(wrong, tmp_path):
         corrected(train, val, table)
     with pytest.raises(EverytokenError, match="there is no file"):
         corrected(train, val, tmp_path / "none.csv")
-
-
-def test_answers_that_training_has_kept_are_used_and_cost_nothing(wrong, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doubtful, "FEWEST", 40)
-    monkeypatch.setattr(doubtful, "_doubts", None)  # would compute
-    train = open_dataset(wrong, "train")
-    logits = torch.full((len(train), 3), 0.0)
-    logits[torch.arange(len(train)), torch.from_numpy(train.labels)] = 3.0
-    place = list(train.keys()).index("class-2/photo.5.png")
-    logits[place] = torch.tensor([5.0, 0.0, 0.0])
-    answers = Predictions.of_batch(torch.arange(len(train)), torch.from_numpy(train.labels), logits)
-    answers.save(tmp_path / "runs/tree/linear/out-of-fold.npz", keys_hash(train))
-    (found,) = [f for f in et_doctor(wrong) if f.code == "doubtful-labels"]
-    assert found.count == 1
-    assert found.examples[0].startswith("class-2/photo.5.png: not class-2 but class-0? (99 %")
 
 
 def test_of_several_labels_a_missing_and_a_wrong_one_are_found(tmp_path):

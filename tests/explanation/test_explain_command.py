@@ -77,8 +77,8 @@ def test_cards_an_overview_and_numbers_are_written_and_named(here, tmp_path, cap
 
 
 def test_the_numbers_are_those_of_the_functions(here, tmp_path):
-    from everytoken_lab.explanation import relevance
     from everytoken_lab.explanation.model import open_explained
+    from everytoken_lab.explanation.saliency import relevance
 
     image = here / "photos/two.jpg"
     assert run(here, here / "vit.safetensors", image, "--class", "hen", "--class", "1", "--out", tmp_path) == 0
@@ -127,13 +127,6 @@ def test_the_python_function_gives_cards_and_numbers_and_writes_nothing_unless_a
     assert [entry["class"] for entry in result.facts["images"][0]["models"][0]["relevance"]] == ["cat"]
 
 
-def test_random_weights_are_called_random(here, tmp_path, capsys):
-    argv = ["timm:resnet10t", here / "photos/two.jpg", "--untrained", "--img-size", 64, "--out", tmp_path]
-    assert run(here, *argv) == 0
-    assert "random weights" in capsys.readouterr().err
-    assert "random weights" in json.loads((tmp_path / "explain.json").read_text())["models"][0]["remark"]
-
-
 def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     model = timm.create_model("resnet10t", num_classes=4)
     save_file(model.state_dict(), tmp_path / "plain.safetensors")
@@ -151,7 +144,6 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     (["--class", "4"], "a number from 0 to 3"),
     (["--maps", "MAPS"], "has no map of any of the images"),
     (["--mix"], "exactly two images, got 1"),
-    (["--untrained"], "untrained goes with timm:NAME"),
     (["--weights", "x.pt"], "go with timm:NAME"),
 ])  # fmt: skip
 def test_mistakes_are_told_with_the_way_out(here, tmp_path, capsys, more, message):

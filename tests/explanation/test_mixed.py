@@ -38,7 +38,7 @@ def test_shares_of_a_vit_are_followed_by_hand():
     own, partner = two()
     mask = draw_box(0.4, (32, 32))
     story = follow_mix(model, own, partner, mask, boxes=4)
-    from everytoken_lab.explanation import record_attention
+    from everytoken_lab.explanation.saliency import record_attention
 
     mixed = own * mask + partner * (1 - mask)
     with torch.no_grad(), record_attention(model.backbone) as seen:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everytoken_lab.explanation import relevance
+from everytoken_lab.explanation.saliency import relevance
 
 from .conftest import planted, tiny_vit, train
 

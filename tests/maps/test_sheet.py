@@ -111,10 +111,9 @@ def pixel(picture: Image.Image, x: float, y: float) -> np.ndarray:
 
 def panel_of(one: ScoreMap, size=(200, 100)) -> tuple[Image.Image, dict[int, str]]:
     photo = Image.new("RGB", size, "#808080")
-    cells, inside = draw.cells_of(photo.size, one.scores.shape[:2], one.area)
     summary = summarize(one, 4)
     legend = {c: draw.PALETTE[i] for i, (c, _) in enumerate(summary.shares)}
-    return draw.class_overlay(photo, cells, inside, summary, legend), legend
+    return draw.class_overlay(photo, summary.top, summary.confidence, legend, one.area), legend
 
 
 def is_like(colour: np.ndarray, name: str) -> bool:
@@ -197,7 +196,7 @@ def test_a_store_shows_itself_and_tokens_are_drawn_where_they_are(tmp_path):
     some, every = (sheet_picture(maps, SheetOptions(maps.path, keys=keys)) for keys in (("ant/1.png",), ()))
     assert some.height < every.height
     photo = Image.new("RGB", (40, 20), "#808080")
-    picture = draw.token_overlay(photo, np.array([[7, 9]]), np.ones((1, 2)), {7: "#ff0000"})
+    picture = draw.class_overlay(photo, np.array([[7, 9]]), np.ones((1, 2)), {7: "#ff0000"})
     left, right = picture.getpixel((5, 10)), picture.getpixel((35, 10))
     assert left[0] > left[1]
     assert len(set(right)) == 1, "a class without a colour is grey"

@@ -33,7 +33,7 @@ class Doctor:
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA|MAPS|RUN ...]")] = ()
     """Folders of images, stores of score maps, run folders; none: the machine only."""
     sample: int = 0
-    """Look at this many images of each part only, spread evenly; 0: all."""
+    """Look at this many images of each split only, spread evenly; 0: all."""
     workers: Workers = field(default_factory=default_workers)
     """Threads that decode images."""
     labels: bool = True
@@ -72,8 +72,8 @@ def _print(findings: Sequence[Finding]) -> None:
     for finding in findings:
         head = Text(f"{finding.level:<8}", style=colours[finding.level])
         console.print(head.append(finding.what, style="default").append(f"  [{finding.where}]", style="dim"))
-        more = finding.count - len(finding.examples)
-        lines = [*finding.examples, *([f"and {more} more"] if finding.examples and more > 0 else [])]
+        more = (finding.count or len(finding.examples)) - len(finding.some)
+        lines = [*finding.some, *([f"and {more} more"] if finding.some and more > 0 else [])]
         for line in lines:
             console.print(Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 11), expand=False))
         if finding.todo:

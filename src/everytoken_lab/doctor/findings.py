@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Level = Literal["error", "warning", "note"]
-LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+SHOWN = 5  # examples
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Finding:
 
     Attributes:
         level: error: training would stop or be wrong; warning: it would suffer; note: good to know.
-        what: what was found; where: the file, folder or part of the machine; todo: what to do about it.
         code: a short fixed name, for scripts.
-        examples: some of the images or files, and `count` of all.
+        what: what was found; where: the file, folder or part of the machine; todo: what to do about it.
+        examples: images or files, the first of which are shown; count: of all, if these are not all.
     """
 
     level: Level
@@ -26,12 +26,17 @@ class Finding:
     what: str
     where: str
     todo: str = ""
-    examples: tuple[str, ...] = ()
+    examples: Sequence[str] = ()
     count: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a plain dictionary."""
-        return {**asdict(self), "examples": list(self.examples)}
+        return {**asdict(self), "examples": self.some, "count": self.count or len(self.examples)}
+
+    @property
+    def some(self) -> list[str]:
+        """The first few examples."""
+        return list(self.examples[:SHOWN])
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -39,11 +44,6 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def some(items: Sequence[str], most: int = 5) -> tuple[str, ...]:
+def some(items: Sequence[str]) -> tuple[str, ...]:
     """The first few of a list of examples."""
-    return tuple(items[:most])
-
-
-def worst_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Errors, then warnings, then notes, each in the order found."""
-    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+    return tuple(items[:SHOWN])

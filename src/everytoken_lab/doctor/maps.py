@@ -42,7 +42,7 @@ def examine_maps(path: Path, tell: Callable[[int, int], None]) -> tuple[Maps | N
 
 def compare(store: Maps, images: Images) -> list[Finding]:
     """A store with the images that will be trained on."""
-    data = images.parts.get("train")
+    data = images.splits.get("train")
     if data is None:
         return []
     return [*_class_order(store, data), *_missing(store, data), *_stale(store, data, images)]

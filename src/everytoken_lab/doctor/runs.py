@@ -7,15 +7,13 @@ from pathlib import Path
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.data.datasets import dataset_path
-from everytoken_lab.doctor.findings import Finding, some
+from everytoken_lab.doctor.findings import Finding
 from everytoken_lab.engine.run_folder import Run, read_run
 
 
 def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
     """Everything about one run folder."""
-    run = read_run(path)
-    where = str(path)
-    findings = []
+    run, where, findings = read_run(path), str(path), []
     for trouble in run.troubles:
         todo = "Train again with the same command: it resumes from an intact checkpoint and writes missing files again."
         findings.append(Finding("error" if not run.config else "warning", "run-files", trouble, where, todo))
@@ -25,45 +23,35 @@ def examine_run(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
     if run.bad_updates:
         what = f"{run.bad_updates} updates were left out because the loss was not finite"
         todo = "Try a lower --lr, --clip-grad 1 or --amp-dtype bfloat16; bad-updates.jsonl names the images."
-        findings.append(Finding("warning", "run-bad-updates", what, where, todo, (), run.bad_updates))
+        findings.append(Finding("warning", "run-bad-updates", what, where, todo, count=run.bad_updates))
     if run.skipped:
         listed = [f"{key}: {why}" for key, why in run.skipped.items()]
-        what = f"{len(run.skipped)} images could not be read and were left out"
-        findings.append(
-            Finding("warning", "run-skipped", what, where, "Replace or remove them.", some(listed), len(listed))
-        )
-    findings += _checkpoints(path, tell)
-    findings += _weights(path)
-    findings += _sources(run)
-    return findings
+        what = f"{len(listed)} images could not be read and were left out"
+        findings.append(Finding("warning", "run-skipped", what, where, "Replace or remove them.", listed))
+    return [*findings, *_checkpoints(path, tell), *_weights(path / "best.safetensors"), *_sources(run)]
 
 
 def _checkpoints(path: Path, tell: Callable[[int, int], None]) -> list[Finding]:
     from everytoken_lab.engine.checkpoint import checkpoints_in, problems
 
-    folders = checkpoints_in(path / "checkpoints")
-    wrong: dict[str, list[str]] = {}
-    for done, folder in enumerate(folders):
+    folders, texts, whole = checkpoints_in(path / "checkpoints"), list[str](), list[str]()
+    for done, folder in enumerate(folders, 1):
         found = problems(folder)
-        if found:
-            wrong[folder.name] = found
-        tell(done + 1, len(folders))
-    if not wrong:
+        texts += found
+        whole += [] if found else [folder.name]
+        tell(done, len(folders))
+    if not texts:
         return []
-    texts = [text for found in wrong.values() for text in found]
-    good = [folder.name for folder in folders if folder.name not in wrong]
-    if good:
-        todo = f"Delete it; the run resumes from {good[-1]}, which is intact."
-    else:
-        todo = "No whole checkpoint is left: restore one from a copy, or train again into a new folder."
-    what = f"{len(wrong)} of {len(folders)} checkpoints are damaged"
-    return [Finding("error", "checkpoint-damaged", what, str(path), todo, some(texts), len(texts))]
+    todo = "No whole checkpoint is left: restore one from a copy, or train again into a new folder."
+    if whole:
+        todo = f"Delete it; the run resumes from {whole[-1]}, which is intact."
+    what = f"{len(folders) - len(whole)} of {len(folders)} checkpoints are damaged"
+    return [Finding("error", "checkpoint-damaged", what, str(path), todo, texts)]
 
 
-def _weights(path: Path) -> list[Finding]:
+def _weights(file: Path) -> list[Finding]:
     from everytoken.models.weights import WeightsError, read_weights
 
-    file = path / "best.safetensors"
     if not file.is_file():
         return []
     todo = "Take the weights of a whole checkpoint (checkpoints/step-*/model.safetensors), or train again."
@@ -72,10 +60,8 @@ def _weights(path: Path) -> list[Finding]:
     except WeightsError as error:
         return [Finding("error", "weights-damaged", f"the best weights cannot be used: {error}", str(file), todo)]
     bad = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
-    if bad:
-        what = f"{len(bad)} tensors of the best weights are not finite"
-        return [Finding("error", "weights-not-finite", what, str(file), todo, some(bad), len(bad))]
-    return []
+    what = f"{len(bad)} tensors of the best weights are not finite"
+    return [Finding("error", "weights-not-finite", what, str(file), todo, bad)] if bad else []
 
 
 def _sources(run: Run) -> list[Finding]:
@@ -92,6 +78,6 @@ def _sources(run: Run) -> list[Finding]:
             there = False
         if not there:
             what = f"its {option} {given} are not there (seen from {Path.cwd()})"
-            todo = "Going on and sample predictions need them; call from the folder in which the run was started."
+            todo = "Resuming and sample predictions need them; call from the folder in which the run was started."
             findings.append(Finding("warning", f"run-{option}-gone", what, str(run.path), todo))
     return findings

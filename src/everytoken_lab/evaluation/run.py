@@ -44,7 +44,7 @@ from everytoken_lab.stats import Estimate
 if TYPE_CHECKING:
     from everytoken_lab.evaluation.exporting import Exported
     from everytoken_lab.evaluation.predictions import ImagePredictions
-    from everytoken_lab.explanation import Explanation
+    from everytoken_lab.explanation.cards import Explanation
 
 LOGITS = 50_000_000  # numbers that are kept at most, to calibrate
 WORTH_EXPORTING = 64 * 224 * 224  # pixels of all images from which on a faster program is made of the network first

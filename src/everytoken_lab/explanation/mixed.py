@@ -31,14 +31,12 @@ class MixStory:
     """What became of one mixture; shares are those of the first image.
 
     Attributes:
-        ratio: by area.
-        share: of what the class head reads, after the last layer.
-        start: [h, w] of the patches at the beginning, on the grid of `aligned`.
-        aligned: [h, w] after the last layer.
+        ratio: by area; share: of what the class head reads, after the last layer.
+        start, aligned: [h, w] of the patches at the beginning and after the last layer.
         layers: of what the head reads, at the start and after every mixing layer (before a class token joins: of all
             tokens); only start and end where the model has no such layers.
         likeness: the same by likeness to the unmixed images, after every layer; empty where it cannot be had.
-        rmse: between aligned shares and those by area, over `boxes` random boxes.
+        rmse: between aligned shares and those by area, over random boxes.
     """
 
     ratio: float
@@ -48,13 +46,12 @@ class MixStory:
     layers: tuple[float, ...]
     likeness: tuple[float, ...]
     rmse: float
-    boxes: int
 
 
 def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:
-    """A mask [1, H, W], 0 in a box of this part of the area, wholly inside, at a random place."""
+    """A mask [1, H, W], 0 in a box of this fraction of the area, wholly inside, at a random place."""
     if not 0 < part < 1:
-        raise EverytokenError(f"the second image's part must be between 0 and 1, got {part}.")
+        raise EverytokenError(f"the second image's fraction must be between 0 and 1, got {part}.")
     rng = np.random.default_rng(seed)
     sides = [max(1, round(side * part**0.5)) for side in size]
     top, left = (int(rng.integers(0, full - side + 1)) for full, side in zip(size, sides, strict=True))
@@ -84,23 +81,17 @@ def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor, bo
             errors = _many_boxes(aligner, backbone, both, boxes)
     finally:
         aligner.remove()
-    ratio, share = float(mix.ratio[0]), float(shares.image[0])
-    grid = shares.grid[0]
-    layers = (ratio, *read) if read else (ratio, share)
-    return MixStory(
-        ratio, share, patch_shares(mask, (grid.shape[0], grid.shape[1]))[0].cpu(), grid.cpu(), layers,
-        _likeness(model, mixed[:1], own, partner, len(read)), errors, boxes,
-    )  # fmt: skip
+    ratio, share, grid = float(mix.ratio[0]), float(shares.image[0]), shares.grid[0]
+    start = patch_shares(mask, (grid.shape[0], grid.shape[1]))[0]
+    likeness = _likeness(model, mixed[:1], own, partner, len(read))
+    return MixStory(ratio, share, start.cpu(), grid.cpu(), (ratio, *(read or [share])), likeness, errors)
 
 
 def _read(aligner: Aligner, shares: Shares, values: Tensor) -> Tensor:
-    """The part of a layer's shares that the head would read, [B]."""
-    if values.dim() == 3:
-        return values.mean((1, 2))
+    """Those of a layer's shares that the head would read, [B]."""
     prefix = 0 if shares.prefix is None else shares.prefix.shape[1]
-    joined = values.shape[1] == prefix + shares.grid[0].numel()
-    if not joined or not prefix:
-        return values.mean(1)
+    if values.dim() == 3 or not prefix or values.shape[1] != prefix + shares.grid[0].numel():
+        return values.flatten(1).mean(1)
     return aligner.read(values[:, prefix:].unflatten(1, shares.grid.shape[1:]), values[:, :prefix])
 
 

@@ -1,9 +1,9 @@
-"""A model to be explained: where it comes from, what its classes are called, and how it looks at an image file."""
+"""A model to be explained: what its classes are called, and how it looks at an image file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,8 @@ from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, probabilities
-from everytoken_lab.evaluation.run import eval_view
-from everytoken_lab.models.open import Description, OpenModel, open_model
+from everytoken_lab.evaluation.run import eval_view, open_with
+from everytoken_lab.models.open import Description, OpenModel
 
 Area = tuple[float, float, float, float]
 
@@ -44,13 +44,10 @@ class ExplainedModel:
     """A model in evaluation mode, and what one needs to know of it.
 
     Attributes:
-        name: short, for pictures.
-        source: as the user named it.
-        model: its token view.
+        name: short, for pictures; source: as the user named it.
         classes: of the class head; token_classes: of the token head (those of the class head without one).
-        view: how it looks at images.
+        transform: how it looks at images.
         info: its description, with the calibration of its run.
-        remark: something odd about it (random weights), or "".
     """
 
     name: str
@@ -58,28 +55,26 @@ class ExplainedModel:
     model: TokenModel
     classes: ClassList
     token_classes: ClassList
-    view: EvalTransform
+    transform: EvalTransform
     info: Description
-    remark: str = ""
 
     def read(self, path: str | Path) -> ModelInput:
         """Read an image file as evaluation does: upright, resized, centre crop."""
         if not Path(path).is_file():
             more = " It is a folder: name the files, such as folder/*.jpg." if Path(path).is_dir() else ""
             raise EverytokenError(f"there is no image file {path}.{more}")
-        pixels, placement = self.view(Picture(path, str(path)))
+        pixels, placement = self.transform(Picture(path, str(path)))
         pixels = np.ascontiguousarray(pixels)
-        mean, std = (torch.tensor(v)[:, None, None] for v in (self.view.mean, self.view.std))
-        device = next(self.model.parameters()).device
+        mean, std = (torch.tensor(v)[:, None, None] for v in (self.transform.mean, self.transform.std))
         images = (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - mean) / std
-        return ModelInput(pixels, images[None].to(device), pl.box(placement))
+        return ModelInput(pixels, images[None].to(next(self.model.parameters()).device), pl.box(placement))
 
     def probabilities(self, images: Tensor) -> Tensor:
         """[K] of one image, as `predict` shows them."""
         return probabilities(self.info, self.model(images).voted(self.info.token_vote)[0]).cpu()
 
     def find_class(self, text: str) -> int:
-        """The class that a text names: its name, a part of it that ImageNet knows, or its number."""
+        """The class that a text names: its name, a word for it that ImageNet knows, or its number."""
         number = self.classes.find(text)
         if number is None and text.isdigit():
             number = int(text)
@@ -94,67 +89,35 @@ class ExplainedModel:
 
 
 def name_of(classes: ClassList, number: int) -> str:
-    """A class's name for people."""
+    """A class's name."""
     return classes.names[number] if number < len(classes.names) else f"class {number}"
 
 
 def open_explained(
-    source: str | OpenModel,
-    weights: str = "",
-    architecture: str = "",
-    img_size: int = 0,
-    names: Sequence[str] = (),
-    untrained: bool = False,
-    device: str = "cpu",
+    source: str | Path | OpenModel, options: InferenceOptions | None = None, names: Sequence[str] = ()
 ) -> ExplainedModel:
-    """The model that `source` names.
-
-    Args:
-        source: whatever `open_model` takes, or a loaded model, which is used as it is.
-        weights: with timm:NAME, the weights to use instead of pretrained ones.
-        architecture: timm name, for a weights file that does not say it itself.
-        img_size: side of the input; 0: the model's own.
-        names: of the classes, where the weights do not say them.
-        untrained: with timm:NAME, random weights. To see that a method works, not what a model has learnt.
-    """
-    if isinstance(source, OpenModel):
-        opened, source = source, source.source
-        opened.model.to(device)
-    else:
-        opened = open_model(
-            source,
-            architecture=architecture,
-            weights=weights,
-            img_size=img_size,
-            untrained=untrained,
-            device=device,
-        )
+    """The model that `source` names, or a loaded one. `names`: of its classes, where the weights do not say them."""
+    options = options or InferenceOptions(workers=0)
+    opened = open_with(source, options)
+    source = str(source.source if isinstance(source, OpenModel) else source)
     if not hasattr(opened.model.backbone, "forward_features"):
         raise EverytokenError(
             f"{source} has no gradients, which an explanation needs. Explain the run or the weights that it was "
             "exported from."
         )
     classes, token_classes = opened.classes, opened.token_classes
-    if classes.count < 1:
-        raise EverytokenError(f"{source} has no classifier (0 classes), so there is nothing to explain.")
-    if names:
-        if len(names) != classes.count:
+    if names or not classes.count:
+        if len(names) != classes.count or not names:
             raise EverytokenError(f"{len(names)} class names were given; {source} has {classes.count} classes.")
-        same = token_classes == classes
-        classes = ClassList(len(names), tuple(names))
-        token_classes = classes if same else token_classes
-    if not img_size:
-        opened, _ = calibrated(opened, InferenceOptions(workers=0, device=device), None)
-    remark = "random weights: this means nothing" if untrained else ""
-    view = eval_view(opened.info)
-    title = _short(source, opened.info.architecture)
-    return ExplainedModel(title, source, opened.model, classes, token_classes, view, opened.info, remark)
-
-
-def _short(source: str, architecture: str) -> str:
-    """`runs/first` -> 'first · deit_tiny...'; timm:NAME and the like as they are."""
-    if source.startswith(("timm:", "registry:", "hf-hub:")):
-        return source
+        named = replace(classes, names=tuple(names), synonyms=())
+        classes, token_classes = named, named if token_classes == classes else token_classes
+    if not options.img_size:
+        opened, _ = calibrated(opened, options, None)
     path = Path(source)
     folder = path.parent if path.is_file() and path.suffix == ".safetensors" else path
-    return f"{folder.name} · {architecture}"
+    name = (
+        source
+        if source.startswith(("timm:", "registry:", "hf-hub:"))
+        else f"{folder.name} · {opened.info.architecture}"
+    )
+    return ExplainedModel(name, source, opened.model, classes, token_classes, eval_view(opened.info), opened.info)

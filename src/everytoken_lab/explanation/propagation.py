@@ -11,13 +11,12 @@ the mean over heads of (∇A ⊙ R_A)⁺, where the later, simpler rule ("attent
 - norms, activations, softmax and scaling by constants: R passes.
 
 What we do differently: totals of residual connections are those of one image, not of the batch, and LV-ViT's residual
-branches may be divided by any constant. It is for ViT, DeiT and LV-ViT with a class token, one linear head and
-pre-norm blocks. Cost: as "attention", with about three more passes' worth of matrix products for each class.
+branches may be divided by any constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,31 +31,31 @@ from everytoken.models.families import UnsupportedModelError
 
 @dataclass
 class BlockRecord:
-    """What went through one block: inputs of its linear layers and norms by name, its input and output."""
+    """What went through one block: inputs and outputs of its linear layers and norms by name, and its own ("block")."""
 
     block: Any
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
+    def keep(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        """A hook for the part with this name."""
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            self.inputs[name], self.outputs[name] = args[0].detach(), output.detach()
+
+        return hook
+
 
 @contextmanager
 def record_blocks(backbone: nn.Module, wanted: bool = True) -> Iterator[list[BlockRecord]]:
     """Run the backbone inside, once; what went through its blocks is then in what this yields, if it is `wanted`."""
-    records: list[BlockRecord] = []
+    records = [BlockRecord(block) for block in check(backbone)] if wanted else []
     handles = []
-
-    def watch(record: BlockRecord, name: str, module: nn.Module) -> None:
-        def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            record.inputs[name], record.outputs[name] = args[0].detach(), output.detach()
-
-        handles.append(module.register_forward_hook(keep))
-
-    for block in check(backbone) if wanted else ():
-        record = BlockRecord(block)
-        records.append(record)
-        modules = {"block": block, "norm2": block.norm2, "qkv": block.attn.qkv, "proj": block.attn.proj}
-        for name, module in {**modules, "fc1": block.mlp.fc1, "fc2": block.mlp.fc2}.items():
-            watch(record, name, module)
+    for record in records:
+        handles.append(record.block.register_forward_hook(record.keep("block")))
+        for path in ("norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+            hook = record.keep(path.rpartition(".")[2])
+            handles.append(record.block.get_submodule(path).register_forward_hook(hook))
     try:
         yield records
     finally:
@@ -66,23 +65,31 @@ def record_blocks(backbone: nn.Module, wanted: bool = True) -> Iterator[list[Blo
 
 def check(backbone: nn.Module) -> list[Any]:
     """The blocks, or an error that says why relevance cannot be propagated."""
-    model: Any = backbone
-    blocks = list(getattr(backbone, "blocks", ()))
-    plain = isinstance(backbone, VisionTransformer) and isinstance(model.head, nn.Linear)
-    plain = plain and model.global_pool == "token" and not hasattr(backbone, "head_dist")
-    plain = plain and isinstance(model.fc_norm, nn.Identity) and not getattr(model, "attn_pool", None)
-    for block in blocks if plain else ():
-        attn = getattr(block, "attn", None)
-        plain = plain and isinstance(block, Block) and not getattr(block, "post_norm", False)
-        plain = plain and isinstance(getattr(attn, "q_norm", None), nn.Identity) and hasattr(attn, "qkv")
-        plain = plain and isinstance(getattr(attn, "norm", nn.Identity()), nn.Identity)
-        plain = plain and isinstance(getattr(block.mlp, "norm", nn.Identity()), nn.Identity)
-    if not plain or not blocks:
-        raise UnsupportedModelError(
-            f"relevance is propagated through ViT, DeiT and LV-ViT with a class token and pre-norm blocks, not through "
-            f"this {type(backbone).__name__}. Use method='attention' or 'cam'."
-        )
-    return blocks
+    if isinstance(backbone, VisionTransformer) and _reads_class_token(backbone) and all(map(_plain, backbone.blocks)):
+        return list(backbone.blocks)
+    raise UnsupportedModelError(
+        f"relevance is propagated through ViT, DeiT and LV-ViT with a class token and pre-norm blocks, not through "
+        f"this {type(backbone).__name__}. Use method='attention' or 'cam'."
+    )
+
+
+def _reads_class_token(model: Any) -> bool:
+    """Whether one linear head reads the class token, with nothing in between."""
+    direct = isinstance(model.head, nn.Linear) and isinstance(model.fc_norm, nn.Identity)
+    return (
+        direct
+        and model.global_pool == "token"
+        and not hasattr(model, "head_dist")
+        and not getattr(model, "attn_pool", None)
+    )
+
+
+def _plain(block: Any) -> bool:
+    """Whether a block is pre-norm, with norms nowhere else."""
+    if not isinstance(block, Block) or getattr(block, "post_norm", False) or not hasattr(block.attn, "qkv"):
+        return False
+    norms = [getattr(block.attn, "q_norm", None), getattr(block.attn, "norm", None), getattr(block.mlp, "norm", None)]
+    return all(norm is None or isinstance(norm, nn.Identity) for norm in norms)
 
 
 def attention_relevance(
@@ -137,14 +144,11 @@ def through_linear(relevance: Tensor, inputs: Tensor, layer: nn.Linear) -> Tenso
 def through_sum(relevance: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Relevance of two summands [B, N, D]; together they keep each image's total."""
     share = divide(relevance, first + second)
-    parts = [first * share, second * share]
-    totals = [part.sum((1, 2), keepdim=True) for part in parts]
-    whole = relevance.sum((1, 2), keepdim=True)
+    parts = first * share, second * share
+    whole, *totals = (values.sum((1, 2), keepdim=True) for values in (relevance, *parts))
     size = totals[0].abs() + totals[1].abs()
-    scaled = [
-        part * divide(divide(total.abs(), size) * whole, total) for part, total in zip(parts, totals, strict=True)
-    ]
-    return scaled[0], scaled[1]
+    scales = [divide(divide(total.abs(), size) * whole, total) for total in totals]
+    return parts[0] * scales[0], parts[1] * scales[1]
 
 
 def divide(a: Tensor, b: Tensor | int) -> Tensor:

@@ -15,11 +15,9 @@ What we do differently: talking heads (CaiT) mix heads after the softmax; what m
 size in rollout and as it is in "attention". Grad-CAM of a model with a class token looks at the patches before the last
 block, because after it they do not reach the head.
 
-Attention is made explicit while the model runs (`record_attention`): inside attention layers, a call of
-`scaled_dot_product_attention` is answered by the same formula with its matrix; a layer that makes its matrix itself
-hands it to `attn_drop`, where a hook gets it. Which layers these are is what token-label alignment knows
-(`everytoken.models.align.RULES`). Afterwards hooks, evaluation mode and gradient checkpointing are as they were.
-Cost: one forward pass, one backward pass per class, and the attention matrices, B·heads·N² numbers for each layer.
+Attention is made explicit while the model runs (`record_attention`): fused attention is answered by the same formula
+with its matrix; a layer that makes its matrix itself hands it to `attn_drop`, where a hook gets it. Which layers these
+are is what token-label alignment knows (`everytoken.models.align.RULES`). The model is unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from everytoken.errors import EverytokenError
 from everytoken.functional.shares import row_normalised
 from everytoken.models.align.aligner import HEADS, pooling
 from everytoken.models.align.attention import self_attention, talking_heads
@@ -88,13 +85,13 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
         return torch.stack(maps, dim=1)
 
 
-def choose_method(model: nn.Module, method: Method = "auto") -> Literal["attention", "lrp", "rollout", "cam"]:
+def choose_method(model: nn.Module, method: Method = "auto") -> Method:
     """What "auto" means for a model; other methods are checked. A layer that is not known is an error that names it."""
     if method not in get_args(Method):
-        raise EverytokenError(f"there is no method {method!r}; there are {', '.join(get_args(Method))}.")
+        raise ValueError(f"there is no method {method!r}; there are {', '.join(get_args(Method))}")
+    backbone = backbone_of(model)
     if method == "cam":
         return "cam"
-    backbone = backbone_of(model)
     try:
         attention_layers(backbone)
         pooled = read_tokens(backbone) == "avg"
@@ -120,7 +117,7 @@ def accumulate(steps: Sequence[Tensor], residual: bool = True) -> Tensor:
     for step in steps:
         more = step.shape[2] - result.shape[1]
         if more > 0:
-            result = torch.nn.functional.pad(result, (more, 0, more, 0))
+            result = F.pad(result, (more, 0, more, 0))
             result[:, :more, :more] = _identity(len(result), more, result)
         updated = step.shape[1]
         new = torch.bmm(step, result)
@@ -129,8 +126,7 @@ def accumulate(steps: Sequence[Tensor], residual: bool = True) -> Tensor:
 
 
 def _relevance_step(attention: Tensor, gradient: Tensor | None) -> Tensor:
-    """Ā: mean over heads of (∇A ⊙ A)⁺, [B, M, N]; "lrp" has R_A for A. No gradient (nothing of it reaches the class):
-    zeros."""
+    """Ā: mean over heads of (∇A ⊙ A)⁺, [B, M, N]; "lrp" has R_A for A. Zeros where nothing of it reaches the class."""
     if gradient is None:
         return attention.new_zeros(attention.shape[0], *attention.shape[2:])
     return (gradient * attention).clamp(min=0).mean(1)
@@ -157,9 +153,8 @@ def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _grad_cam(backbone: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
     model: Any = backbone
-    family = family_of(backbone)
     captured: list[Tensor] = []
-    if family.layout == "tokens" and _has_class_token(backbone):
+    if family_of(backbone).layout == "tokens" and _has_class_token(backbone):
         handle = last_block(backbone).register_forward_pre_hook(lambda module, args: captured.append(args[0]))
         try:
             logits = class_logits(backbone, inputs)
@@ -180,11 +175,9 @@ def _grad_cam(backbone: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
 
 def _as_grid(backbone: nn.Module, features: Tensor, images: Tensor) -> Tensor:
     """[B, h, w, D]; prefix tokens are left out, of which a block may have fewer than the model (CaiT, CvT)."""
-    family = family_of(backbone)
+    family, (height, width) = family_of(backbone), images.shape[-2:]
     if features.dim() == 4:
-        channels_first = family.layout == "nchw"
-        return features.permute(0, 2, 3, 1) if channels_first else features
-    height, width = images.shape[-2], images.shape[-1]
+        return features.permute(0, 2, 3, 1) if family.layout == "nchw" else features
     usual = int(getattr(backbone, "num_prefix_tokens", 0)) if family.prefix is None else family.prefix
     prefix, grid = min(
         ((p, grid_shape(features.shape[1] - p, (height, width))) for p in dict.fromkeys((usual, 0))),
@@ -216,17 +209,12 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def _indices(backbone: nn.Module, classes: Classes, count: int) -> Tensor:
-    """[B, n] int64 on the model's device, checked."""
-    device = next(backbone.parameters()).device
-    indices = torch.as_tensor(classes, dtype=torch.int64, device=device)
-    if indices.dim() == 1:
-        indices = indices.expand(count, -1)
+    """[B, n] int64 on the model's device."""
+    indices = torch.as_tensor(classes, dtype=torch.int64, device=next(backbone.parameters()).device)
     total = int(backbone.num_classes)  # type: ignore[arg-type]
-    if indices.dim() != 2 or indices.shape[0] != count or not indices.numel():
-        raise EverytokenError(f"classes must be n numbers, or [{count}, n] for {count} images; got {classes}.")
-    if int(indices.min()) < 0 or int(indices.max()) >= total:
-        raise EverytokenError(f"the model has classes 0 to {total - 1}; got {indices.unique().tolist()}.")
-    return indices.clone()  # never an inference tensor
+    if not indices.numel() or int(indices.min()) < 0 or int(indices.max()) >= total:
+        raise ValueError(f"the model has classes 0 to {total - 1}; got {indices.unique().tolist()}")
+    return indices.expand(count, indices.shape[-1]).clone()  # never an inference tensor
 
 
 def _identity(batch: int, count: int, like: Tensor) -> Tensor:
@@ -289,8 +277,8 @@ def read_tokens(backbone: nn.Module) -> str:
     return "both" if kind == "token" and hasattr(backbone, "head_dist") else kind
 
 
-class AttentionRecord:
-    """The attention matrices of one pass.
+class AttentionRecord(TorchFunctionMode):
+    """The attention matrices of one pass: inside attention layers, fused attention is answered with its matrix.
 
     Attributes:
         matrices: [B, heads, M, N] of each layer that has run; outputs m are made from inputs n.
@@ -298,43 +286,35 @@ class AttentionRecord:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.matrices: list[Tensor] = []
         self.softmax: list[bool] = []
-        self._inside: bool | None = None  # softmax of the layer under way
-        self._count = 0
-
-    def _enter(self, softmax: bool) -> None:
-        self._inside, self._count = softmax, len(self.matrices)
-
-    def _add(self, matrix: Tensor) -> None:
-        if self._inside is not None:
-            self.matrices.append(matrix)
-            self.softmax.append(self._inside)
-
-    def _leave(self, module: nn.Module) -> None:
-        self._inside = None
-        if len(self.matrices) != self._count + 1:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} ({type(module).__module__}) ran, but its attention matrix did not show up. "
-                f"{WAY_OUT}"
-            )
-
-
-class _Explicit(TorchFunctionMode):
-    """Answers `scaled_dot_product_attention` with its matrix, inside of attention layers."""
-
-    def __init__(self, record: AttentionRecord) -> None:
-        super().__init__()
-        self.record = record
+        self._inside = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention and self.record._inside is not None:
+        if func is F.scaled_dot_product_attention and self._inside:
             out, matrix = explicit_attention(*args, **(kwargs or {}))
-            self.record._add(matrix)
+            self._add(matrix)
             return out
         return func(*args, **(kwargs or {}))
+
+    def _enter(self, softmax: bool) -> None:
+        self._inside = True
+        self.softmax.append(softmax)
+
+    def _add(self, matrix: Tensor) -> None:
+        if self._inside:
+            self.matrices.append(matrix)
+
+    def _leave(self, module: nn.Module) -> None:
+        self._inside = False
+        if len(self.matrices) != len(self.softmax):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({type(module).__module__}) ran, but its attention matrix did not show up. "
+                f"{WAY_OUT}"
+            )
 
 
 def explicit_attention(
@@ -350,8 +330,7 @@ def explicit_attention(
     """(softmax(scale·QKᵀ + mask)·V, the softmax [..., M, N]), as `scaled_dot_product_attention`, without dropout."""
     if enable_gqa:
         raise UnsupportedModelError(f"attention whose heads share keys (enable_gqa) cannot be followed. {WAY_OUT}")
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * factor) @ key.transpose(-2, -1)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
@@ -372,7 +351,7 @@ def record_attention(backbone: nn.Module) -> Iterator[AttentionRecord]:
             if isinstance(drop, nn.Module):
                 handles.append(drop.register_forward_pre_hook(lambda m, a: record._add(a[0])))
             handles.append(layer.register_forward_hook(lambda m, a, o: record._leave(m)))
-        with evaluating(backbone), _Explicit(record):
+        with evaluating(backbone), record:
             yield record
     finally:
         for handle in handles:

@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from everytoken.errors import EverytokenError
-from everytoken.maps import Maps, ScoreMap
+from everytoken.maps import Maps
 from everytoken.models import TokenModel
 from everytoken_lab.classes import ClassList
 from everytoken_lab.draw import cells_of
@@ -42,17 +41,16 @@ def summarize_cells(probabilities: Tensor) -> MapSummary:
     top, confidence = best.cpu().numpy().astype(np.int64), sure.cpu().numpy().astype(np.float32)
     mean = probabilities.mean((0, 1))
     shares = _shares(top, confidence, np.ones(top.shape, bool))
-    part = np.array([share for _, share in shares])
-    return MapSummary(
-        top, confidence, np.ones(top.shape, bool), shares, int(mean.argmax()), float(mean.max()),
-        len(shares), float(-(part * np.log(part)).sum()),
-    )  # fmt: skip
+    p = np.array([fraction for _, fraction in shares])
+    entropy = float(-(p * np.log(p)).sum())
+    every = np.ones(top.shape, bool)
+    return MapSummary(top, confidence, every, shares, int(mean.argmax()), float(mean.max()), len(shares), entropy)
 
 
 def _shares(
     top: NDArray[np.int64], confidence: NDArray[np.float32], inside: NDArray[np.bool_]
 ) -> list[tuple[int, float]]:
-    """(class, part of the cells), by cells times confidence, greatest first."""
+    """(class, fraction of the cells), by cells times confidence, greatest first."""
     classes, where = np.unique(top[inside], return_inverse=True)
     part = np.bincount(where.ravel()) / max(inside.sum(), 1)
     order = np.argsort(-np.bincount(where.ravel(), confidence[inside]), kind="stable")
@@ -61,16 +59,13 @@ def _shares(
 
 @dataclass(frozen=True)
 class AnnotatorMap:
-    """An annotator's map, in the model's view and in the model's classes.
+    """An annotator's map of what the model sees, in the model's classes.
 
     Attributes:
-        key: of the map in its store.
-        summary: of the map; classes that the model does not know are numbered from FOREIGN.
-        area: (x0, y0, x1, y1) of the model's view, in fractions, that the map's grid covers.
-        same: [h, w] on the model's token grid, whether both name the same class.
-        inside: [h, w], whether the map covers the token.
-        agreement: part of the covered tokens where both name the same class; None where there is no telling.
-        names: of the foreign classes.
+        summary: of the map; classes that the model does not know are numbered from FOREIGN, with their `names`.
+        area: (x0, y0, x1, y1) of the model's input, in fractions, that the map's grid covers.
+        same: [h, w] on the model's token grid, whether both name the same class; inside: whether the map covers it.
+        agreement: fraction of the covered tokens where both name the same class; None where there is no telling.
     """
 
     key: str
@@ -87,11 +82,9 @@ def translation(store: Maps, classes: ClassList) -> NDArray[np.int64]:
 
     Where one of them has no names, equal numbers of classes are taken to be the same classes.
     """
-    names = store.manifest.class_names
+    names, count = store.manifest.class_names, store.manifest.num_classes
     if names and classes.names:
-        numbers = [classes.find(name) for name in names]
-        return np.array([-1 if f is None else f for f in numbers], np.int64)
-    count = store.manifest.num_classes
+        return np.array([-1 if (number := classes.find(name)) is None else number for name in names], np.int64)
     return np.arange(count) if count == classes.count else np.full(count, -1, np.int64)
 
 
@@ -102,32 +95,26 @@ def find_key(store: Maps, path: str | Path) -> str | None:
     return next((end for end in ends if end in store), None)
 
 
-def compare_with_map(store: Maps, key: str, tokens: MapSummary, view: Area, table: NDArray[np.int64]) -> AnnotatorMap:
-    """The map of an image annotator_map what the tokens say of it.
-
-    Args:
-        view: what the model sees of the source image.
-        table: see `translation`.
-    """
-    score_map: ScoreMap = store[key]
+def compare_with_map(store: Maps, key: str, tokens: MapSummary, seen: Area, table: NDArray[np.int64]) -> AnnotatorMap:
+    """The map of an image against what the tokens say of it. `seen`: by the model, of the source image; `table`: see
+    `translation`."""
+    score_map = store[key]
     summary = summarize(score_map, store.manifest.num_classes)
     top = np.where(table[summary.top] >= 0, table[summary.top], FOREIGN + summary.top)
     names = {FOREIGN + int(c): store.manifest.class_name(int(c)) for c in np.unique(summary.top) if table[c] < 0}
-    area = relative(score_map.area, view)
+    area = relative(score_map.area, seen)
     rows, columns = tokens.top.shape
     cells, inside = cells_of((columns, rows), (top.shape[0], top.shape[1]), area)
     same = (top.ravel()[cells] == tokens.top) & inside
-    shown, _ = cells_of((64, 64), (top.shape[0], top.shape[1]), area)  # cells of the map that the view shows
+    shown, _ = cells_of((64, 64), (top.shape[0], top.shape[1]), area)  # cells of the map that the model sees
     visible = np.isin(np.arange(top.size), shown).reshape(top.shape)
     summary = replace(summary, top=top, shares=_shares(top, summary.confidence, visible & summary.inside))
     comparable = bool((table >= 0).any()) and bool(inside.any())
     return AnnotatorMap(key, summary, area, same, inside, float(same[inside].mean()) if comparable else None, names)
 
 
-def relative(area: Area, view: Area) -> Area:
-    """An area of the source image in fractions of a view of it."""
-    x0, y0, x1, y1 = view
-    if x1 <= x0 or y1 <= y0:
-        raise EverytokenError(f"the view {view} shows nothing of the image.")
+def relative(area: Area, seen: Area) -> Area:
+    """An area of the source image in fractions of another one."""
+    x0, y0, x1, y1 = seen
     across, down = x1 - x0, y1 - y0
     return (area[0] - x0) / across, (area[1] - y0) / down, (area[2] - x0) / across, (area[3] - y0) / down

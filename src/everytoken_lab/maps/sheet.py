@@ -164,8 +164,7 @@ def _card(tile: Tile, name_of: Callable[[int], str], colours: draw.ClassColours)
         label += ", like its folder" if same else f"      folder: {name_of(tile.label)}"
         ink = draw.GREEN if same else draw.RED
     photo = tile.photo or _blank(tile.score_map)
-    rows, columns = tile.score_map.scores.shape[:2]
-    cells, inside = draw.cells_of(photo.size, (rows, columns), tile.score_map.area)
+    area = tile.score_map.area
     chosen = colours.choose([name_of(c) for c, _ in summary.shares])
     legend = {c: chosen[name_of(c)] for c, _ in summary.shares if name_of(c) in chosen}
     shown = sorted(((c, share) for c, share in summary.shares if c in legend), key=lambda pair: -pair[1])
@@ -179,8 +178,8 @@ def _card(tile: Tile, name_of: Callable[[int], str], colours: draw.ClassColours)
         label,
         [
             draw.Panel("photo", photo),
-            draw.Panel("what the map says", draw.class_overlay(photo, cells, inside, summary, legend)),
-            draw.Panel("how sure it is", draw.confidence_overlay(photo, cells, inside, summary)),
+            draw.Panel("what the map says", draw.class_overlay(photo, summary.top, summary.confidence, legend, area)),
+            draw.Panel("how sure it is", draw.confidence_overlay(photo, summary.confidence, area)),
         ],
         entries,
         [("0 %", "100 %", "heat")],

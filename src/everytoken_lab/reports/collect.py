@@ -8,63 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
 from everytoken_lab import schema
-from everytoken_lab.calibration import Calibration
-from everytoken_lab.classes import shown_name
 from everytoken_lab.engine.run_folder import Run, find_runs
 from everytoken_lab.reports.groups import Difference, Group, config_differences, differences, group_runs
-from everytoken_lab.stats import Estimate
 
 if TYPE_CHECKING:
-    from everytoken_lab.reports.predictions import PredictedRun
-    from everytoken_lab.reports.samples import Agreement, Sample
+    from everytoken_lab.reports.predictions import Classes, PredictedRun
+    from everytoken_lab.reports.samples import Sample
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-
-
-@dataclass(frozen=True)
-class Classes:
-    """Predictions of a group, added up over its runs.
-
-    Attributes:
-        tally: [3, classes] images that have a class, that are said to have it, and both; runs: how many were added.
-        images: that a run was asked about.
-        score: top-1, or mAP with several labels per image, of a single run over its images, percent, with its interval.
-        calibration: of that run.
-        confusion: [classes, classes], rows are labels; None with several labels per image.
-        average_precision: [classes] percent, mean over the runs, with several labels per image.
-    """
-
-    group: Group
-    names: list[str]
-    tally: np.ndarray
-    runs: int
-    images: int
-    score: Estimate
-    calibration: Calibration
-    confusion: np.ndarray | None = None
-    average_precision: np.ndarray | None = None
-
-    def recall(self) -> np.ndarray:
-        """[classes] percent of each class's images that were found; nan without images."""
-        return np.where(self.tally[0] > 0, 100 * self.tally[2] / np.maximum(self.tally[0], 1), np.nan)
-
-    def precision(self) -> np.ndarray:
-        """[classes] percent of what was called by a class's name and is; nan where nothing was."""
-        return np.where(self.tally[1] > 0, 100 * self.tally[2] / np.maximum(self.tally[1], 1), np.nan)
-
-    def taken_for(self, row: int) -> str:
-        """What a class is most often mistaken for."""
-        if self.confusion is None:
-            return ""
-        wrong = self.confusion[row].copy()
-        wrong[row] = 0
-        return self.names[int(wrong.argmax())] if wrong.any() else ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +30,7 @@ class Report:
     Attributes:
         groups: runs with the same settings; the first group of each dataset is what the others are compared with.
         differences: of the other groups with it; settings: options that differ between groups.
-        classes: per group, where there are predictions; samples, agreements: pictures.
+        classes: per group, where there are predictions; samples: pictures; annotators: what their score maps are like.
         notes: what could not be shown, as sentences; skipped: images that could not be read, key -> reason.
     """
 
@@ -84,7 +40,7 @@ class Report:
     settings: list[tuple[str, list[Any]]]
     classes: list[Classes] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    agreements: list[Agreement] = field(default_factory=list)
+    annotators: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
@@ -97,7 +53,7 @@ class Report:
     @property
     def headline(self) -> str:
         """The result in one line."""
-        from everytoken_lab.reports.text import headline
+        from everytoken_lab.reports.words import headline
 
         return headline(self)
 
@@ -142,43 +98,19 @@ def report(
         options: fields of `ReportOptions`.
     """
     settings = schema.from_keywords(ReportOptions, options, "report()")
-    paths = [runs] if isinstance(runs, str | Path) else list(runs)
     target = None if out is None else Path(out)
     if target is not None and target.is_dir():
         raise EverytokenError(f"{target} is a folder; name a file, such as {target / 'report.html'}.")
     if target is not None and not target.parent.is_dir():
         raise EverytokenError(f"there is no folder {target.parent} to write {target.name} to.")
-    result = collect(paths, settings, progress)
+    result = collect([runs] if isinstance(runs, str | Path) else list(runs), settings, progress or _silent)
     if target is not None:
-        from everytoken_lab.reports.page import render_html
+        from everytoken_lab.reports.page import render_report
 
         try:
-            write_atomically(target, render_html(result, settings.title).encode())
+            write_atomically(target, render_report(result, settings.title).encode())
         except OSError as error:
             raise EverytokenError(f"the report cannot be written to {target}: {error}") from error
-    return result
-
-
-def collect(paths: Sequence[str | Path], options: ReportOptions, progress: Progress | None = None) -> Report:
-    """Read the runs and evaluate their best weights on their validation images."""
-    runs = find_runs(paths)
-    if all(run.state in ("damaged", "not begun") for run in runs):
-        reasons = "\n".join(
-            f"  {run.path}: {'; '.join(run.troubles) or f'{run.state}, no epoch is done'}" for run in runs
-        )
-        raise EverytokenError(f"there is nothing to report on:\n{reasons}\nName the folder of a training run.")
-    groups = group_runs(runs)
-    if len(paths) == 1:  # a folder of runs has no order of its own: what learns plain labels is the baseline
-        groups.sort(key=lambda group: set(group.runs[0].config.get("objectives") or {"hard"}) != {"hard"})
-    result = Report(runs, groups, differences(groups), config_differences(groups) if len(groups) > 1 else [])
-    for run in runs:
-        result.skipped.update(run.skipped)
-        result.notes.extend(f"{run.name}: {trouble}" for trouble in run.troubles)
-    if not options.predictions:
-        result.notes.append("Predictions were left out on request.")
-        return result
-    _add_predictions(result, options, progress or _silent)
-    _add_agreements(result, options.data)
     return result
 
 
@@ -187,15 +119,39 @@ def _silent(title: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
+def collect(paths: Sequence[str | Path], options: ReportOptions, progress: Progress) -> Report:
+    """Read the runs and evaluate their best weights on their validation images."""
+    runs = find_runs(paths)
+    if all(run.state in ("damaged", "not begun") for run in runs):
+        reasons = [f"  {run.path}: {'; '.join(run.troubles) or f'{run.state}, no epoch is done'}" for run in runs]
+        text = "\n".join(["there is nothing to report on:", *reasons, "Name the folder of a training run."])
+        raise EverytokenError(text)
+    groups = group_runs(runs)
+    if len(paths) == 1:  # a folder of runs has no order of its own: what learns plain labels is the baseline
+        groups.sort(key=lambda group: set(group.runs[0].config.get("objectives") or {"hard"}) != {"hard"})
+    result = Report(runs, groups, differences(groups), config_differences(groups))
+    for run in runs:
+        result.skipped.update(run.skipped)
+        result.notes.extend(f"{run.name}: {trouble}" for trouble in run.troubles)
+        if run.bad_updates:
+            why = "because the loss was not finite (bad-updates.jsonl lists the images)"
+            result.notes.append(f"{run.name}: {run.bad_updates} updates were left out {why}.")
+    if options.predictions:
+        _add_predictions(result, options, progress)
+        _add_annotators(result)
+    else:
+        result.notes.append("Predictions were left out on request.")
+    return result
+
+
 def _add_predictions(report: Report, options: ReportOptions, progress: Progress) -> None:
     from everytoken_lab.engine.distributed import pick_device
-    from everytoken_lab.reports.predictions import predict_run
+    from everytoken_lab.reports.predictions import Classes, predict_run
     from everytoken_lab.reports.samples import samples
 
     device = pick_device(options.device)
-    shown: list[tuple[str, PredictedRun]] = []
     for group in report.groups:
-        same_classes: list[PredictedRun] = []
+        predicted: list[PredictedRun] = []
         for run in group.runs:
             if run.state in ("damaged", "not begun"):
                 continue
@@ -204,67 +160,48 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
                 continue
             try:
                 with progress(f"evaluating {run.name}") as tell:
-                    predicted = predict_run(run, device, options.data, options.workers, tell)
+                    predicted.append(predict_run(run, device, options.data, options.workers, tell))
             except (EverytokenError, OSError, RuntimeError) as error:
                 report.notes.append(f"{run.name}: no predictions, because {_first_line(error)}")
-                continue
-            report.skipped.update(predicted.skipped)
-            if not same_classes or predicted.class_names == same_classes[0].class_names:
-                same_classes.append(predicted)
-        if same_classes:
-            first = same_classes[0]
-            shown.append((group.name, first))
-            report.classes.append(_classes(group, same_classes))
+        for found in predicted:
+            report.skipped.update(found.skipped)
+        if predicted:
+            names = predicted[0].class_names
+            report.classes.append(Classes(group, [found for found in predicted if found.class_names == names]))
     # pictures are of the same images for all groups
-    comparable = [(name, predicted) for name, predicted in shown if predicted.same_images(shown[0][1])]
-    if comparable and options.samples:
+    shown = [(c.group.name, c.runs[0]) for c in report.classes if c.runs[0].same_images(report.classes[0].runs[0])]
+    if shown and options.samples:
         try:
-            report.samples.extend(samples(comparable[:4], options.samples, device))
+            report.samples.extend(samples(shown[:4], options.samples, device))
         except (EverytokenError, OSError, RuntimeError) as error:
             report.notes.append(f"No sample predictions, because {_first_line(error)}")
 
 
-def _classes(group: Group, runs: Sequence[PredictedRun]) -> Classes:
-    first = runs[0]
-    confusions = [c for run in runs if (c := run.confusion()) is not None]
-    precisions = [p for run in runs if (p := run.average_precision()) is not None]
-    return Classes(
-        group,
-        [shown_name(name) for name in first.class_names],
-        np.sum([run.tally() for run in runs], axis=0),
-        len(runs),
-        len(first.predictions),
-        first.predictions.accuracy,
-        first.calibration,
-        np.sum(confusions, axis=0) if confusions else None,
-        np.mean(precisions, axis=0) if precisions else None,
-    )
-
-
-def _add_agreements(report: Report, data: str) -> None:
+def _add_annotators(report: Report) -> None:
     from everytoken.maps import Maps
-    from everytoken_lab.evaluation.calibrated import splits
-    from everytoken_lab.reports.samples import annotator_agreement
+    from everytoken_lab.maps.summary import summarize_store
 
-    done: set[str] = set()
-    for run in report.runs:
-        where = str(run.config.get("maps") or "")
-        if not where or where in done:
-            continue
-        done.add(where)
+    first_of = {where: run for run in reversed(report.runs) if (where := str(run.config.get("maps") or ""))}
+    for where, run in first_of.items():
         try:
-            store = Maps(str(run.place("maps") or where), partial=True)
+            maps = Maps(str(run.place("maps") or where), partial=True)
+            found = summarize_store(maps, 2000)
         except (EverytokenError, OSError) as error:
             report.notes.append(f"{run.name}: nothing about its score maps, because {_first_line(error)}")
             continue
-        try:
-            images = splits(run, data)[0]
-        except (EverytokenError, OSError):
-            images = None
-        try:
-            report.agreements.append(annotator_agreement(store, images))
-        except (EverytokenError, OSError) as error:
-            report.notes.append(f"the score maps {where} cannot be read: {_first_line(error)}")
+        annotator = maps.manifest.annotator
+        words = f"{where}, by the annotator {annotator.get('name', 'unknown')}: {found.maps:,} maps"
+        if isinstance(held_out := annotator.get("held_out_accuracy"), int | float):
+            words += f"; it was right on {held_out:.1%} of images held out from it"
+        if found.images_agree is not None:
+            words += (
+                f"; the main class of a map is the folder's for {found.images_agree:.1%} of {found.labelled:,} maps"
+            )
+        report.annotators.append(f"{words}; a cell is {found.confidence:.0%} sure on average.")
+        if found.skipped:
+            report.notes.append(
+                f"{found.skipped:,} images have no score map in {where}; `everytoken doctor` names them."
+            )
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,11 +16,7 @@ from everytoken_lab.stats import Estimate
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with the same settings on the same data.
-
-    Attributes:
-        name: what to call it; runs: one per seed, usually; accuracy: over the finished ones, None if there are none.
-    """
+    """Runs with the same settings on the same data."""
 
     name: str
     runs: tuple[Run, ...]
@@ -73,14 +69,13 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         settings = {**run.settings(), "data": _data(run)}
         same = json.dumps(settings, sort_keys=True, default=str) if run.config else f"damaged {run.path}"
         found.setdefault(same, []).append(run)
-    groups, names = [], set[str]()
+    groups: dict[str, Group] = {}
     for members in found.values():
         name = _name(members)
-        while name in names:
+        while name in groups:
             name += "'"
-        names.add(name)
-        groups.append(Group(name, tuple(members)))
-    return groups
+        groups[name] = Group(name, tuple(members))
+    return list(groups.values())
 
 
 def _name(runs: Sequence[Run]) -> str:
@@ -120,13 +115,7 @@ def difference(base: Group, other: Group) -> Difference | None:
 
 
 def config_differences(groups: Sequence[Group]) -> list[tuple[str, list[Any]]]:
-    """(option, its value in each group) for the options that are not the same everywhere."""
+    """(option, its value in each group) for the options that are not the same everywhere; None: not set."""
     settings = [group.runs[0].settings() for group in groups]
-    names = dict.fromkeys(name for values in settings for name in values)
-    absent = object()
-    rows = []
-    for name in names:
-        values = [values.get(name, absent) for values in settings]
-        if any(value != values[0] for value in values[1:]):
-            rows.append((name, [None if v is absent else v for v in values]))
-    return rows
+    rows = [(name, [values.get(name) for values in settings]) for name in dict.fromkeys(n for s in settings for n in s)]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values[1:])]

@@ -10,21 +10,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.calibration import Calibration
+from everytoken_lab.classes import shown_name
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions
 from everytoken_lab.engine.run_folder import Run
-
-if TYPE_CHECKING:
-    from everytoken_lab.models.open import OpenModel
+from everytoken_lab.evaluation import EvalOptions
+from everytoken_lab.evaluation.calibrated import FEWEST, keep_calibration, read_calibration, validation_set
+from everytoken_lab.evaluation.run import run_evaluation
+from everytoken_lab.models.open import OpenModel, describe, find_weights, open_model
+from everytoken_lab.reports.groups import Group
+from everytoken_lab.stats import Estimate
 
 CACHE = "report-predictions.npz"
 
@@ -34,60 +40,83 @@ class PredictedRun:
     """Predictions of one run on its validation images.
 
     Attributes:
-        predictions: numbers in the classes of `class_names`.
         keys: of the images, by `predictions.index`.
-        data: the images.
         skipped: unreadable images, key -> reason.
-        weights: the file that was evaluated.
-        calibration: what the images say about its probabilities.
-        loaded: its model, if it had to be opened for the predictions.
+        calibration: what the images say about its probabilities; None of too few.
+        opened: its model, if it had to be opened for the predictions.
     """
 
+    run: Run
     predictions: AnyPredictions
     class_names: list[str]
     keys: list[str]
     data: DataSet
     skipped: dict[str, str]
     weights: Path
-    calibration: Calibration
-    loaded: OpenModel | None = None
+    calibration: Calibration | None
+    opened: OpenModel | None = None
 
     def model(self) -> OpenModel:
-        """The model, opened once."""
-        from everytoken_lab.models.open import open_model
-
-        return self.loaded or open_model(self.weights)
+        """The model with its calibration."""
+        opened = self.opened or open_model(self.weights)
+        return replace(opened, info=replace(opened.info, calibration=self.calibration))
 
     def same_images(self, other: PredictedRun) -> bool:
         """Whether two runs answered the same images, in the same classes."""
-        return (
-            self.keys == other.keys
-            and self.class_names == other.class_names
-            and np.array_equal(self.predictions.index, other.predictions.index)
-        )
+        index = self.predictions.index, other.predictions.index
+        return self.keys == other.keys and self.class_names == other.class_names and np.array_equal(*index)
 
-    def tally(self) -> np.ndarray:
-        """[3, classes] images that have a class, that are said to have it, and both."""
-        p, count = self.predictions, len(self.class_names)
-        if isinstance(p, MultiLabelPredictions):
-            named = p.logits > 0
-            return np.stack([p.label.sum(0), named.sum(0), (p.label & named).sum(0)])
-        parts = (p.label, p.top[:, 0], p.label[p.correct])
-        return np.stack([np.bincount(part, minlength=count) for part in parts])
 
-    def average_precision(self) -> np.ndarray | None:
-        """[classes] percent, with several labels per image; nan for a class without images."""
-        if not isinstance(self.predictions, MultiLabelPredictions):
-            return None
-        rows = self.predictions.per_class(self.class_names)
-        return np.array([np.nan if row["AP"] is None else row["AP"] for row in rows])
+@dataclass(frozen=True)
+class Classes:
+    """Predictions of a group's runs, all in the same classes, class by class."""
 
+    group: Group
+    runs: Sequence[PredictedRun]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the classes, for people."""
+        return [shown_name(name) for name in self.runs[0].class_names]
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may have several labels."""
+        return isinstance(self.runs[0].predictions, MultiLabelPredictions)
+
+    @property
+    def images(self) -> int:
+        """How many a run was asked about."""
+        return len(self.runs[0].predictions)
+
+    @cached_property
+    def score(self) -> Estimate:
+        """Top-1, or mAP of multi-label images, of the first run in percent, with its interval over the images."""
+        return self.runs[0].predictions.accuracy
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """For each class what `per_class` says of it; numbers are means over the runs."""
+        every = [run.predictions.per_class(self.names) for run in self.runs]
+        return [{key: _merge([row[key] for row in rows]) for key in rows[0]} for rows in zip(*every, strict=True)]
+
+    @cached_property
     def confusion(self) -> np.ndarray | None:
-        """[classes, classes] images of a row's class that were taken for the column's; None with several labels."""
-        count, p = len(self.class_names), self.predictions
-        if not isinstance(p, Predictions):
-            return None
-        return np.bincount(p.label * count + p.top[:, 0], minlength=count * count).reshape(count, count)
+        """[classes, classes] images of a row's class that were taken for the column's; None of multi-label images."""
+        count, total = len(self.names), np.zeros(len(self.names) ** 2, np.int64)
+        for run in self.runs:
+            if not isinstance(p := run.predictions, Predictions):
+                return None
+            total += np.bincount(p.label * count + p.top[:, 0], minlength=count * count)
+        return total.reshape(count, count)
+
+
+def _merge(values: Sequence[Any]) -> Any:
+    """The mean of numbers, the most common of words."""
+    known = [value for value in values if value not in (None, "")]
+    if known and isinstance(known[0], str):
+        return Counter(known).most_common(1)[0][0]
+    return float(np.mean(known)) if known else None
 
 
 def predict_run(
@@ -98,38 +127,32 @@ def predict_run(
     Raises:
         EverytokenError: there are no weights or no images, or they do not fit; the message says which.
     """
-    from everytoken_lab.evaluation import EvalOptions
-    from everytoken_lab.evaluation.calibrated import keep_calibration, read_calibration, validation_set
-    from everytoken_lab.evaluation.run import run_evaluation
-    from everytoken_lab.models.open import describe, find_weights, open_model
-
     images = validation_set(run, data)
-    weights = find_weights(run.path)
-    keys = list(images.keys())
-    note = stamp(weights, images)
-    about = describe(weights)
-    several = about is not None and about.multi_label
-    saved: tuple[AnyPredictions, dict[str, str]] | None
-    saved = (MultiLabelPredictions if several else Predictions).saved(run.path / CACHE, note)
+    weights, keys = find_weights(run.path), list(images.keys())
+    note, about = stamp(weights, images), describe(weights)
+    kind = MultiLabelPredictions if about is not None and about.multi_label else Predictions
+    saved: tuple[AnyPredictions, dict[str, str]] | None = kind.saved(run.path / CACHE, note)
     calibration = read_calibration(run, weights)
-    if saved is not None and calibration is not None and about is not None and about.class_names:
+    enough = len(images) >= FEWEST
+    if saved is not None and about is not None and about.class_names and (calibration is not None or not enough):
         predictions, skipped = saved
-        names = list(about.class_names)
-        return PredictedRun(predictions, names, keys, images, skipped, weights, calibration)
+        return PredictedRun(
+            run, predictions, list(about.class_names), keys, images, skipped, weights, calibration if enough else None
+        )
     if run.cross_validated:
         raise EverytokenError(
             f"{run.name} was trained on all of its images, and its out-of-fold predictions ({CACHE}) are missing or of "
             "other images or weights"
         )
-    loaded = open_model(weights)
+    opened = open_model(weights)
     options = EvalOptions(device=device, workers=workers, on_bad_image="skip")
-    result = run_evaluation(loaded, images, options, tell, calibrates=True)
-    assert result.calibration is not None
-    keep_calibration(run, weights, result.calibration)
+    result = run_evaluation(opened, images, options, tell, calibrates=enough)
+    if result.calibration is not None:
+        keep_calibration(run, weights, result.calibration)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
         result.predictions.save(run.path / CACHE, note, result.skipped)
     return PredictedRun(
-        result.predictions, result.class_names, keys, images, result.skipped, weights, result.calibration, loaded
+        run, result.predictions, result.class_names, keys, images, result.skipped, weights, result.calibration, opened
     )
 
 
@@ -137,8 +160,7 @@ def stamp(weights: Path, images: DataSet) -> str:
     """Changes when the weights or the images do."""
     with weights.open("rb") as file:
         content = hashlib.file_digest(file, "sha256")
-    content.update(
-        json.dumps([images.name, images.class_names, list(images.keys())]).encode("utf-8", "surrogateescape")
-    )
+    names = json.dumps([images.name, images.class_names, list(images.keys())])
+    content.update(names.encode("utf-8", "surrogateescape"))
     content.update(images.labels.tobytes())
     return content.hexdigest()

@@ -78,7 +78,7 @@ def batch_picture(
                 legend.append(draw.Entry(draw.OTHER, "others, or no label"))
             paint = {c: chosen[names[c]] for c in order if names[c] in chosen}
             source = "from its score map" if from_maps else "by what is shown there"
-            overlay = draw.token_overlay(photo, classes, confidence, paint)
+            overlay = draw.class_overlay(photo, classes, confidence, paint)
             panels.append(draw.Panel("labels of its tokens", overlay, source))
         if pairs is not None:
             panels.append(

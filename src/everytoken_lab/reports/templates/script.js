@@ -11,12 +11,7 @@ const mark = () => {
 };
 window.addEventListener("resize", mark);
 mark();
-const said = (value) => {
-  const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 10000 || size < 0.001) return value.toExponential(2);
-  return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
-};
+const said = (value) => String(Number(value.toPrecision(4)));
 const nearest = (points, x) => {
   let best = points[0];
   for (const point of points) if (Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point;
@@ -44,7 +39,7 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
     layer.innerHTML = marks;
     tip.replaceChildren();
     const head = document.createElement("b");
-    head.textContent = `${data.label} ${said(x)}`;
+    head.textContent = `epoch ${said(x)}`;
     tip.append(head);
     for (const row of rows) {
       const line = document.createElement("div"), colour = document.createElement("i");

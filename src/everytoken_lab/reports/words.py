@@ -1,0 +1,262 @@
+"""Sentences and tables of a report: what came out, how sure that is, what was trained. A new column goes here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from everytoken_lab.engine.run_folder import Run
+from everytoken_lab.progress import clock
+from everytoken_lab.reports.collect import Report
+from everytoken_lab.reports.groups import Difference, Group
+from everytoken_lab.stats import Estimate, compared, percentage
+
+if TYPE_CHECKING:
+    from everytoken_lab.reports.predictions import Classes
+
+
+def headline(report: Report) -> str:
+    """The result in one line."""
+    if report.differences:
+        best = max(report.differences, key=lambda d: d.estimate.value)
+        return compared(best.estimate, best.other.name, best.base.name)
+    ranked = [(g, e) for g in report.groups if (e := g.accuracy) is not None]
+    if not ranked:
+        return "No run is finished yet."
+    if all(group.comparable(ranked[0][0]) for group, _ in ranked):
+        ranked = [max(ranked, key=lambda pair: pair[1].value)]
+    return "; ".join(
+        f"{group.name}: {report.metric} {e.value:.2f} %{_interval(group, e, report)}" for group, e in ranked
+    )
+
+
+def _interval(group: Group, e: Estimate, report: Report) -> str:
+    """The interval that stands with a group's number: over its seeds; of one seed, over the validation images."""
+    seeds = len(e.values)
+    if e.low is not None:
+        return f" ({e.low:.2f} to {e.high:.2f} over {seeds} seeds)"
+    classes = next((c for c in report.classes if c.group is group), None) if seeds == 1 else None
+    of_images = None if classes is None else classes.score
+    if classes is not None and report.metric == "top-1":  # that of the last epoch, which may not be the best
+        of_images = percentage(np.arange(classes.images) < round(e.value / 100 * classes.images))
+    if classes is None or of_images is None or abs(of_images.value - e.value) > 0.01:
+        return f" on the validation images ({seeds} seed{'s' if seeds > 1 else ''}, no interval)"
+    return f" of {classes.images:,} validation images (95 % interval {of_images.low:.1f} to {of_images.high:.1f})"
+
+
+def details(report: Report) -> list[str]:
+    """What stands below the headline: differences seed by seed, or each group; why others are not compared."""
+    lines = [_how_sure(difference) for difference in report.differences]
+    if not lines and len(report.runs) > 1:
+        lines = [f"{group.name}: {_result(group)}" for group in report.groups]
+    run, classes = report.runs[0], report.classes[0] if report.classes else None
+    if len(report.runs) == 1 and classes is not None and (run.score is None or run.best != run.score):
+        e = classes.score
+        interval = f"(95 % interval {e.low:.2f} to {e.high:.2f})"
+        lines.append(
+            f"The best weights on the way: {e.value:.2f} % on {classes.images:,} validation images {interval}."
+        )
+    first, *others = report.groups
+    shown = {group.name for d in report.differences for group in (d.base, d.other)}
+    for group in others:
+        if not group.comparable(first):
+            lines.append(f"{group.name} and {first.name} have other validation images or classes: not compared.")
+        elif group.name not in shown:
+            lines.append(f"{group.name} and {first.name} have no finished runs with the same seed: not compared.")
+    return lines
+
+
+def _how_sure(difference: Difference) -> str:
+    """The spread behind the headline."""
+    e, seeds = difference.estimate, ", ".join(map(str, difference.seeds))
+    each = ", ".join(f"{v:+.2f}" for v in e.values)
+    text = f"{difference.other.name} minus {difference.base.name}, seed by seed ({seeds}): {each} points"
+    if e.low is None:
+        return f"{text}. No interval: {'one seed' if len(e.values) < 2 else 'equal values'}; train more seeds of each."
+    text += f"; mean {e.value:+.2f}, 95 % interval {e.low:+.2f} to {e.high:+.2f}."
+    return text if e.clear else f"{text} The interval includes zero; more seeds would narrow it."
+
+
+def _result(group: Group) -> str:
+    e, left = group.accuracy, len(group.runs) - len(group.finished)
+    unfinished = f"; {left} of {len(group.runs)} runs not finished" if left else ""
+    return (
+        f"{_estimate(e)} % over {len(e.values)} seeds{unfinished}" if e is not None else f"no finished run{unfinished}"
+    )
+
+
+def caution(report: Report) -> str:
+    """What the interval does and does not cover."""
+    text = f"{report.metric} on the validation images is that of the last epoch, not of the best one. "
+    if len(report.runs) == 1:
+        return text + "The interval is over images; another seed can differ by a point or two."
+    if any(len(e.values) > 1 for group in report.groups if (e := group.accuracy) is not None):
+        return text + "Intervals are over seeds (Student, 95 %): they say what another seed may give on these images."
+    return text + "There is one seed of each; two runs that differ in the seed only can differ by a point or two."
+
+
+def baseline(report: Report) -> str:
+    """What the differences of a report are differences to."""
+    names = {d.base.name for d in report.differences} or {report.groups[0].name}
+    return names.pop() if len(names) == 1 else "the first group on the same data"
+
+
+def about(config: Mapping[str, Any]) -> str:
+    """Objectives, mixing, model, size, initial weights, length and data of a run, as far as its configuration says."""
+    size, weights, epochs, data = (config.get(name) for name in ("img_size", "weights", "epochs", "data"))
+    facts = [
+        f"objectives: {', '.join(map(str, config.get('objectives') or ['hard']))}",
+        f"mixing: {', '.join(map(str, config.get('mixing') or ['none']))}",
+        str(config.get("model", "unknown model")) + (f" at {size} px" if size else ""),
+        f"from {weights}" if weights else "",
+        f"{epochs} epoch{'' if epochs == 1 else 's'}" if epochs else "",
+        f"data {data}" if data else "",
+    ]
+    return "; ".join(filter(None, facts))
+
+
+def confidence_words(classes: Classes) -> str:
+    """What the probabilities of a group's first run mean."""
+    calibration, name = classes.runs[0].calibration, classes.group.name
+    if calibration is None:
+        return f"{name} has too few validation images to calibrate its probabilities."
+    words = (
+        f"Confidence of {name}: logits are divided by {calibration.temperature:.2f}, as `everytoken predict` does"
+        f"{calibration.words()}."
+    )
+    if classes.multi_label:
+        threshold, precision, recall = calibration.best_threshold()
+        return f"{words} At a threshold of {threshold:.2f}, precision is {precision:.0f} % and recall {recall:.0f} %."
+    threshold, coverage = calibration.threshold(0.95)
+    if 0 < coverage < 100:
+        words += f" At a threshold of {threshold:.2f}, precision is 95 % and coverage {coverage:.0f} %."
+    return words
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows (column -> cell) under a caption; the first column and those in `left` are left-aligned."""
+
+    caption: str
+    rows: Sequence[Mapping[str, str]]
+    left: Sequence[str] = ()
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number, or a dash."""
+    return "–" if value is None or math.isnan(value) else format(value, form)
+
+
+def _estimate(e: Estimate | None, form: str = ".2f") -> str:
+    if e is None or e.low is None or e.high is None:
+        return number(None if e is None else e.value, form)
+    return f"{e.value:{form}} ({e.low:{form}} to {e.high:{form}})"
+
+
+def _time(seconds: float | None) -> str:
+    return "–" if seconds is None else clock(seconds)
+
+
+def group_table(report: Report) -> Table:
+    """One row per group."""
+    gains = {d.other.name: d.estimate for d in report.differences}
+    rows = []
+    for group in report.groups:
+        seconds = [run.seconds for run in group.runs if run.seconds is not None]
+        rows.append(
+            {
+                "group": group.name,
+                "runs finished": f"{len(group.finished)} of {len(group.runs)}",
+                f"{report.metric} %": _estimate(group.accuracy),
+                f"gain over {baseline(report)}, paired": _estimate(gains.get(group.name), "+.2f"),
+                "time per run": _time(sum(seconds) / len(seconds) if seconds else None),
+            }
+        )
+    return Table("Groups of runs with the same settings; in brackets the 95 % interval over seeds.", rows)
+
+
+def run_table(report: Report) -> Table:
+    """One row per run."""
+    terms = list(dict.fromkeys(term for run in report.runs for term in run.terms))[:8]
+    rows = []
+    for run in report.runs:
+        losses = run.curve("ema_val_loss", "epoch") or run.curve("val_loss", "epoch")
+        rows.append(
+            {
+                "run": run.name,
+                "state": _state(run),
+                "seed": "–" if run.seed is None else str(run.seed),
+                f"{report.metric} %": number(run.score),
+                f"best {report.metric} %": number(run.best),
+                "validation loss": number(losses[-1][1] if losses else None, ".3f"),
+                **{f"training: {term}": number(run.last(term), ".3f") for term in terms},
+                "highest learning rate": number(max((v for _, v in run.curve("lr")), default=None), ".2g"),
+                "time": _time(run.seconds),
+                "images/s": number(run.mean("images_per_second"), ",.0f"),
+                "waiting for data": number(run.mean("waiting"), ".0%"),
+            }
+        )
+    return Table("Last values; images per second and waiting are means.", rows, ["state"])
+
+
+def _state(run: Run) -> str:
+    return f"unfinished, {run.done_epochs} of {run.planned_epochs} epochs" if run.state == "unfinished" else run.state
+
+
+def settings_table(report: Report) -> Table:
+    """Options that differ between groups."""
+    names = [group.name for group in report.groups]
+    rows = [{"setting": n, **dict(zip(names, map(_value, values), strict=True))} for n, values in report.settings]
+    return Table("Settings that are not the same in all groups.", rows, names)
+
+
+def _value(value: Any) -> str:
+    if value is None or value == "":
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def class_table(report: Report, most: int = 60) -> Table:
+    """One row per class: recall in each group, or average precision of multi-label images; worst first."""
+    same = [c for c in report.classes if c.names == report.classes[0].names]
+    last = same[-1]
+    key, what = ("AP", "average precision") if last.multi_label else ("recall", "recall")
+    found = [rows for rows in zip(*(c.rows for c in same), strict=True) if rows[0]["images"]]
+    found.sort(key=lambda rows: rows[-1][key] or 0.0)
+    table = []
+    for rows in found[:most]:
+        first, final = rows[0], rows[-1]
+        row = {"class": first["class"], "images": f"{first['images']:.0f}"}
+        row |= {f"{what} %: {c.group.name}": number(r[key], ".1f") for c, r in zip(same, rows, strict=True)}
+        if len(same) > 1:
+            row["difference"] = number(final[key] - first[key], "+.1f")
+        if last.multi_label:
+            row[f"recall %: {last.group.name}"] = number(final["recall"], ".1f")
+        row[f"precision %: {last.group.name}"] = number(final["precision"], ".1f")
+        if not last.multi_label:
+            row["most often taken for"] = final["taken for"] or "–"
+        table.append(row)
+    caption = "Best weights on the validation images, mean over each group's runs; worst first."
+    caption += f" The {most} worst of {len(found)} classes." if len(found) > most else ""
+    caption += " Recall and precision are at a probability of a half." if last.multi_label else ""
+    return Table(caption, table, ["most often taken for"])
+
+
+def machine_table(report: Report) -> Table:
+    """Where and with what the runs were made."""
+    rows = []
+    for run in report.runs:
+        for last in run.starts[-1:]:
+            row = {"run": run.name, "first start": run.starts[0].get("started"), "starts": len(run.starts)}
+            row |= {name: last.get(name) for name in ("machine", "everytoken", "python", "torch", "timm")}
+            row["GPUs"] = ", ".join(map(str, last.get("gpus") or []))
+            rows.append({name: str(value or "–") for name, value in row.items()})
+    return Table("", rows, ["first start", "machine"])
