@@ -1,8 +1,5 @@
-"""Which class is which: names, WordNet ids, numbers, order, synonyms, class maps.
-
-Two lists of classes meet in every command: a model's outputs and a dataset's folders, an annotator's scores and the
-labels. Nothing fails when class 7 of one is not class 7 of the other, the numbers are only wrong. So both are compared
-here, by one set of rules:
+"""Which class is which, when two lists of classes meet: a model's outputs and a dataset's folders, an annotator's and
+the labels. Nothing would fail if class 7 of one were not class 7 of the other, so one set of rules compares them:
 
 - A name is compared as it is, then without regard to case, underscores and hyphens; `n01440764_tench` is its id.
 - ImageNet's classes are known by id, by each of their synonyms and by number.
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 
 SAME_ORDER = "order"
 SUBSETS = {"a": "ImageNet-A", "r": "ImageNet-R"}
-_IMAGENET = 1000
+IMAGENET = 1000
 
 
 class ClassError(EverytokenError):
@@ -47,12 +44,8 @@ class ClassError(EverytokenError):
 
 @dataclass(frozen=True)
 class ClassList:
-    """The classes of a model, an annotator or a dataset.
-
-    Attributes:
-        count: how many.
-        names: one for each, in order, all different; empty if they are not known.
-        synonyms: more names for each (WordNet ids, other words), in order.
+    """The classes of a model, an annotator or a dataset: their names, all different, if they are known, and more names
+    for each (WordNet ids, other words).
     """
 
     count: int
@@ -87,23 +80,21 @@ class ClassList:
 
     def or_imagenet(self) -> ClassList:
         """ImageNet's classes for a thousand outputs without names; otherwise the list as it is."""
-        return imagenet_classes() if not self.names and self.count == _IMAGENET else self
+        return imagenet_classes() if not self.names and self.count == IMAGENET else self
 
     def find_all(self, folders: Sequence[str]) -> list[int | None]:
         """The class of each folder, by name; folders that are numbers are numbers, unless these are names."""
-        if folders and all(re.fullmatch(r"[0-9]{1,9}", f) for f in folders) and not set(folders) & set(self.names):
-            numbers = [int(folder) for folder in folders]
-            if not self.names or self.find(wnids()[0]) is not None:
-                return _by_number(numbers, self)
+        numbers = bool(folders) and all(re.fullmatch(r"[0-9]{1,9}", folder) for folder in folders)
+        if numbers and not set(folders) & set(self.names) and (not self.names or self.find(wnids()[0]) is not None):
+            return _by_number([int(folder) for folder in folders], self)
         return [self.find(folder) for folder in folders]
 
 
 def _by_number(numbers: Sequence[int], classes: ClassList) -> list[int | None]:
     if classes.names:  # ImageNet's, perhaps in another order
-        return [classes.find(wnids()[number]) if number < _IMAGENET else None for number in numbers]
+        return [classes.find(wnids()[number]) if number < IMAGENET else None for number in numbers]
     if max(numbers) >= classes.count and len(set(numbers)) == classes.count:  # such as 1 to 10
-        positions = {number: position for position, number in enumerate(sorted(numbers))}
-        return [positions[number] for number in numbers]
+        return [sorted(numbers).index(number) for number in numbers]
     return [number if number < classes.count else None for number in numbers]
 
 
@@ -124,13 +115,13 @@ def imagenet_classes(subset: str = "imagenet-1k") -> ClassList:
     info = ImageNetInfo(subset)
     ids: list[str] = info.label_names()
     full = [info.index_to_description(i) for i in range(len(ids))]
-    words = [[part.strip() for part in text.split(",")] for text in full]
-    often = Counter(group[0] for group in words)
-    names = [
-        f"{group[0]} ({wnid})" if often[group[0]] > 1 else group[0] for group, wnid in zip(words, ids, strict=True)
-    ]
-    synonyms = tuple((wnid, text, *group) for wnid, text, group in zip(ids, full, words, strict=True))
-    return ClassList(len(ids), tuple(names), synonyms)
+    words = [[word.strip() for word in text.split(",")] for text in full]
+    often = Counter(first for first, *_ in words)
+    names, synonyms = [], []
+    for wnid, text, group in zip(ids, full, words, strict=True):
+        names.append(f"{group[0]} ({wnid})" if often[group[0]] > 1 else group[0])
+        synonyms.append((wnid, text, *group))
+    return ClassList(len(ids), tuple(names), tuple(synonyms))
 
 
 @cache
@@ -161,9 +152,8 @@ def shown_name(name: str) -> str:
 
 
 def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
-    """A function from a folder's name to its class among `names`, None if it is none of them or not clear which.
-
-    Other spellings count, and for ImageNet's classes WordNet ids and synonyms.
+    """A function from a folder's name to its class among `names`, also by other spellings and, for ImageNet's, by
+    WordNet ids and synonyms; None if it is none of them or not clear which.
     """
     by_name = {name: number for number, name in enumerate(names)}
 
@@ -185,11 +175,8 @@ def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
 
 @dataclass(frozen=True)
 class ClassMatch:
-    """How a dataset's classes and a model's outputs go together.
-
-    Attributes:
-        columns: the outputs that may be answered, in order; None: all.
-        labels: for each class of the data, its position among these columns (or outputs).
+    """How a dataset's classes and a model's outputs go together: the outputs that may be answered (None: all), and for
+    each class of the data its position among them.
     """
 
     columns: np.ndarray | None
@@ -199,12 +186,9 @@ class ClassMatch:
 def match_classes(
     classes: ClassList, folders: Sequence[str], where: str, *, subset: str = "", restrict: bool = False
 ) -> ClassMatch:
-    """Match the folders of a dataset with the outputs of a model; the data may have fewer classes.
+    """Match the folders of a dataset, called `where` in messages, with the outputs of a model; the data may have fewer.
 
     Args:
-        classes: of the model.
-        folders: class names of the data.
-        where: what to call the data in messages.
         subset: "a" or "r": answers are restricted to the 200 classes of ImageNet-A or ImageNet-R.
         restrict: answers are restricted to the classes of the data.
     """
@@ -219,42 +203,33 @@ def match_classes(
     repeated = len(chosen) - len(np.unique(chosen))
     if repeated:
         raise ClassError(f"{where}: {repeated + 1} folders mean the same class of the model; rename them")
-    if subset:
-        columns = _subset_columns(model_classes, chosen, folders, where, subset)
-    elif restrict:
-        columns = np.sort(chosen)
-    else:
+    if not subset and not restrict:
         return ClassMatch(None, chosen)
+    columns = np.sort(chosen)
+    if subset:
+        known = [model_classes.find(wnid) for wnid in wnids(subset)]
+        if None in known:
+            lacking = known.count(None)
+            raise ClassError(f"{SUBSETS[subset]} needs a model that knows its 200 classes; this one lacks {lacking}")
+        columns = np.array(known, np.int64)
+        if strange := [folder for folder, output in zip(folders, chosen, strict=True) if output not in columns]:
+            raise ClassError(
+                f"{where} has {len(strange)} folders that are not among the 200 classes of {SUBSETS[subset]}: "
+                f"{', '.join(strange[:5])}. Is it another dataset?"
+            )
     position = {int(output): i for i, output in enumerate(columns)}
     return ClassMatch(columns, np.array([position[int(output)] for output in chosen], np.int64))
 
 
-def _subset_columns(
-    classes: ClassList, outputs: np.ndarray, folders: Sequence[str], where: str, subset: str
-) -> np.ndarray:
-    columns = [classes.find(wnid) for wnid in wnids(subset)]
-    if None in columns:
-        raise ClassError(
-            f"{SUBSETS[subset]} needs a model that knows its 200 classes; this one lacks {columns.count(None)}"
-        )
-    strange = [folder for folder, output in zip(folders, outputs, strict=True) if output not in columns]
-    if strange:
-        raise ClassError(
-            f"{where} has {len(strange)} folders that are not among the 200 classes of {SUBSETS[subset]}: "
-            f"{', '.join(strange[:5])}. Is it another dataset?"
-        )
-    return np.array(columns, np.int64)
-
-
 def _unknown_folders(missing: Sequence[str], folders: Sequence[str], classes: ClassList, where: str) -> str:
-    few = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
     if classes.names:
-        has = f"{', '.join(classes.names[:5])}{' ...' if classes.count > 5 else ''}"
-    elif classes.count == _IMAGENET:
+        has = _some(classes.names)
+    elif classes.count == IMAGENET:
         has = "ImageNet's 1,000 (folders: WordNet ids, names, or numbers 0 to 999)"
     else:
         has = f"{classes.count} without names, so the data must have {classes.count} folders in the same order"
-    return f"{where}: {len(missing)} of {len(folders)} folders are no class of the model: {few}. Its classes are {has}."
+    unknown = f"{len(missing)} of {len(folders)} folders are no class of the model: {_some(missing)}"
+    return f"{where}: {unknown}. Its classes are {has}."
 
 
 # An annotator's classes as those of a store
@@ -265,8 +240,7 @@ class ClassPlan:
     """How an annotator's scores become a store's.
 
     Attributes:
-        names: of the store's classes; empty if they are not known.
-        count: number of the store's classes.
+        names, count: of the store's classes; no names if they are not known.
         groups: for each scored class of the store, the annotator's classes it is made of; None: as they are.
         targets: the store's class of each group; classes that are in no group get no scores.
         label_to_class: for each label of the dataset, the store's class, or -1.
@@ -322,8 +296,6 @@ def plan_classes(
     """Decide which class of the store each of the annotator's classes is.
 
     Args:
-        annotator, data: what to call them in messages.
-        classes: the annotator's classes.
         names: the dataset's classes; empty if its images have no labels.
         class_map: a file, or "order" to trust that both have the same order.
         foreign: keep the annotator's classes.
@@ -359,30 +331,23 @@ def plan_classes(
 
 
 def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
-    has = f"{classes.count} classes: {_some(classes.names)}" if classes.names else f"{classes.count} without names"
-    lines = [
-        f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones.",
-        f"  {annotator} has {has}.",
-        f"  {data} has {len(names)}: {_some(names)}.",
-    ]
     unclear = [name for name, number in zip(names, numbers, strict=True) if number is None]
     if classes.names and unclear:
-        what = "the name of several of the annotator's classes, or of none"
-        lines.append(f"  {len(unclear)} of these are {what}: {_some(unclear)}.{classes.near(unclear[0])}")
+        why = f"{_some(unclear)}: the name of none or several of the annotator's classes.{classes.near(unclear[0])}"
     elif classes.names:
-        lines.append("  Several of these have the same name in the annotator.")
-    elif classes.count == len(names):
-        lines.append(f"If both have the same order, say so with the class map {SAME_ORDER!r}.")
+        why = "Several of these have the same name in the annotator."
+    else:
+        why = f"If both have the same order, say so with the class map {SAME_ORDER!r}."
     example = difflib.get_close_matches(names[0], classes.names, n=1, cutoff=0)[0] if classes.names else 0
-    return "\n".join(
-        [
-            *lines,
-            "One of these helps:",
-            "  class_map          a csv, json or yaml file that says for each class of the dataset which of the",
-            f"                     annotator's classes it is, by name or number: {names[0]},{example}",
-            "  foreign_classes    keep the annotator's own classes; the token head then has those",
-            "  the annotator fit  train an annotator on the dataset's own classes first",
-        ]
+    return (
+        f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones.\n"
+        f"  {annotator} has {classes.count}: {_some(classes.names) or 'without names'}.\n"
+        f"  {data} has {len(names)}: {_some(names)}.\n"
+        f"{why}\nOne of these helps:\n"
+        "  class_map          a csv, json or yaml file that says for each class of the dataset which of the\n"
+        f"                     annotator's classes it is, by name or number: {names[0]},{example}\n"
+        "  foreign_classes    keep the annotator's own classes; the token head then has those\n"
+        "  the annotator fit  train an annotator on the dataset's own classes first"
     )
 
 
@@ -392,21 +357,8 @@ def _some(names: Sequence[str], count: int = 4) -> str:
 
 
 def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """For each class of the dataset, the annotator's classes: from csv lines `class,annotator class` (several lines
-    for several), or a json or yaml object `class: annotator class or list of them`. Empty: the class gets no scores."""
-    groups: dict[str, list[int]] = {}
-    for name, value in class_map_rows(path):
-        if name not in names:
-            raise ClassError(
-                f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)} The first column (or key) is "
-                "the dataset's class, the second the annotator's."
-            )
-        group = groups.setdefault(name, [])
-        if value is None or value == "":
-            continue
-        number = _class_number(path, classes, value)
-        if number not in group:
-            group.append(number)
+    """For each class of the dataset, the annotator's classes. All must be named; an empty value: it gets no scores."""
+    groups = _read_groups(path, classes, names)
     missing = [name for name in names if name not in groups]
     if missing:
         raise ClassError(
@@ -415,22 +367,36 @@ def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list
         )
     if not any(groups.values()):
         raise ClassError(f"{path} gives no class of the dataset any class of the annotator.")
-    return [tuple(groups[name]) for name in names]
+    return [tuple(dict.fromkeys(groups[name])) for name in names]
 
 
-def _class_number(path: Path, classes: ClassList, value: Any) -> int:
+def _read_groups(
+    path: Path, classes: ClassList, names: Sequence[str], every: str | None = None
+) -> dict[str, list[int]]:
+    """Class of the dataset -> classes of the model; -1 for the value `every`."""
+    groups: dict[str, list[int]] = {}
+    for name, value in class_map_rows(path):
+        if name not in names:
+            raise ClassError(
+                f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)} The first column (or key) is "
+                "the dataset's class, the second the model's."
+            )
+        group = groups.setdefault(name, [])
+        if value not in (None, ""):
+            group.append(-1 if value == every else _class_number(path, classes, value))
+    return groups
+
+
+def _class_number(path: Path, classes: ClassList, value: str | int) -> int:
     number = classes.find(str(value))
-    if number is not None:
-        return number
-    if classes.is_ambiguous(str(value)):
-        raise ClassError(f"{path}: {value!r} is the name of several of the annotator's classes; use its WordNet id.")
-    if isinstance(value, int) or str(value).isdigit():
-        if 0 <= int(value) < classes.count:
-            return int(value)
-        raise ClassError(
-            f"{path}: the annotator has {classes.count} classes, 0 to {classes.count - 1}; there is no {value}."
-        )
-    raise ClassError(f"{path}: the annotator has no class {value!r}.{classes.near(str(value))}")
+    if number is None and classes.is_ambiguous(str(value)):
+        raise ClassError(f"{path}: {value!r} is the name of several of the model's classes; use its number.")
+    if number is None and str(value).isdigit():
+        number = int(value)
+    if number is None or not 0 <= number < classes.count:
+        near = classes.near(str(value))
+        raise ClassError(f"{path}: the model has no class {value!r}.{near} Its numbers are 0 to {classes.count - 1}.")
+    return number
 
 
 def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = "") -> list[int]:
@@ -441,7 +407,10 @@ def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = 
         path: a class map file, in which "*" stands for all classes that are not named otherwise; empty: by equal names.
     """
     if path:
-        return _map_by_file(names, data_names, path)
+        model = ClassList(len(names), tuple(names), tuple(tuple(_words(name)) for name in names))
+        groups = _read_groups(Path(path), model, data_names, "*")
+        target_of = {number: data_names.index(name) for name, group in groups.items() for number in group}
+        return [target_of.get(number, target_of.get(-1, -1)) for number in range(len(names))]
     index: dict[str, int] = {}
     for i, name in enumerate(data_names):
         for word in _words(name):
@@ -449,8 +418,8 @@ def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = 
     mapping = [min((index[word] for word in _words(name) if word in index), default=-1) for name in names]
     if max(mapping, default=-1) < 0:
         raise ClassError(
-            f"no class of the token head (such as {', '.join(names[:3])}) has the name of a class of the data (such as "
-            f"{', '.join(data_names[:3])}). Say which belong together in a class_map file"
+            f"no class of the token head (such as {_some(names)}) has the name of a class of the data (such as "
+            f"{_some(data_names)}). Say which belong together in a class_map file"
         )
     return mapping
 
@@ -458,27 +427,6 @@ def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = 
 def _words(name: str) -> list[str]:
     """'building;edifice' -> 'building', 'edifice', normalised."""
     return [normal_name(word) for word in re.split("[,;]", name) if word.strip()]
-
-
-def _map_by_file(names: Sequence[str], data_names: Sequence[str], path: str) -> list[int]:
-    numbers: dict[str, int] = {}
-    for number, name in enumerate(names):
-        for word in (name, *_words(name)):
-            numbers.setdefault(word, number)
-    mapping, rest = [-1] * len(names), -1
-    for name, member in class_map_rows(Path(path)):
-        if name not in data_names:
-            raise ClassError(f"{path}: the data has no class {name!r}.{did_you_mean(name, data_names)}")
-        target = list(data_names).index(name)
-        if member == "*":
-            rest = target
-        elif member not in (None, ""):
-            number = member if isinstance(member, int) else numbers.get(member, numbers.get(normal_name(member), -1))
-            if not 0 <= number < len(names):
-                near = did_you_mean(str(member), names)
-                raise ClassError(f"{path}: the token head has no class {member!r} (for {name!r}).{near}")
-            mapping[number] = target
-    return [rest if target < 0 else target for target in mapping]
 
 
 def mapped_names(path: str) -> list[str]:
@@ -498,27 +446,27 @@ def exact_lookup(data_names: Sequence[str], names: Sequence[str], where: str) ->
     return np.array([index[name] for name in data_names], dtype=np.int64)
 
 
-def class_map_rows(path: Path) -> list[tuple[str, Any]]:
-    """The pairs (class of the dataset, class of the model) of a class map file; None for a class that has none."""
+def class_map_rows(path: Path) -> list[tuple[str, str | int | None]]:
+    """The pairs (class of the dataset, class of the model) of a class map file; None for a class that has none.
+
+    It is a csv file with a pair in each line, or a json or yaml object `class: class or list of them`.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ClassError(f"the class map {path} cannot be read: {error}") from error
     kind = path.suffix.lower()
     if kind == ".csv":
-        rows = [row for row in csv.reader(text.splitlines()) if row and any(cell.strip() for cell in row)]
-        wrong = next((row for row in rows if len(row) != 2), None)
-        if wrong is not None:
-            raise ClassError(f"{path}: a line has two cells, class and annotator class; got {','.join(wrong)!r}.")
-        return [(row[0].strip(), row[1].strip()) for row in rows]
+        rows = [row for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)]
+        if wrong := next((row for row in rows if len(row) != 2), None):
+            raise ClassError(f"{path}: a line has two cells, class and model's class; got {','.join(wrong)!r}.")
+        return [(name.strip(), value.strip()) for name, value in rows]
     if kind not in (".json", ".yaml", ".yml"):
         raise ClassError(f"the class map {path}: the name must end in .csv, .json or .yaml.")
     content = schema.read_json(path, _ClassMap) if kind == ".json" else schema.read_yaml(text, str(path))
-    pairs: list[tuple[str, Any]] = []
-    for name, value in schema.parse(_ClassMap, content, f"the class map {path}").items():
-        entries = value if isinstance(value, list) else [value]
-        pairs += [(name, entry) for entry in entries or [None]]
-    return pairs
+    groups = schema.parse(_ClassMap, content, f"the class map {path}")
+    lists = {name: value if isinstance(value, list) else [value] for name, value in groups.items()}
+    return [(name, value) for name, values in lists.items() for value in values or [None]]
 
 
 _Entry = str | int | None

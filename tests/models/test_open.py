@@ -102,7 +102,7 @@ def test_a_network_of_the_package_index_has_one_size_in_every_command(number, si
     assert (opened.info.img_size, opened.info.crop_pct) == ((size, size), crop)
     assert opened.info.mean == opened.info.std == (0.5, 0.5, 0.5)
     assert opened.classes.find("tench") == 0
-    view = open_explained(name).view
+    view = open_explained(name).transform
     assert (view.img_size, view.crop_pct) == ((size, size), crop)
     assert open_tested(name, RobustOptions(device="cpu")).view.img_size == (size, size)
     assert open_model(name, img_size=64).info.img_size == (64, 64)

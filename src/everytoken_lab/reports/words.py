@@ -214,12 +214,13 @@ def _state(run: Run) -> str:
 def settings_table(report: Report) -> Table:
     """Options that differ between groups."""
     names = [group.name for group in report.groups]
-    rows = [{"setting": n, **dict(zip(names, map(_value, values), strict=True))} for n, values in report.settings]
+    cells = [(name, [_value(value) for value in values]) for name, values in report.settings]
+    rows = [{"setting": n, **dict(zip(names, row, strict=True))} for n, row in cells if len(set(row)) > 1]
     return Table("Settings that are not the same in all groups.", rows, names)
 
 
 def _value(value: Any) -> str:
-    if value is None or value == "":
+    if value in (None, "", {}):
         return "–"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
