@@ -105,7 +105,6 @@ def test_every_training_leaves_a_picture_a_page_and_a_folder_that_timm_opens(dra
     page = (run.path / "report.html").read_text()
     assert "interval" in page
     assert "drloc" in page
-    assert "tl_align" not in page
     config = json.loads((run.path / "config.json").read_text())
     model = timm.create_model(f"local-dir:{run.path}", pretrained=True).eval()
     assert model.pretrained_cfg["input_size"] == (3, 32, 32)
