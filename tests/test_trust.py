@@ -78,9 +78,9 @@ def test_onnxruntime_reports_nothing_and_leaves_no_device_id(watched):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
     code = (
-        "import torch; from everytoken_lab.models.inference import faster, _Session\n"
+        "import torch; from everytoken_lab.models.inference import faster\n"
         "module = torch.nn.Conv2d(3, 4, 3).eval()\n"
-        "print(type(faster(module, torch.randn(3, 3, 8, 8))) is _Session)"
+        "print(faster(module, torch.randn(3, 3, 8, 8)) is not module)"
     )
     assert watched(code) == ("True\n", [], [])
 

@@ -150,7 +150,7 @@ def test_without_a_network_every_command_gives_one_sentence_with_the_ways_out(wo
     text = capsys.readouterr().err
     sentence = text.splitlines()[-1]
     assert "Traceback" not in text
-    for part in ("test_vit.r160_in1k", "cannot be reached", "huggingface.co/timm/test_vit", "HF_ENDPOINT"):
+    for part in ("test_vit.r160_in1k", "cannot be downloaded", "huggingface.co/timm/test_vit", "HF_ENDPOINT"):
         assert part in sentence
     assert "registry:efficientnet_lite0" in sentence or not opening.weights_at_hand()
 
@@ -165,8 +165,6 @@ def test_weights_of_a_release_page_are_told_with_their_place_in_the_cache(no_net
 
 
 def test_weights_in_the_hubs_cache_are_used_and_named_without_a_network(no_network, monkeypatch):
-    from huggingface_hub import constants
-
     source = timm.create_model("test_vit")
     folder = no_network / "models--timm--test_vit.r160_in1k"
     (folder / "snapshots/abc").mkdir(parents=True)
@@ -178,7 +176,6 @@ def test_weights_in_the_hubs_cache_are_used_and_named_without_a_network(no_netwo
     assert opened.source == "timm:test_vit.r160_in1k"
     torch.testing.assert_close(dict(opened.model.backbone.state_dict()), dict(source.state_dict()))
     assert "timm:test_vit.r160_in1k" in opening.weights_at_hand()
-    assert not constants.HF_HUB_OFFLINE  # as it was
 
 
 def test_of_several_weights_it_is_said_which_are_taken(caplog):
@@ -212,6 +209,10 @@ HOSTILE = {
     "arguments   ": {"features_only": True},
     "arguments    ": {"pretrained": True},
     "arguments     ": ["num_classes"],
+    "arguments      ": {"num_classes": 10**8},
+    "arguments       ": {"num_classes": 3, "depth": 10**8},
+    "arguments        ": {"num_classes": 3, "depth": 60},
+    "arguments         ": {"num_classes": "many"},
     "class_names": "abc",
     "class_names ": [1, 2],
     "class_names  ": ["a"] * 8,

@@ -18,19 +18,8 @@ from everytoken.models.token_model import TokenModel, TokenView
 from everytoken_lab.models.inference import open_session
 
 
-class _NoBackbone(nn.Module):
-    """What is left of a backbone inside a program: its number of classes."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-
-
 class OnnxModel(TokenModel):
     """An ONNX file with the calls of a `TokenModel`.
-
-    Args:
-        path: of the file.
 
     Attributes:
         metadata: of the file.
@@ -44,43 +33,40 @@ class OnnxModel(TokenModel):
         try:
             self.session = open_session(str(path))
         except Exception as error:  # onnxruntime's errors have no common class
-            raise EverytokenError(
-                f"{path} is not an ONNX file that can be read: {str(error).splitlines()[0]}"
-            ) from error
+            raise EverytokenError(f"{path} is not a readable ONNX file: {str(error).splitlines()[0]}") from error
         self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
         shapes = {value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         if not {"images", "logits"} <= set(shapes):
             raise EverytokenError(
-                f"{path} was not exported by everytoken: its inputs and outputs are {', '.join(shapes)}, not images "
-                "and logits."
+                f"{path} was not exported by everytoken: it has {', '.join(shapes)} instead of images and logits."
             )
         self.source = str(path)
         self.size = (int(shapes["images"][2]), int(shapes["images"][3]))
         self.num_classes = int(shapes["logits"][1])
-        self.has_cells = "cells" in shapes
-        self.backbone = _NoBackbone(self.num_classes)
+        self.outputs = [name for name in ("logits", "cells") if name in shapes]
+        self.backbone = nn.Identity()
         self.token_head, self.aligner, self._backbone_head = None, None, False
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)  # says which device images should be on
 
     def forward(self, images: Tensor, mix: Mix | None = None) -> TokenView:
         """Images [B, 3, H, W] -> TokenView without token features."""
-        outputs = self._run(images)
-        cells = outputs.get("cells")
-        height, width = cells.shape[1:3] if cells is not None else (0, 0)
-        return TokenView(outputs["logits"], images.new_zeros(len(images), height, width, 0), token_logits=cells)
+        logits, *cells = self._run(images)
+        height, width = cells[0].shape[1:3] if cells else (0, 0)
+        return TokenView(
+            logits, images.new_zeros(len(images), height, width, 0), token_logits=cells[0] if cells else None
+        )
 
     def class_and_cell_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """See `TokenModel.class_and_cell_logits`."""
-        if not self.has_cells:
+        if "cells" not in self.outputs:
             raise EverytokenError(f"{self.source} answers for whole images only. Export it with cells=True.")
-        outputs = self._run(images)
-        return outputs["logits"], outputs["cells"]
+        logits, cells = self._run(images)
+        return logits, cells
 
     def cell_logits(self, images: Tensor) -> Tensor:
         """See `TokenModel.cell_logits`."""
         return self.class_and_cell_logits(images)[1]
 
-    def _run(self, images: Tensor) -> dict[str, Tensor]:
-        names = ["logits", "cells"] if self.has_cells else ["logits"]
-        arrays = self.session.run(names, {"images": images.detach().float().cpu().numpy()})
-        return {name: torch.from_numpy(array).to(images.device) for name, array in zip(names, arrays, strict=True)}
+    def _run(self, images: Tensor) -> list[Tensor]:
+        arrays = self.session.run(self.outputs, {"images": images.detach().float().cpu().numpy()})
+        return [torch.from_numpy(array).to(images.device) for array in arrays]
