@@ -34,12 +34,15 @@ from ratios import Ratio, judge
 from rich.console import Console
 from rich.table import Table
 
+from everytoken.data.batch import normalise
 from everytoken.maps import MapWriter, StoreMeta
-from everytoken_lab.annotators import AnnotateOptions, Annotator, Preprocessing, fill_store
-from everytoken_lab.annotators.annotator import CellScores, FunctionAnnotator, NetworkAnnotator
-from everytoken_lab.annotators.job import fill
-from everytoken_lab.annotators.reading import BatchReader, ImageBatch, batches, store_order
+from everytoken.models import TokenModel
+from everytoken_lab.annotators.annotator import Annotator, CellScores, FunctionAnnotator, NetworkAnnotator
+from everytoken_lab.annotators.job import fill, fill_store, store_order
+from everytoken_lab.annotators.options import AnnotateOptions
+from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassList, plan_classes
+from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import DataSet, open_dataset
 
 CPU = torch.device("cpu")
@@ -60,10 +63,15 @@ def photos(folder: Path, count: int, size: tuple[int, int]) -> Path:
 
 def network(name: str, side: int) -> NetworkAnnotator:
     torch.manual_seed(0)
-    model = CellScores(timm.create_model(name, num_classes=CLASSES))
-    made = NetworkAnnotator(name, Preprocessing((side, side)), ClassList(CLASSES), {}, model)
+    model = CellScores(TokenModel(timm.create_model(name, num_classes=CLASSES)))
+    made = NetworkAnnotator(name, EvalTransform((side, side), 1.0, "squash"), ClassList(CLASSES), {}, model)
     made.to(CPU)
     return made
+
+
+def network_input(annotator: Annotator, batch: ImageBatch) -> torch.Tensor:
+    wanted = annotator.preprocessing
+    return normalise(batch.images, wanted.mean, wanted.std, channels_last=True)
 
 
 class Answered(NetworkAnnotator):
@@ -71,8 +79,7 @@ class Answered(NetworkAnnotator):
 
     def remember(self, other: NetworkAnnotator, decoded: list[ImageBatch]) -> Answered:
         with torch.inference_mode():
-            normalise = other.preprocessing.normalise
-            self.kept = {int(b.indices[0]): other.score(normalise(b.pixels), b.indices) for b in decoded}
+            self.kept = {int(b.indices[0]): other.score(network_input(other, b), b.indices) for b in decoded}
         return self
 
     def score(self, images: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
@@ -94,7 +101,7 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 def bare(annotator: NetworkAnnotator, decoded: list[ImageBatch], pooled: bool) -> None:
     module = annotator.module.model.backbone if pooled else annotator.module
     for batch in decoded:
-        module(annotator.preprocessing.normalise(batch.pixels))  # type: ignore[operator]
+        module(network_input(annotator, batch))  # type: ignore[operator]
 
 
 def job(annotator: Annotator, data: DataSet, decoded: list[ImageBatch]) -> None:
@@ -112,9 +119,9 @@ def job(annotator: Annotator, data: DataSet, decoded: list[ImageBatch]) -> None:
 
 def speed(annotator: NetworkAnnotator, data: DataSet, batch_size: int, repeats: int) -> dict[str, tuple[float, float]]:
     """CPU and wall seconds per image of each way, the smallest of interleaved repeats."""
-    reader = BatchReader(data, store_order(data), annotator.preprocessing, "squash")
+    reader = ImageReader(data, store_order(data), annotator.preprocessing)
     spans = [range(i, min(i + batch_size, len(data))) for i in range(0, len(data), batch_size)]
-    decoded = [reader[span] for span in spans]
+    decoded = [reader.__getitems__(span) for span in spans]
     kept = Answered(annotator.name, annotator.preprocessing, annotator.classes, {}).remember(annotator, decoded)
     ways: dict[str, Callable[[], object]] = {
         "bare network": lambda: bare(annotator, decoded, False),
@@ -140,8 +147,10 @@ def waiting(annotator: NetworkAnnotator, data: DataSet, batch_size: int, workers
         tempfile.TemporaryDirectory() as folder,
         MapWriter(Path(folder) / "maps", data.keys(), meta) as writer,
     ):
-        reader = BatchReader(data, store_order(data), annotator.preprocessing, "squash")
-        stream = batches(reader, writer, writer.pending_shards(), batch_size, workers, False)
+        reader = ImageReader(data, store_order(data), annotator.preprocessing)
+        shards = [writer.shard_range(shard) for shard in writer.pending_shards()]
+        spans = [shard[i : i + batch_size] for shard in shards for i in range(0, len(shard), batch_size)]
+        stream = read_batches(reader, spans, workers)
         first = next(stream)  # starting the workers is not waiting
 
         def watched():  # type: ignore[no-untyped-def]
@@ -168,7 +177,7 @@ def peak_of(count: int, folder: str) -> int:
     data = data.subset(np.arange(len(data)))
     data = _Repeated(data, count)
     score = lambda images: torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1)  # noqa: E731
-    annotator = FunctionAnnotator("tiny", Preprocessing((64, 64)), ClassList(3), {}, score)
+    annotator = FunctionAnnotator("tiny", EvalTransform((64, 64)), ClassList(3), {}, score)
     with tempfile.TemporaryDirectory() as out:
         fill_store(data, Path(out) / "maps", annotator, AnnotateOptions(workers=0, foreign_classes=True))
     status = Path("/proc/self/status")

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken.data.batch import normalise
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.evaluation.locate import ALIKE, SIDE, Locator, box_of, scaled
-from everytoken_lab.evaluation.run import eval_view
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import bootstrap
 

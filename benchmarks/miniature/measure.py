@@ -36,9 +36,9 @@ from torch.nn import functional as F
 
 from everytoken import keyed
 from everytoken.data.batch import normalise
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.evaluation.locate import THRESHOLD, box_of, scaled
-from everytoken_lab.evaluation.run import eval_view
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.robust.corruptions import STANDARD, corrupt
 

@@ -186,8 +186,8 @@ def predictions(folder: Path, images: Path) -> dict[str, np.ndarray]:
     import torch
 
     from everytoken.data.batch import normalise
+    from everytoken_lab.data.augment import eval_view
     from everytoken_lab.data.datasets import open_dataset
-    from everytoken_lab.evaluation.run import eval_view
     from everytoken_lab.models.open import open_model
 
     opened, dataset = open_model(folder), open_dataset(images, "val")

@@ -44,9 +44,9 @@ from everytoken.mixing.mix import Mix, apply_to_pixels, mix_token_target
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.token_model import blocks_of
 from everytoken_lab.classes import ClassList, match_classes
-from everytoken_lab.data.datasets import find_split, open_dataset
+from everytoken_lab.data.augment import eval_view
+from everytoken_lab.data.datasets import NAMED, find_split, open_dataset
 from everytoken_lab.data.loader import Loader
-from everytoken_lab.evaluation.run import eval_view
 from everytoken_lab.explanation.saliency import record_attention
 from everytoken_lab.models.open import OpenModel, open_model
 
@@ -60,7 +60,7 @@ def batches(opened: OpenModel, data: str, count: int, maps: str = "") -> Iterato
     With score maps, labels are the classes of the maps.
     """
     view = eval_view(opened.info)
-    named = data.startswith(("torchvision:", "hf:"))
+    named = data.startswith(NAMED)
     dataset = open_dataset(data, "val" if named or find_split(data, "val") else "all")
     chosen = np.random.default_rng(0).permutation(len(dataset))[:count]
     store, classes = (Maps(maps) if maps else None), torch.arange(dataset.num_classes)

@@ -29,8 +29,8 @@ from measure import halves
 
 from everytoken.keyed import generator
 from everytoken_lab import stats
-from everytoken_lab.annotators import annotate
 from everytoken_lab.annotators.features import FrozenBackbone, compute_features, fit_features
+from everytoken_lab.annotators.job import annotate
 from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.machine import keep_freed_memory

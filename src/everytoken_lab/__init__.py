@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from everytoken._lazy import lazy
 
 if TYPE_CHECKING:
-    from everytoken_lab.annotators import annotate
+    from everytoken_lab.annotators.job import annotate
     from everytoken_lab.engine.run_folder import Run
     from everytoken_lab.evaluation import evaluate, export, load, predict
     from everytoken_lab.explanation import explain
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "everytoken_lab.annotators": ["annotate"],
+        "everytoken_lab.annotators.job": ["annotate"],
         "everytoken_lab.engine.run_folder": ["Run"],
         "everytoken_lab.evaluation": ["evaluate", "export", "load", "predict"],
         "everytoken_lab.explanation": ["explain"],

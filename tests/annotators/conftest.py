@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from everytoken.data.batch import normalise
 from everytoken.keyed import generator
 from everytoken_lab.data.datasets import open_dataset
 
@@ -51,6 +52,17 @@ def photos_of(tmp_path):
 @pytest.fixture
 def data(photos):
     return open_dataset(photos)
+
+
+@pytest.fixture(scope="session")
+def network_input():
+    """network_input(transform, picture): float32 [1, 3, H, W]."""
+
+    def make(transform, picture):
+        pixels = torch.from_numpy(transform(picture)[0])[None].permute(0, 3, 1, 2)
+        return normalise(pixels, transform.mean, transform.std, channels_last=True)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -154,7 +154,7 @@ def test_processes_of_one_job_make_the_same_store(here, start_ranks):
 
 
 def test_errors_of_this_command_are_errors_for_people():
-    from everytoken_lab.annotators import AnnotatorError
+    from everytoken_lab.annotators.annotator import AnnotatorError
     from everytoken_lab.classes import ClassError
 
     assert issubclass(AnnotatorError, EverytokenError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,12 @@ from PIL import Image
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, map_area, verify
-from everytoken_lab.annotators import (
-    AnnotateOptions,
-    AnnotatorError,
-    Preprocessing,
-    build_annotator,
-    fill_store,
-    summarise,
-)
-from everytoken_lab.annotators.annotator import FunctionAnnotator, weights_hash
-from everytoken_lab.annotators.reading import BatchReader, eval_view, store_order
+from everytoken_lab.annotators.annotator import AnnotatorError, FunctionAnnotator, build_annotator, weights_hash
+from everytoken_lab.annotators.job import fill_store, store_order, summarise
+from everytoken_lab.annotators.options import AnnotateOptions
+from everytoken_lab.annotators.reading import ImageReader
 from everytoken_lab.classes import ClassList
+from everytoken_lab.data.augment import EvalTransform
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.models import open as opening
@@ -48,9 +44,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def function(score, names=("blue", "green", "red"), size=(32, 32)) -> FunctionAnnotator:
-    return FunctionAnnotator(
-        "test", Preprocessing(size, (0.0,) * 3, (1.0,) * 3), ClassList(len(names), names), {}, score
-    )
+    transform = EvalTransform(size, mean=(0.0,) * 3, std=(1.0,) * 3)
+    return FunctionAnnotator("test", transform, ClassList(len(names), names), {}, score)
 
 
 def blocks(images: torch.Tensor) -> torch.Tensor:
@@ -63,31 +58,21 @@ def network(weights):
     return build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
 
 
-def test_a_map_is_what_the_network_says_about_each_cell(data, network, tmp_path):
+def test_a_map_is_what_the_network_says_about_each_cell(data, network, tmp_path, network_input):
     fill_store(data, tmp_path / "maps", network, QUICK)
-    store, view = Maps(tmp_path / "maps", check=True), eval_view(network.preprocessing, "squash")
+    store = Maps(tmp_path / "maps", check=True)
+    squash = replace(network.preprocessing, crop_pct=1.0, crop_mode="squash")
     assert len(store) == len(data) == 12
     assert store.manifest.class_names == ["blue", "green", "red"]
     for i in range(len(data)):
-        pixels = torch.from_numpy(view(data.picture(i))[0])[None]
         with torch.inference_mode():
-            logits = network.score(network.preprocessing.normalise(pixels), np.array([i]))[0]
+            logits = network.score(network_input(squash, data.picture(i)), np.array([i]))[0]
         found = store[data.key(i)]
         assert found.size == (48, 36)
         assert found.area == (0.0, 0.0, 1.0, 1.0)
         best = logits.topk(3, dim=-1)
         np.testing.assert_allclose(found.scores, best.values.numpy(), rtol=2e-3, atol=2e-3)
         np.testing.assert_array_equal(found.classes, best.indices.numpy())
-
-
-def test_pixels_are_normalised_as_asked():
-    pixels = torch.randint(0, 256, (2, 4, 5, 3), dtype=torch.uint8)
-    made = Preprocessing((4, 5), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)).normalise(pixels)
-    wanted = (pixels.permute(0, 3, 1, 2) / 255 - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / torch.tensor(
-        [0.5, 0.6, 0.7]
-    ).view(3, 1, 1)
-    torch.testing.assert_close(made, wanted)
-    assert made.is_contiguous(memory_format=torch.channels_last)
 
 
 def quadrants(path: Path, size: tuple[int, int], **save) -> None:
@@ -320,8 +305,8 @@ def test_reading_ahead_uses_the_order_of_the_store(data):
     order = store_order(data)
     keys = [data.key(int(i)) for i in order]
     assert keys == sorted(keys, key=str.encode)
-    batch = BatchReader(data, order, eval_view(Preprocessing((16, 16)), "squash")).__getitems__(range(2, 6))
-    assert batch.pixels.shape == (4, 16, 16, 3)
+    batch = ImageReader(data, order, EvalTransform((16, 16))).__getitems__(range(2, 6))
+    assert batch.images.shape == (4, 3, 16, 16)
     assert batch.indices.tolist() == order[2:6].tolist()
 
 

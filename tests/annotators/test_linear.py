@@ -11,10 +11,10 @@ import torch
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
-from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, FitOptions, fill_store, fit_annotator
 from everytoken_lab.annotators import features as features_module
 from everytoken_lab.annotators import fit as fit_module
 from everytoken_lab.annotators import job as job_module
+from everytoken_lab.annotators.annotator import AnnotatorError
 from everytoken_lab.annotators.features import (
     Candidate,
     FrozenBackbone,
@@ -23,12 +23,14 @@ from everytoken_lab.annotators.features import (
     content_digests,
     fit_features,
 )
-from everytoken_lab.annotators.fit import kept_network
+from everytoken_lab.annotators.fit import fit_annotator, kept_network
+from everytoken_lab.annotators.job import fill_store
 from everytoken_lab.annotators.linear import fit_linear, stratified_folds
+from everytoken_lab.annotators.options import AnnotateOptions, FitOptions
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.distributed import World
-from everytoken_lab.evaluation.run import eval_view
 from everytoken_lab.models.open import Description, open_model, timm_config
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -120,7 +122,7 @@ def test_folds_share_every_class_and_keep_copies_together():
     assert stratified_folds(labels, keys, 5)[7] == stratified_folds(labels, keys, 5)[3]
 
 
-def test_features_are_computed_once_and_follow_the_content_of_an_image(photos, backbone, tmp_path):
+def test_features_are_computed_once_and_follow_the_content_of_an_image(photos, backbone, tmp_path, network_input):
     network = FrozenBackbone(backbone)
     first = compute_features(open_dataset(photos), network, tmp_path / "cache", workers=0)
     assert first.computed == 12
@@ -131,7 +133,7 @@ def test_features_are_computed_once_and_follow_the_content_of_an_image(photos, b
     assert again.computed == 0
     at = {data.key(i): i for i in range(len(data))}
     assert (again.values[at["blue/again.png"]] == again.values[at["blue/1.blue.png"]]).all()
-    images = network.preprocessing.normalise(torch.from_numpy(network.view(data.picture(0))[0][None]))
+    images = network_input(network.preprocessing, data.picture(0))
     np.testing.assert_allclose(network.pooled(images)[0].numpy(), again.values[0], rtol=2e-3, atol=2e-3)
     other = FrozenBackbone(backbone, 96)
     assert compute_features(data, other, tmp_path / "cache", workers=0).computed == 12  # of 13: one is a copy
@@ -170,7 +172,7 @@ def test_unreadable_images_are_named_and_left_out(photos, backbone):
     assert len(fit_features(features, data, 2).labels) == 11
 
 
-def test_the_folded_model_answers_as_the_head_and_opens_by_itself(data, backbone, tmp_path):
+def test_the_folded_model_answers_as_the_head_and_opens_by_itself(data, backbone, tmp_path, network_input):
     network = FrozenBackbone(backbone)
     features = compute_features(data, network, workers=0)
     fit = fit_features(features, data, 2)
@@ -179,7 +181,7 @@ def test_the_folded_model_answers_as_the_head_and_opens_by_itself(data, backbone
     opened = open_model(tmp_path)
     assert opened.class_names == tuple(data.class_names)
     assert (opened.info.img_size, opened.info.crop_pct) == ((64, 64), 1.0)
-    images = network.preprocessing.normalise(torch.from_numpy(network.view(data.picture(3))[0][None]))
+    images = network_input(network.preprocessing, data.picture(3))
     with torch.no_grad():
         answer = opened.model.backbone(images)[0]
     torch.testing.assert_close(answer, fit.head(torch.from_numpy(features.values[3])), rtol=1e-2, atol=1e-2)
@@ -213,7 +215,7 @@ def test_cross_validation_chooses_between_backbones_and_leaves_slow_ones_out(
     assert [trial.candidate.squash for trial in choice.trials] == [False, False, True]  # the best one, squashed
     best = min(choice.trials, key=lambda trial: trial.loss)
     assert choice.backbone.info.img_size == (best.candidate.img_size,) * 2
-    assert (choice.backbone.view.crop_mode == "squash") == best.candidate.squash
+    assert (choice.backbone.preprocessing.crop_mode == "squash") == best.candidate.squash
     assert len(choice.fit.labels) == 30
     quick = choose_backbone(data, offered, tmp_path, seconds=0.0, workers=0)
     assert [trial.candidate.img_size for trial in quick.trials] == [32]

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from everytoken.maps import Maps, merge_maps
-from everytoken_lab.annotators import AnnotateOptions, build_annotator, fill_store
+from everytoken_lab.annotators.annotator import build_annotator
+from everytoken_lab.annotators.job import fill_store
+from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.data.datasets import open_dataset
 
 

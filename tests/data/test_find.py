@@ -38,14 +38,14 @@ def put(root, *names):
 TREE = ("train/cat/1.jpg", "train/cat/deep/er/2.JPEG", "train/dog/a.b.c.png", "train/dog/x.jpg", "val/cat/1.jpg")
 
 
-def in_folder(tmp_path):
-    return put(tmp_path / "data", *TREE)
+def in_folder(tmp_path, names=TREE):
+    return put(tmp_path / "data", *names)
 
 
-def in_zip(tmp_path, compression=zipfile.ZIP_STORED, prefix=""):
+def in_zip(tmp_path, compression=zipfile.ZIP_STORED, prefix="", names=TREE):
     path = tmp_path / "data.zip"
     with zipfile.ZipFile(path, "w", compression) as archive:
-        for i, name in enumerate(TREE):
+        for i, name in enumerate(names):
             archive.writestr(prefix + name, jpeg(i * 20))
         archive.writestr("__MACOSX/train/cat/._1.jpg", b"no image")
     return path
@@ -188,6 +188,21 @@ def test_images_outside_the_class_folders_are_left_out_with_a_warning(tmp_path, 
     assert "1 images outside" in caplog.text
 
 
+@pytest.mark.parametrize("make", [in_folder, in_zip])
+def test_photos_that_cannot_be_read_are_counted_and_the_way_out_is_named(tmp_path, caplog, make):
+    names = ("cat/1.jpg", "cat/2.HEIC", "dog/3.cr2", "dog/4.jpg")
+    photos = make(tmp_path, names=names)
+    data = open_dataset(photos)
+    assert list(data.keys()) == ["cat/1.jpg", "dog/4.jpg"]
+    (told,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "2 files such as cat/2.HEIC" in told
+    assert "magick mogrify" in told
+    if make is in_folder:
+        caplog.clear()
+        assert datasets.gather_images([str(photos / "cat")])[1] == ["1.jpg"]
+        assert "1 files such as 2.HEIC" in caplog.text
+
+
 def refuse(message, *args, **kwargs):
     with pytest.raises(DataError, match=message):
         open_dataset(*args, **kwargs)
@@ -296,7 +311,7 @@ def test_the_image_nearest_to_the_limit_changes_sides_when_chance_leaves_a_part_
 def test_both_splits_of_one_folder_are_read_in_one_walk(tmp_path, monkeypatch):
     put(tmp_path, *(f"{c}/{i}.jpg" for c in "ab" for i in range(20)))
     walks = []
-    monkeypatch.setattr(datasets, "list_files", lambda folder: walks.append(folder) or list_files(folder))
+    monkeypatch.setattr(datasets, "list_files", lambda *args: walks.append(args) or list_files(*args))
     train, val = open_splits(tmp_path, 0.3)
     assert len(walks) == 1
     for data, split in ((train, "train"), (val, "val")):

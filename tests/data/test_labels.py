@@ -81,7 +81,7 @@ def test_files_of_spreadsheets_and_windows_paths_are_read(folder, text, encoding
         ("path,label\na/1.png, \n", "line 2: a/1.png has no label"),
         ("path,label\n,cat\n", "line 2 has no path"),
         ("path,label\na/1.png,cat\n\n./a/1.png,dog\n", "line 4: a/1.png was in line 2 already"),
-        ("path,label\n../secret.png,cat\n", "line 2: ../secret.png leaves the folder"),
+        ("path,label\n../secret.png,cat\n", r"line 2 names the file '../secret.png', which leaves the folder"),
         ("path,label\n/etc/a.png,cat\n", "leaves the folder"),
         ("path,label\nC:\\a.png,cat\n", "leaves the folder"),
         ("path,label\na/1.png\n", "line 2 has 1 cells, and the first line 2"),

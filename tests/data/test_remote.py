@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import signal
 import tarfile
+import time
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from everytoken.files import Lock
 from everytoken_lab.data import remote
 from everytoken_lab.data.datasets import DataError, open_dataset
 from everytoken_lab.engine.loop import Loop
@@ -42,27 +42,23 @@ def shard(number):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """memory://bucket with train and val shards, and a cache of its own; counts what is opened and read by range."""
+    """memory://bucket with train and val shards, and a cache of its own; counts what is opened."""
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     for number in range(SHARDS):
         fs.pipe_file(f"/bucket/train-{number:04d}.tar", shard(number))
     fs.pipe_file("/bucket/val-0000.tar", shard(9))
     monkeypatch.setenv("EVERYTOKEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("EVERYTOKEN_CACHE_GB", raising=False)
-    remote._find.cache_clear()
+    remote.find_remote.cache_clear()
     calls = []
-    for name in ("open", "cat_file"):  # of the class, as each thread has a file system of its own
-        own = getattr(MemoryFileSystem, name)
-        monkeypatch.setattr(
-            MemoryFileSystem, name, lambda *a, own=own, name=name, **k: calls.append(name) or own(*a, **k)
-        )
+    own = MemoryFileSystem.open  # of the class, as each thread has a file system of its own
+    monkeypatch.setattr(MemoryFileSystem, "open", lambda *a, **k: calls.append("open") or own(*a, **k))
     yield calls
     fs.store.clear()
 
 
 def cached(tmp_path):
-    return sorted((tmp_path / "cache").glob("*.archive"))
+    return sorted((tmp_path / "cache").glob("*/*.tar"))
 
 
 @pytest.mark.parametrize(
@@ -80,32 +76,12 @@ def test_shards_at_an_address_are_a_dataset_and_are_downloaded_once(bucket, tmp_
     assert [path.read_bytes() for path in cached(tmp_path)].count(shard(1)) == 1
     if spec == "memory://bucket":
         assert open_dataset(spec, "val").open_bytes(0) == jpeg(90)
-    assert not [name for name in os.listdir(tmp_path / "cache") if name.startswith(".")]
-
-
-def test_a_full_cache_leaves_archives_where_they_are_and_reads_images_by_range(bucket, tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setenv("EVERYTOKEN_CACHE_GB", str(2.5 * len(shard(0)) / 1e9))
-    data = open_dataset("memory://bucket/train-{0000..0003}.tar")
-    assert len(cached(tmp_path)) == 2
-    assert "stays where it is" in caplog.text
-    assert bucket.count("cat_file") == 0  # labels are in the index
-    assert [data.open_bytes(i) for i in range(16)] == [jpeg(number * 10 + i) for number in range(4) for i in range(4)]
-    assert bucket.count("cat_file") == 8
-    before = bucket.count("open")
-    assert open_dataset("memory://bucket/train-{0000..0003}.tar").open_bytes(15) == jpeg(33)
-    assert bucket.count("open") == before  # the index was kept, too
-    other = open_dataset("memory://bucket/val-0000.tar", "val")  # makes room for itself
-    assert other.open_bytes(0) == jpeg(90)
-    assert len(cached(tmp_path)) == 2
-    assert [data.open_bytes(i) for i in range(16)] == [jpeg(number * 10 + i) for number in range(4) for i in range(4)]
 
 
 def test_training_reads_from_an_address_in_worker_processes(bucket, tmp_path, monkeypatch):
     from everytoken_lab.cli import main
     from everytoken_lab.engine.run_folder import read_run
 
-    monkeypatch.setenv("EVERYTOKEN_CACHE_GB", str(2.5 * len(shard(0)) / 1e9))
     words = ["train", "memory://bucket", "--model", "lvvit_micro_patch4_32", "--img-size", "32", "--epochs", "1"]
     words += ["-b", "8", "-j", "1", "--device", "cpu", "--threads", "1", "--warmup-epochs", "0"]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
@@ -138,7 +114,7 @@ def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_ru
 def test_a_truncated_download_is_never_taken_as_whole(bucket, tmp_path, monkeypatch):
     whole = MemoryFileSystem.open
     monkeypatch.setattr(MemoryFileSystem, "open", lambda *a, **k: io.BytesIO(whole(*a, **k).read()[:-100]))
-    with pytest.raises(DataError, match=r"train-0000\.tar was changed, or could not be downloaded whole \([\d,]+ of "):
+    with pytest.raises(DataError, match=r"train-0000\.tar could not be downloaded whole \([\d,]+ of "):
         open_dataset("memory://bucket/train-0000.tar")
     assert not cached(tmp_path)
     monkeypatch.setattr(MemoryFileSystem, "open", whole)
@@ -161,15 +137,14 @@ def test_an_archive_that_changes_during_its_download_is_not_kept(bucket, tmp_pat
     assert not cached(tmp_path)
 
 
-def test_what_a_killed_download_leaves_is_removed_and_a_changed_archive_is_downloaded_anew(bucket, tmp_path):
+def test_a_file_of_another_size_and_a_changed_archive_are_downloaded_anew(bucket, tmp_path):
     spec = "memory://bucket/train-0000.tar"
-    (file,) = remote.find_remote(spec, [spec])
-    (tmp_path / "cache").mkdir()
-    (tmp_path / f"cache/.part-{file.cached.stem}").write_bytes(shard(0)[:500])
+    (file,) = remote.find_remote((spec,))
+    file.cached.parent.mkdir(parents=True)
+    file.cached.write_bytes(shard(0)[:500])
     assert open_dataset(spec).open_bytes(0) == jpeg(0)
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # the archive and its index
     fsspec.filesystem("memory").pipe_file("/bucket/train-0000.tar", shard(7))
-    remote._find.cache_clear()
+    remote.find_remote.cache_clear()
     assert open_dataset(spec).open_bytes(0) == jpeg(70)
 
 
@@ -179,7 +154,7 @@ def fetch_in_a_process(path, answers):
     for info in fsspec.filesystem("memory").store.values():  # the same for both, as of one server
         info.created = info.modified = 0
     os.environ["EVERYTOKEN_CACHE"] = str(path)
-    answers.put((open_dataset("memory://b/{0..3}.tar").open_bytes(9) == jpeg(21), len(list(path.glob("*.archive")))))
+    answers.put((open_dataset("memory://b/{0..3}.tar").open_bytes(9) == jpeg(21), len(list(path.glob("*/*.tar")))))
 
 
 def test_two_processes_share_the_cache(tmp_path, forkserver):
@@ -193,7 +168,7 @@ def test_two_processes_share_the_cache(tmp_path, forkserver):
     assert [answers.get() for _ in processes] == [(True, SHARDS)] * 2
 
 
-def fetch_and_die(path, answers, method):
+def fetch_and_die(path, answers, at):
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -201,44 +176,46 @@ def fetch_and_die(path, answers, method):
         yield shard(0)[: file.size // 2]
         die()
 
-    places = {"piece": (remote, "_pieces", pieces), "name": (os, "replace", die)}
-    setattr(*places.get(method, (remote.files, "write_atomically", die)))
+    setattr(*{"piece": (remote, "_pieces", pieces), "name": (os, "replace", die)}[at])
     fetch_in_a_process(path, answers)
 
 
-@pytest.mark.parametrize(("method", "archives"), [("piece", 0), ("name", 0), ("index", SHARDS)])
-def test_a_download_that_is_killed_anywhere_leaves_nothing_that_is_taken_for_whole(
-    tmp_path, forkserver, method, archives
-):
+@pytest.mark.parametrize("at", ["piece", "name"])
+def test_a_download_that_is_killed_anywhere_leaves_nothing_that_is_taken_for_whole(tmp_path, forkserver, at):
     folder, answers = tmp_path / "cache", forkserver.SimpleQueue()
-    killed = forkserver.Process(target=fetch_and_die, args=(folder, answers, method))
+    killed = forkserver.Process(target=fetch_and_die, args=(folder, answers, at))
     killed.start()
     killed.join(120)
     assert killed.exitcode == -signal.SIGKILL
-    found = list(folder.glob("*.archive"))
-    assert len(found) <= archives
-    assert {path.read_bytes() for path in found} <= {shard(number) for number in range(SHARDS)}
+    assert not list(folder.glob("*/[!.]*.tar"))
     again = forkserver.Process(target=fetch_in_a_process, args=(folder, answers))
     again.start()
     again.join(120)
     assert answers.get() == (True, SHARDS)
-    assert len(list(folder.iterdir())) == 2 * SHARDS  # archives and indexes
+    assert not list(folder.glob("*/.*"))  # what the first one left
 
 
-def test_a_part_that_gets_its_final_name_while_room_is_counted_does_no_harm(bucket, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache/.part-abc").symlink_to("gone")  # listed, but not there when its size is asked for
-    assert open_dataset("memory://bucket/train-0000.tar").open_bytes(0) == jpeg(0)
+def test_a_server_that_does_not_answer_is_an_error(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_TIMEOUT", 0.2)
+    stuck = type("Stuck", (io.BytesIO,), {"read": lambda self, size=-1: time.sleep(1) or b""})
+    monkeypatch.setattr(MemoryFileSystem, "open", lambda *a, **k: stuck())
+    with pytest.raises(DataError, match=r"train-0000\.tar: no answer for 0\.2 seconds"):
+        open_dataset("memory://bucket/train-0000.tar")
+    assert not cached(tmp_path)
 
 
-def test_a_part_that_another_process_is_downloading_is_not_removed(tmp_path):
-    part = tmp_path / ".part-abc"
-    part.write_bytes(b"x")
-    lock = Lock(tmp_path, "abc")
-    assert not remote._remove(part)
-    lock.release()
-    assert remote._remove(part)
-    assert not part.exists()
+def test_a_disk_without_room_is_noticed_before_anything_is_downloaded(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(DataError, match=r"do not fit on the disk of the cache.*EVERYTOKEN_CACHE"):
+        open_dataset("memory://bucket/train-0000.tar")
+    assert "open" not in bucket
+
+
+@pytest.mark.parametrize(
+    ("url", "name"), [("s3://b/train-0.tar", "train-0.tar"), ("s3://b/..", "archive"), ("x://b/a b?c", "a_b_c")]
+)
+def test_names_in_the_cache_are_plain(url, name):
+    assert remote.RemoteFile(url, 1, "").cached.name == name
 
 
 @pytest.mark.parametrize(
@@ -246,7 +223,7 @@ def test_a_part_that_another_process_is_downloading_is_not_removed(tmp_path):
     [
         ("memory://bucket/gone.tar", r"There is no file memory:///?bucket/gone\.tar"),
         ("memory://bucket/x*.tar", "no archives are there"),
-        ("pipe:aws s3 cp s3://b/1.tar -", "is a command, and none is run here"),
+        ("pipe:aws s3 cp s3://b/1.tar -", "commands are not run"),
         ("nonsense://b/1.tar", "cannot be read .*Protocol not known"),
     ],
 )
@@ -255,11 +232,7 @@ def test_mistakes_in_addresses_are_explained(bucket, spec, message):
         open_dataset(spec)
 
 
-def test_a_limit_that_is_no_number_and_a_compressed_archive_are_explained(bucket, monkeypatch):
-    monkeypatch.setenv("EVERYTOKEN_CACHE_GB", "many")
-    with pytest.raises(DataError, match="EVERYTOKEN_CACHE_GB is 'many'"):
-        open_dataset("memory://bucket/train-0000.tar")
-    monkeypatch.delenv("EVERYTOKEN_CACHE_GB")
+def test_a_compressed_archive_is_explained(bucket):
     fsspec.filesystem("memory").pipe_file("/bucket/z.tar", b"\x1f\x8b" + bytes(600))
     with pytest.raises(DataError, match=r"z\.tar is compressed with gzip"):
         open_dataset("memory://bucket/z.tar")

@@ -8,7 +8,7 @@ from torch.backends.cuda import flash_sdp_enabled
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 from everytoken.step import TokenStep
-from everytoken_lab.annotators import annotate
+from everytoken_lab.annotators.job import annotate
 from everytoken_lab.cli.train import Train
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.run_folder import Run

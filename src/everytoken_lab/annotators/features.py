@@ -30,15 +30,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, write_atomically
 from everytoken.keyed import uniform
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
-from everytoken_lab.annotators.annotator import AnnotatorError, CellScores, Preprocessing, weights_hash
+from everytoken_lab.annotators.annotator import AnnotatorError, CellScores, weights_hash
 from everytoken_lab.annotators.linear import FOLDS, LinearFit, LinearHead, fit_linear, stratified_folds
-from everytoken_lab.annotators.reading import BatchReader, read_batches
-from everytoken_lab.data.augment import EvalTransform
+from everytoken_lab.annotators.reading import ImageReader, read_batches
+from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.machine import default_workers
 from everytoken_lab.models.inference import faster
@@ -125,16 +126,9 @@ class FrozenBackbone:
         self._cells: Callable[[Tensor], Tensor] = self.model.cell_logits
 
     @property
-    def preprocessing(self) -> Preprocessing:
-        """Size and normalisation."""
-        mean, std = ((v[0], v[1], v[2]) for v in (self.info.mean, self.info.std))
-        return Preprocessing(self.info.img_size, mean, std, self.info.interpolation)
-
-    @property
-    def view(self) -> EvalTransform:
-        """Resize and centre crop, as `predict` and `eval` will use them."""
-        info = self.info
-        return EvalTransform(info.img_size, info.crop_pct, info.crop_mode, info.interpolation, info.mean, info.std)
+    def preprocessing(self) -> EvalTransform:
+        """Resize, crop and normalisation, as `predict` and `eval` will use them."""
+        return eval_view(self.info)
 
     def pooled(self, images: Tensor) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]."""
@@ -278,12 +272,12 @@ def compute_features(
             store.add([digest for digest, _ in waiting], np.stack([row for _, row in waiting]))
             waiting.clear()
 
-    reader = BatchReader(data, order, backbone.view)
+    transform = backbone.preprocessing
     pooled = backbone.fast_pooled if len(order) >= _MANY else backbone.pooled
     spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
     few = default_workers() if workers is None else workers
-    for batch in read_batches(reader, spans, few if len(spans) > 2 else 0):
-        images = backbone.preprocessing.normalise(batch.pixels.to(backbone.device))
+    for batch in read_batches(ImageReader(data, order, transform), spans, few if len(spans) > 2 else 0):
+        images = normalise(batch.images.to(backbone.device), transform.mean, transform.std, channels_last=True)
         values = pooled(images).half().cpu().numpy()
         for place, index in enumerate(batch.indices.tolist()):
             if place in batch.failures:

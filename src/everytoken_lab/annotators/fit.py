@@ -29,11 +29,12 @@ from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, refuse_link, write_atomically
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 from everytoken_lab import schema
-from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, Preprocessing
+from everytoken_lab.annotators.annotator import Annotator, AnnotatorError
 from everytoken_lab.annotators.features import Choice, FrozenBackbone, candidates, choose_backbone
 from everytoken_lab.annotators.linear import LinearHead
 from everytoken_lab.annotators.options import AnnotateOptions, pair
 from everytoken_lab.classes import ClassList
+from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, keys_hash, split_off
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.distributed import World
@@ -219,12 +220,10 @@ def _hash(head: LinearHead) -> str:
     return hashlib.sha256(head.weight.numpy().tobytes() + head.bias.numpy().tobytes()).hexdigest()
 
 
-def kept_network(store: Path) -> tuple[nn.Module, Preprocessing, tuple[str, ...]]:
+def kept_network(store: Path) -> tuple[nn.Module, EvalTransform, tuple[str, ...]]:
     """The classifier that `fit` has left beside a store, its input, and its classes."""
     path = store / FOLDER / "best.safetensors"
     if not path.is_file():
         raise AnnotatorError(f"{store} keeps no network of its own: its annotator is not `fit` ({path} is missing)")
     opened = open_model(path)
-    mean, std = ((v[0], v[1], v[2]) for v in (opened.info.mean, opened.info.std))
-    view = Preprocessing(opened.info.img_size, mean, std, opened.info.interpolation)
-    return opened.model.backbone, view, opened.info.class_names
+    return opened.model.backbone, eval_view(opened.info), opened.info.class_names

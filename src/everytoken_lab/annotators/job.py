@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken.maps import Manifest, Maps, MapWriter, StoreMeta
 from everytoken.maps.format import MANIFEST
@@ -37,7 +38,7 @@ from everytoken.maps.writer import check_folder, mismatch
 from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator
 from everytoken_lab.annotators.fit import fit_annotator
 from everytoken_lab.annotators.options import AnnotateOptions, FitOptions, pair
-from everytoken_lab.annotators.reading import BatchReader, ImageBatch, batches, eval_view, store_order
+from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
 from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
 from everytoken_lab.engine.distributed import World, join_world, ranks_at
@@ -50,6 +51,7 @@ _FEW = 20  # of so few classes all are kept: those that are not count as 0, and 
 _AHEAD = 3  # batches of maps that may wait for the writing thread
 _COPIED_AT_ONCE = 64  # maps in memory
 _MANY = 200  # images for which an annotator is made faster first
+_CROP_MODES = {"squash": "squash", "letterbox": "border", "center": "center"}
 _ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -231,9 +233,12 @@ def fill_store(
         if done < total:
             if writer.manifest.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
                 annotator.accelerate()
-            reader = BatchReader(data, store_order(data), eval_view(annotator.preprocessing, options.resize))
-            pin = world.device.type == "cuda"
-            stream = batches(reader, writer, shards, options.batch_size, options.workers, pin, copied)
+            transform = replace(annotator.preprocessing, crop_pct=1.0, crop_mode=_CROP_MODES[options.resize])
+            reader = ImageReader(data, store_order(data), transform)
+            todo = [[i for i in writer.shard_range(shard) if i not in copied] for shard in shards]
+            size = options.batch_size
+            spans = [some[i : i + size] for some in todo for i in range(0, len(some), size)]
+            stream = read_batches(reader, spans, options.workers, world.device.type == "cuda")
             with closing(fill(writer, annotator, plan, stream, amp_dtype, world.device)) as counts:
                 for count in counts:
                     done += count
@@ -245,6 +250,12 @@ def fill_store(
         world.barrier()
     notes = tuple(_notes(annotator, plan, grid))
     return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world, apart)
+
+
+def store_order(data: DataSet) -> np.ndarray:
+    """[n] index in the dataset of each position of the store, which sorts keys by their bytes."""
+    keys = [key.encode("utf-8", "surrogateescape") for key in data.keys()]  # noqa: SIM118
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
 
 
 def open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
@@ -323,7 +334,8 @@ def _score(
         autocast = torch.autocast(device.type, getattr(torch, amp_dtype))  # type: ignore[assignment]
     try:
         with torch.inference_mode():
-            images = annotator.preprocessing.normalise(batch.pixels.to(device, non_blocking=True))
+            moved, wanted = batch.images.to(device, non_blocking=True), annotator.preprocessing
+            images = normalise(moved, wanted.mean, wanted.std, channels_last=True)
             with autocast:
                 logits = annotator.score(images, batch.indices)
             best = plan.apply(logits).topk(top_k, dim=-1)
@@ -355,7 +367,7 @@ def _writing(writer: MapWriter, annotator: str, amp: str) -> Iterator[Callable[[
     def put(batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
         if errors:
             raise errors[0]
-        waiting.put((replace(batch, pixels=batch.pixels[:0]), scores, classes))  # pixels would only take up memory
+        waiting.put((replace(batch, images=batch.images[:0]), scores, classes))  # they would only take up memory
 
     thread = threading.Thread(target=work, name="everytoken-writer", daemon=True)
     thread.start()

@@ -100,9 +100,9 @@ def machine_errors() -> Iterator[None]:
         ) from error
     except RuntimeError as error:  # torch raises it in the middle of anything when a loader's process dies
         loader = sys.modules.get("everytoken_lab.data.loader")
-        if loader is None or not (dead := loader.dead_workers()):
-            raise
-        raise loader.WorkerError(dead) from error
+        if loader is not None and (told := loader.worker_error(error)):
+            raise told from error
+        raise
 
 
 def _set_limit(argv: list[str]) -> list[str]:

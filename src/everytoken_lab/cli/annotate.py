@@ -16,7 +16,7 @@ from everytoken_lab.cli._parse import parse, values_of
 
 if TYPE_CHECKING:
     from everytoken.maps import Maps
-    from everytoken_lab.annotators import Outcome
+    from everytoken_lab.annotators.job import Outcome
     from everytoken_lab.maps.summary import StoreSummary
 
 
@@ -79,7 +79,7 @@ def _report(options: Annotate, outcome: Outcome) -> int:
     from rich.table import Table
 
     from everytoken.maps import Maps
-    from everytoken_lab.annotators import summarise
+    from everytoken_lab.annotators.job import summarise
 
     data, store = outcome.data, Maps(options.out)
     manifest, summary = store.manifest, summarise(options.out, data, outcome.plan.label_to_class)

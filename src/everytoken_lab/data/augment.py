@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -347,6 +347,12 @@ class EvalTransform:
         pick = max if self.crop_mode == "border" else min
         ratio = pick(height / target_h, width / target_w)
         return max(round(width / ratio), 1), max(round(height / ratio), 1)
+
+
+def eval_view(info: Any) -> EvalTransform:
+    """How a model wants to see images in evaluation; `info` is its `Description`."""
+    size = (info.img_size[0], info.img_size[1])
+    return EvalTransform(size, info.crop_pct, info.crop_mode, info.interpolation, info.mean, info.std)
 
 
 def _centre(full: int, part: int) -> int:

@@ -11,11 +11,9 @@ Accepted by `open_dataset` (`docs/data.md` shows each):
     `subset:LIST:DATA`, some of the classes of one of these: `subset:imagenet100:/data/imagenet`;
     `torchvision:CIFAR10`, `torchvision:CIFAR10:folder`, `hf:owner/name` (see `named`).
 
-A key is the image's path relative to the folder of its split, with "/" between the parts, so that `data` and
-`data/train` name the training images alike. It names the sample everywhere: in the store of score maps, in random
-draws, in logs. Classes are the names of the first folders, sorted; images may lie deeper. Samples are ordered by key.
-
-Keys and labels of millions of images are kept in a few arrays rather than in Python objects, so that worker processes
+A key is the image's path relative to the folder of its split, with "/" between the parts. It names the sample
+everywhere: in the store of score maps, in random draws, in logs. Classes are the names of the first folders, sorted;
+images may lie deeper. Samples are ordered by key. Keys and labels are kept in a few arrays, so that worker processes
 share the memory instead of slowly copying it.
 """
 
@@ -41,12 +39,11 @@ from PIL import Image
 from everytoken import keyed
 from everytoken.errors import DataError, EverytokenError, did_you_mean
 from everytoken_lab import schema
-from everytoken_lab.data.archives import LABEL_FILES, Archive, ArchiveReader, Strings
+from everytoken_lab.data.archives import ArchiveReader, Strings
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.data.labels import NAME as LABELS_NAME
-from everytoken_lab.data.labels import LabelTable, Row, find_labels, read_labels, unusable_labels
-from everytoken_lab.data.labels import class_names as class_names_of
-from everytoken_lab.data.remote import RemoteFile, find_remote, is_remote
+from everytoken_lab.data.labels import Row, check_relative, find_labels, read_labels, read_text, unusable_labels
+from everytoken_lab.data.remote import RemoteFile, fetch, find_remote, is_remote
 
 __all__ = ["DataError", "DataSet", "ImageSet", "ReaderSet", "Strings", "Subset", "open_dataset", "open_splits"]
 
@@ -56,32 +53,62 @@ EXTENSIONS = frozenset(
         *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".tga", ".avif"),
     )
 )
+UNREAD = frozenset((".heic", ".heif", ".jxl", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".raf", ".rw2"))
+"""Photos that cannot be decoded here; they are counted, and the user is told."""
 SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "test", "testing"),
     "test": ("test", "testing"),
 }
-_LABEL_SPLITS = {"val": ("val", "test")}  # as with folders: test images validate where there are no others
 DEFAULT_VAL_SPLIT = 0.1
-"""Part of the images that is held out where a dataset has no validation images and no other part was asked for."""
-NAMED = ("torchvision:", "hf:")  # how names of datasets start that are not paths
+"""Fraction of the images that is held out where a dataset has no validation images and no other fraction was given."""
+NAMED = ("torchvision:", "hf:")
+"""How names of datasets start that are not paths."""
 SUBSET = "subset:"
 CLASS_LISTS = {"imagenet100": "imagenet100.txt"}
 """Lists of classes in the package; ImageNet-100 is that of Contrastive Multiview Coding (Tian et al.) and of drloc."""
 _ARCHIVES = (".zip", ".tar")
+_LABEL_FILES = (".cls", ".json")  # of WebDataset
 _log = logging.getLogger(__name__)
 
 
 def is_image(path: str) -> bool:
     """Whether a relative path names an image: by its extension, and no part of it is hidden."""
+    return _has_ending(path, EXTENSIONS)
+
+
+def _is_photo(path: str) -> bool:
+    return _has_ending(path, EXTENSIONS | UNREAD)
+
+
+def _has_ending(path: str, endings: frozenset[str]) -> bool:
     name = path.rsplit("/", 1)[-1]
     dot = name.rfind(".")
-    return dot > 0 and name[dot:].lower() in EXTENSIONS and not hidden(path)
+    return dot > 0 and name[dot:].lower() in endings and not hidden(path)
 
 
 def hidden(path: str) -> bool:
     """Names that start with a dot, and what macOS puts into archives."""
     return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+
+
+@lru_cache(maxsize=64)
+def _warn(message: str) -> None:
+    """Once per process, although a dataset may be opened several times."""
+    _log.warning(message)
+
+
+def _readable(where: str, paths: Iterable[str]) -> list[str]:
+    """The images among photos; says how many others there are, and how to convert them."""
+    paths = list(paths)
+    images = list(filter(is_image, paths))
+    if unread := sorted(set(paths) - set(images)):
+        kind = unread[0].rsplit(".", 1)[1]
+        _warn(
+            f"{where}: {len(unread):,} files such as {unread[0]} are left out, because this format cannot be read. "
+            f"Convert them first: magick mogrify -format jpg *.{kind}"
+        )
+    return images
 
 
 class DataSet(ABC):
@@ -90,7 +117,7 @@ class DataSet(ABC):
     Attributes:
         name: what to call the dataset in messages.
         class_names: the name of each label; empty if the samples have no labels.
-        labels: int64 [n], -1 where there is none; or uint8 [n, K], 1 for each label of an image that may have several.
+        labels: int64 [n], -1 where there is none; multi-label: uint8 [n, K], 1 for each label of the image.
     """
 
     name: str
@@ -128,7 +155,7 @@ class DataSet(ABC):
         return np.bincount(self.labels[self.labels >= 0], minlength=self.num_classes)
 
     def strata(self) -> np.ndarray:
-        """[n] one class for each sample, for dealing samples out evenly: of several labels, the rarest of the set."""
+        """[n] one class for each sample, for folds: the label; multi-label: the label that is rarest in the dataset."""
         if not self.multi_label:
             return self.labels
         rarity = np.where(self.labels > 0, self.class_counts(), len(self) + 1)
@@ -215,26 +242,23 @@ class ReaderSet(DataSet):
     """Samples whose bytes come from a reader: of a folder, or of zip or tar files.
 
     Args:
-        name: what to call the dataset.
-        reader, positions: sample i is file `positions[i]` of the reader.
-        keys, labels, class_names: as in `DataSet`.
+        images: (key, number in the reader) of each sample.
+        labels: as in `DataSet`; None: there are none.
     """
 
     def __init__(
         self,
         name: str,
         reader: FolderReader | ArchiveReader,
-        positions: Sequence[int],
-        keys: Iterable[str],
-        labels: Sequence[int] | np.ndarray,
-        class_names: Sequence[str],
+        images: Sequence[tuple[str, int]],
+        labels: Sequence[int] | np.ndarray | None = None,
+        class_names: Sequence[str] = (),
     ) -> None:
-        self.name, self.reader = name, reader
-        self.positions = np.asarray(positions, dtype=np.int64)
-        self._keys = Strings(keys)
-        self.labels = np.asarray(labels)
-        self.labels = self.labels.astype(np.int64 if self.labels.ndim < 2 else np.uint8)
-        self.class_names = list(class_names)
+        self.name, self.reader, self.class_names = name, reader, list(class_names)
+        self._keys = Strings(key for key, _ in images)
+        self._positions = np.array([i for _, i in images], dtype=np.int64)
+        values = np.full(len(images), -1) if labels is None else np.asarray(labels)
+        self.labels = values.astype(np.int64 if values.ndim < 2 else np.uint8)
 
     def key(self, i: int) -> str:
         """The path relative to the dataset's root."""
@@ -242,11 +266,11 @@ class ReaderSet(DataSet):
 
     def where(self, i: int) -> str:
         """The file, or the archive and the member."""
-        return self.reader.where(int(self.positions[i]))
+        return self.reader.where(int(self._positions[i]))
 
     def open_bytes(self, i: int) -> bytes:
         """The image file of sample i."""
-        return self.reader.read(int(self.positions[i]))
+        return self.reader.read(int(self._positions[i]))
 
 
 class ImageSet(DataSet):
@@ -278,7 +302,6 @@ def open_dataset(
     seed: int = 0,
     class_list: str | os.PathLike[str] | Sequence[str] | None = None,
     labelled: bool = True,
-    root: str | os.PathLike[str] | None = None,
     download: bool = False,
 ) -> DataSet:
     """Open one split of a dataset.
@@ -286,14 +309,12 @@ def open_dataset(
     Args:
         spec: what the user typed; see the top of this file.
         split: "train", "val", "test", or "all" (not divided: every image below the folder).
-        val_split: part of each class to hold out for validation, for datasets without validation images.
+        val_split: fraction of each class to hold out for validation, for datasets without validation images.
         seed: decides, with each key, which images are held out.
         class_list: class names in the order of the labels, or a text file with one per line, when the folders' sorted
             names will not do. It may name classes without images.
         labelled: False: folders are not classes, every image has label -1.
-        root: where datasets with a name (`torchvision:...`) are, or are to be downloaded to;
-            the folder in `torchvision:NAME:FOLDER` goes before it.
-        download: allow that download.
+        download: allow the download of a `torchvision:` dataset.
     """
     spec = os.fspath(spec)
     class_names = _read_class_list(class_list)
@@ -303,7 +324,7 @@ def open_dataset(
 
         if class_names is not None:
             raise DataError(f"{spec}: class_list is for folders and archives; this dataset has its own class names.")
-        data = open_named(spec, "train" if held_out else split, root, download)
+        data = open_named(spec, "train" if held_out else split, download)
     else:
         data = _open_files(spec, split, held_out, class_names, labelled)
     return _hold_out(data, spec, val_split, seed)[split == "val"] if held_out else data
@@ -325,39 +346,35 @@ def open_undivided(spec: str | os.PathLike[str]) -> DataSet:
 
 def _hold_out(data: DataSet, spec: str, val_split: float, seed: int) -> tuple[DataSet, DataSet]:
     train, val = split_off(data, val_split, seed)
-    for split, indices in (("train", train), ("val", val)):
-        if not len(indices):
-            if len(data.class_names) == 1:
-                raise DataError(f"{spec} has one class only: give every class a folder of its own, at least two.")
-            raise DataError(
-                f"{spec}: val_split {val_split} leaves no image for {split}, as no class has two images. Add images."
-                if split == "val"
-                else f"{spec}: val_split {val_split} leaves no image for {split}. Choose another value."
-            )
+    if not len(train) or not len(val):
+        if len(data.class_names) == 1:
+            raise DataError(f"{spec} has one class only: give every class a folder of its own, at least two.")
+        why = "val, as no class has two images. Add images" if len(train) else "train. Choose another value"
+        raise DataError(f"{spec}: val_split {val_split} leaves no image for {why}.")
     return data.subset(train), data.subset(val)
 
 
 def split_off(data: DataSet, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(train, validation) indices: a part of each class is held out for validation.
+    """(train, validation) indices: a fraction of each class is held out for validation.
 
     Every image decides for itself, by a hash of seed and key, so images that are added later move none of the others
-    between the two parts (each part's share is `fraction` on average, not exactly). A class of two images or more has
-    at least one in both parts: if chance left one part empty, the image nearest to the limit changes sides. With
-    several labels per image this is done for rare classes first, and the last image of a class is not held out.
+    between the two parts (the fraction holds on average, not exactly). A class of two images or more has at least one
+    in both parts: if chance left one part empty, the image nearest to the limit changes sides. With multi-label images
+    this is done for rare classes first, and the last image of a class is not held out.
     """
     if not 0 < fraction < 1:
         raise DataError(f"val_split must be between 0 and 1, got {fraction}.")
     draws = np.array([keyed.uniform(seed, "val-split", key) for key in data.keys()])  # noqa: SIM118
     held_out = draws < fraction
-    several = data.labels.ndim == 2
-    columns = data.labels.T > 0 if several else (data.labels == label for label in np.unique(data.labels))
+    multi_label = data.labels.ndim == 2
+    columns = data.labels.T > 0 if multi_label else (data.labels == label for label in np.unique(data.labels))
     classes = [np.flatnonzero(column) for column in columns]
-    for members in sorted(classes, key=len) if several else classes:
+    for members in sorted(classes, key=len) if multi_label else classes:
         if len(members) < 2:
             continue
         if not held_out[members].any():
             for chosen in members[np.argsort(draws[members], kind="stable")].tolist():
-                others = np.flatnonzero(data.labels[chosen]).tolist() if several else ()
+                others = np.flatnonzero(data.labels[chosen]).tolist() if multi_label else ()
                 if all((~held_out[classes[other]]).sum() > 1 for other in others):
                     held_out[chosen] = True
                     break
@@ -381,42 +398,34 @@ def _read_class_list(class_list: str | os.PathLike[str] | Sequence[str] | None) 
         path = Path(__file__).with_name(CLASS_LISTS[name]) if (name := str(class_list)) in CLASS_LISTS else Path(name)
         if not path.is_file():
             raise DataError(f"class_list: there is no file {path}.")
-        try:
-            class_list = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"class_list: {path} cannot be read as UTF-8 text ({error}).") from error
+        class_list = [line.strip() for line in read_text(path).splitlines()]
     names = [name for name in class_list if name]
     if not names:
         raise DataError("class_list: no names in it.")
-    if len(set(names)) < len(names):
-        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise DataError(f"class_list: names occur twice: {', '.join(twice[:5])}.")
     return names
 
 
 def _open_files(spec: str, split: str, held_out: bool, class_names: list[str] | None, labelled: bool) -> DataSet:
     """A dataset in folders or archives; with `held_out`, all of the images that are to be divided."""
+    train, val = find_split(spec, "train"), find_split(spec, "val")
     if split == "all":
-        tree = _find_all(spec)
-        splits = [inner.name for inner in (find_split(spec, "train"), find_split(spec, "val")) if inner]
-        if labelled and splits:
-            raise DataError(f"{tree.name} is divided into splits: choose one of {' and '.join(splits)}.")
-        return _read_tree(tree, class_names, labelled)
-    train = find_split(spec, "train")
-    val = find_split(spec, "val")
-    if held_out:
-        if train and val:
-            raise DataError(
-                f"{spec} has validation images of its own ({val.name}): leave val_split out, or give only the training "
-                f"images ({train.name})."
-            )
-        return _read_tree(train or _find_all(spec), class_names, labelled)
-    if split == "train":
-        if train is None and val:
+        if labelled and (train or val):
+            names = " and ".join(tree.name for tree in (train, val) if tree)
+            raise DataError(f"{spec} is divided into splits: choose one of {names}.")
+        return _read_tree(_find_all(spec), class_names, labelled)
+    if held_out and train and val:
+        raise DataError(
+            f"{spec} has validation images of its own ({val.name}): leave val_split out, or give only the training "
+            f"images ({train.name})."
+        )
+    if held_out or split == "train":
+        if train is None and val and not held_out:
             raise DataError(f"{spec} has {val.name} but no train/ folder next to it.")
         return _read_tree(train or _find_all(spec), class_names, labelled)
-    tree_of_split = find_split(spec, split)
-    if tree_of_split is None:
+    tree = val if split == "val" else find_split(spec, split)
+    if tree is None:
         raise DataError(
             f"{spec} has no images for {split}. Make a folder {split}/ next to train/, or hold some of the images out "
             "with val_split, such as 0.1."
@@ -424,11 +433,11 @@ def _open_files(spec: str, split: str, held_out: bool, class_names: list[str] | 
     if train and labelled and class_names is None:  # the training images number the classes
         shards = _read_shards(train)
         class_names = shards.class_names if shards else train.folders()
-        return _read_tree(tree_of_split, class_names, labelled, names_from=train.name)
-    return _read_tree(tree_of_split, class_names, labelled)
+        return _read_tree(tree, class_names, labelled, names_from=train.name)
+    return _read_tree(tree, class_names, labelled)
 
 
-def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, names_from: str = "") -> DataSet:
+def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, names_from: str = "the list") -> DataSet:
     """The dataset of a tree, its first folders as classes.
 
     Args:
@@ -438,66 +447,50 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
     shards = _read_shards(tree, class_names)
     if shards:
         return shards
-    if tree.table is not None and labelled:
-        return _read_labelled(tree, tree.table, class_names, names_from)
     reader, images = tree.images()
     if not images:
         raise DataError(
             f"{tree.name} holds no images (files with extensions such as .jpg, .png, .webp; hidden ones are ignored)."
         )
     if not labelled:
-        return ReaderSet(tree.name, reader, [i for _, i in images], (p for p, _ in images), [-1] * len(images), [])
-    in_folders = [(path, i) for path, i in images if "/" in path]
-    if not in_folders:
-        why = unusable_labels(tree.folder) if tree.folder is not None else ""
-        raise NoClassFoldersError(
-            f"{tree.name} holds {len(images)} images but no class folders. Put the images of each class into a folder "
-            f"with the class's name, or write {LABELS_NAME} with path and label.{why and f' ({why})'}"
-        )
-    if len(in_folders) < len(images):
-        _log.warning("%s: %d images outside the class folders are left out", tree.name, len(images) - len(in_folders))
-    folders = {path.split("/", 1)[0] for path, _ in in_folders}
+        return ReaderSet(tree.name, reader, images)
+    if tree.rows:
+        texts = [row.labels for row in tree.rows]
+    else:
+        in_folders = [(path, i) for path, i in images if "/" in path]
+        if not in_folders:
+            why = unusable_labels(tree.folder) if tree.folder is not None else ""
+            raise NoClassFoldersError(
+                f"{tree.name} holds {len(images)} images but no class folders. Put the images of each class into a "
+                f"folder with the class's name, or write {LABELS_NAME} with path and label.{why and f' ({why})'}"
+            )
+        if left := len(images) - len(in_folders):
+            _warn(f"{tree.name}: {left} images outside the class folders are left out")
+        images, texts = in_folders, [(path.split("/", 1)[0],) for path, _ in in_folders]
+    used = {text for labels in texts for text in labels}
     if class_names is None:
-        class_names = sorted(folders)
-        empty = sorted(set(tree.folders()) - folders)
-        if empty:
+        class_names = sorted(used)
+        if empty := sorted(set(tree.folders()) - used):
             others = f" ({len(empty)} such folders)" if len(empty) > 1 else ""
             raise DataError(
                 f"{tree.name}: the folder {empty[0]!r} holds no images{others}. Remove it, or put images into it. "
                 "(In Python, open_dataset(..., class_list=names) allows classes without images.)"
             )
-    unknown = sorted(folders - set(class_names))
-    if unknown:
+    if unknown := sorted(used - set(class_names)):
         others = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        line = next((f"line {row.line}: the label" for row in tree.rows if unknown[0] in row.labels), "the class")
         raise DataError(
-            f"{tree.name}: the class {unknown[0]!r}{others} is not one of the {len(class_names)} classes of "
-            f"{names_from or 'the list'}.{did_you_mean(unknown[0], class_names)}"
+            f"{tree.name}, {line} {unknown[0]!r}{others} is not one of the {len(class_names)} classes of {names_from}."
+            f"{did_you_mean(unknown[0], class_names)}"
         )
     number = {name: k for k, name in enumerate(class_names)}
-    labels = [number[path.split("/", 1)[0]] for path, _ in in_folders]
+    labels = np.array([number[row[0]] if row else 0 for row in texts])
+    if tree.multi_label:
+        labels = np.zeros((len(images), len(class_names)), dtype=np.uint8)
+        for i, row in enumerate(texts):
+            labels[i, [number[text] for text in row]] = 1
     names = list(map(schema.printable, class_names))  # folders need not be; weights and stores keep these
-    return ReaderSet(tree.name, reader, [i for _, i in in_folders], (p for p, _ in in_folders), labels, names)
-
-
-def _read_labelled(tree: FileTree, table: LabelTable, class_names: list[str] | None, names_from: str) -> ReaderSet:
-    """The dataset of a labels file."""
-    rows = tree.rows()
-    names = class_names if class_names is not None else tree.folders()
-    number = {name: k for k, name in enumerate(names)}
-    for row in rows:
-        unknown = next((label for label in row.labels if label not in number), None)
-        if unknown is not None:
-            raise DataError(
-                f"{table.file}, line {row.line}: the label {unknown!r} is not one of the {len(names)} classes of "
-                f"{names_from or 'the list'}.{did_you_mean(unknown, names)}"
-            )
-    labels = np.zeros((len(rows), len(names)), dtype=np.uint8)
-    for i, row in enumerate(rows):
-        labels[i, [number[label] for label in row.labels]] = 1
-    reader, images = tree.images()
-    printable = list(map(schema.printable, names))
-    chosen = labels if table.multi_label else labels.argmax(1)
-    return ReaderSet(tree.name, reader, [i for _, i in images], (path for path, _ in images), chosen, printable)
+    return ReaderSet(tree.name, reader, images, labels, names)
 
 
 class NoClassFoldersError(DataError):
@@ -515,10 +508,11 @@ class FileTree:
         name: what to call it.
         folder: its path; for archives, None.
         reader: of the archives.
-        prefix: the part of the archives that is meant: "" or a path that ends with "/".
+        prefix: the path inside the archives that is meant: "", or ending with "/".
         listed: the files of the folder that a list names; None: all that are there.
         classes: the folders directly inside that count; None: all of them.
-        table: labels by path, instead of class folders. split: the rows of it that are meant; "": all.
+        rows: of a labels file, in the order of `listed`: its labels are the classes, instead of folders.
+        multi_label: whether that file is.
     """
 
     name: str
@@ -527,26 +521,20 @@ class FileTree:
     prefix: str = ""
     listed: tuple[str, ...] | None = None
     classes: frozenset[str] | None = None
-    table: LabelTable | None = None
-    split: str = ""
-
-    def rows(self) -> list[Row]:
-        """Those of the labels file that are meant."""
-        rows = self.table.rows if self.table is not None else ()
-        return [row for row in rows if not self.split or row.split == self.split]
+    rows: tuple[Row, ...] = ()
+    multi_label: bool = False
 
     def folders(self) -> list[str]:
         """Names of the folders directly inside, sorted, without hidden ones; of a labels file, its classes."""
         if self.classes is not None:
             return sorted(self.classes)
-        if self.table is not None:
-            return class_names_of(self.rows())
-        if self.listed is not None:
-            names = {path.split("/", 1)[0] for path in self.listed if "/" in path}
-        elif self.folder is not None:
+        if self.rows:
+            return sorted({label for row in self.rows for label in row.labels})
+        if self.folder is not None and self.listed is None:
             names = {entry.name for entry in os.scandir(self.folder) if entry.is_dir()}
         else:
-            names = {path.split("/", 1)[0] for path, _ in self.members() if "/" in path}
+            paths = self.listed or [path for path, _ in self.members()]
+            names = {path.split("/", 1)[0] for path in paths if "/" in path}
         return sorted(name for name in names if not hidden(name))
 
     def inside(self, name: str) -> FileTree:
@@ -563,10 +551,12 @@ class FileTree:
     def images(self) -> tuple[FolderReader | ArchiveReader, list[tuple[str, int]]]:
         """A reader, and (path relative to this tree, number in the reader) of each image, sorted by path."""
         if self.reader is not None:
-            members = sorted((path, i) for path, i in self.members() if is_image(path))
-            return self.reader, [(path, i) for path, i in members if self._counts(path)]
+            places = dict(self.members())
+            paths = _readable(self.name, sorted(filter(_is_photo, places)))
+            return self.reader, [(path, places[path]) for path in paths if self._counts(path)]
         assert self.folder is not None
-        paths = sorted(filter(self._counts, self.listed if self.listed is not None else list_files(self.folder)))
+        found = self.listed if self.listed is not None else list_files(self.folder, _is_photo)
+        paths = sorted(filter(self._counts, found if self.rows else _readable(self.name, found)))
         return FolderReader(self.folder, paths), [(path, i) for i, path in enumerate(paths)]
 
     def _counts(self, path: str) -> bool:
@@ -574,10 +564,9 @@ class FileTree:
 
     def choose(self, classes: frozenset[str]) -> FileTree:
         """Some of the classes, all of which must be there."""
-        if self.table is not None:
+        if self.rows:
             raise DataError(f"{SUBSET} chooses class folders, and {self.name} is a labels file: leave its lines out.")
-        missing = sorted(classes - set(self.folders()))
-        if missing:
+        if missing := sorted(classes - set(self.folders())):
             raise DataError(
                 f"{self.name} has no folder for {len(missing)} of {len(classes)} classes of the list: "
                 f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}."
@@ -601,9 +590,9 @@ def network_address(spec: str) -> str:
 def dataset_title(spec: str) -> str:
     """What to call a dataset in names of folders: "photos" for /data/photos and for photos/labels.csv."""
     path = Path(spec.split(":")[-1])
-    return (
-        path.absolute().parent.name if path.name == LABELS_NAME else path.stem if path.suffix == ".csv" else path.name
-    )
+    if path.name == LABELS_NAME:
+        return path.absolute().parent.name
+    return path.stem if path.suffix == ".csv" else path.name
 
 
 def _subset(spec: str) -> tuple[frozenset[str] | None, str]:
@@ -620,48 +609,57 @@ def _subset(spec: str) -> tuple[frozenset[str] | None, str]:
 
 
 def find_split(spec: str, split: str) -> FileTree | None:
-    """The files of a split that has a folder, archive or list of its own; None if the dataset has none for it."""
+    """The files of a split that has a folder, archive or list of its own; None if the dataset has none for it.
+
+    With the split "" all files, whatever splits there are.
+    """
     classes, spec = _subset(spec)
     if classes is not None:
-        tree = find_split(spec, split)
-        return tree.choose(classes) if tree else None
-    if is_remote(spec):
-        return _split_of_archives(_find_archives(spec), split)
+        chosen = find_split(spec, split)
+        return chosen.choose(classes) if chosen else None
     path = Path(spec).expanduser()
-    if labels := find_labels(path):
+    if not is_remote(spec) and (labels := find_labels(path)):
         return _labelled_tree(labels, split)
-    if is_list(path):
+    if not is_remote(spec) and path.suffix.lower() in (".txt", ".lst") and path.is_file():
         return _split_of_list(path, split)
-    if not path.is_dir():
-        return _split_of_archives(_find_archives(spec), split)
-    tree = _folder_of_split(FileTree(str(path), path), split)
-    if tree and tree.folder is not None:
-        archives = _archives_in(tree.folder)
-        return _archive_tree(archives) if archives else tree
-    archives = _archives_in(path)
-    return _split_of_archives(archives, split) if archives else None
+    archives = [] if is_remote(spec) or not path.is_dir() else _archives_in(path)
+    if is_remote(spec) or not path.is_dir():
+        archives = _find_archives(spec)
+    if archives:
+        return _split_of_archives(archives, split)
+    tree = FileTree(str(path), path)
+    if not split:
+        return tree
+    tree_of_split = _folder_of_split(tree, split)
+    inner = _archives_in(tree_of_split.folder) if tree_of_split and tree_of_split.folder else []
+    return _archive_tree(inner) if inner else tree_of_split
+
+
+def _find_all(spec: str) -> FileTree:
+    tree = find_split(spec, "")
+    assert tree is not None
+    return tree
 
 
 def _labelled_tree(file: Path, split: str) -> FileTree | None:
-    """The images of a split ("": all) that a labels file names; None if it has none for it."""
-    table = read_labels(file)
-    splits = {row.split for row in table.rows}
+    """The images of a split that a labels file names; None if it has none for it."""
+    rows = read_labels(file)
+    splits = {row.split for row in rows}
+    multi_label = any(row.several for row in rows)
     if split:
-        split = next((s for s in dict.fromkeys(_LABEL_SPLITS.get(split, (split,))) if s in splits), "")
-        if not split:
+        if split == "val" and split not in splits:
+            split = "test"  # as with folders: test images validate where there are no others
+        if split not in splits:
             return None
-    paths = tuple(row.path for row in table.rows if not split or row.split == split)
+        rows = tuple(row for row in rows if row.split == split)
     name = f"{file} ({split})" if split else str(file)
-    return FileTree(name, file.parent, listed=paths, table=table, split=split)
-
-
-def is_list(path: Path) -> bool:
-    """Whether a path names a list of image files."""
-    return path.suffix.lower() in (".txt", ".lst") and path.is_file()
+    return FileTree(name, file.parent, listed=tuple(row.path for row in rows), rows=rows, multi_label=multi_label)
 
 
 def _split_of_list(path: Path, split: str) -> FileTree | None:
     """The list of a split: this one, or one beside it whose name differs in the split's only."""
+    if not split:
+        return _listed_tree(path)
     for spelling in SPLITS.get(split, (split,)):
         name = re.sub(r"(?<![a-z])(train(ing)?|val(id(ation)?)?|test(ing)?)(?![a-z])", spelling, path.name)
         if name != path.name or split_folder(re.split(r"[^a-z]", path.stem.lower()), split):
@@ -676,26 +674,18 @@ def _listed_tree(path: Path) -> FileTree:
 
     The class is the folder above the image. What all paths begin with, above the classes, is no part of the keys.
     """
-    text = path.read_text(encoding="utf-8")
-    files = [re.sub(r"\s+-?\d+$", "", line.strip()).replace("\\", "/") for line in text.splitlines()]
-    files = [file.removeprefix("./") for file in files if file]
+    lines = [re.sub(r"\s+-?\d+$", "", line.strip()) for line in read_text(path).splitlines()]
+    files = [check_relative(line, str(path)) for line in lines if line]
     if not files:
         raise DataError(f"{path} lists no files.")
-    outside = next((file for file in files if file.startswith("/") or ".." in file.split("/")), None)
-    if outside:
-        raise DataError(f"{path} lists {outside}; paths in a list are relative to its folder.")
     top = os.path.commonpath([os.path.dirname(os.path.dirname(file)) for file in files])
-    inner = tuple(file[len(top) + 1 :] if top else file for file in files)
-    return FileTree(str(path), path.parent / top, listed=tuple(file for file in inner if is_image(file)))
+    return FileTree(str(path), path.parent / top, listed=tuple(file[len(top) + 1 if top else 0 :] for file in files))
 
 
 def split_folder(folders: Sequence[str], split: str) -> str | None:
     """The one of some folders' names that means a split: "valid" for "val"."""
-    for spelling in SPLITS.get(split, (split,)):
-        for folder in folders:
-            if folder.lower() == spelling:
-                return folder
-    return None
+    spellings = SPLITS.get(split, (split,))
+    return next((folder for spelling in spellings for folder in folders if folder.lower() == spelling), None)
 
 
 def list_files(folder: Path, wanted: Callable[[str], bool] = is_image) -> list[str]:
@@ -706,8 +696,7 @@ def list_files(folder: Path, wanted: Callable[[str], bool] = is_image) -> list[s
     paths: list[str] = []
 
     def visit(path: str, relative: str, above: frozenset[tuple[int, int]]) -> None:
-        status = os.stat(path)
-        here = (status.st_dev, status.st_ino)
+        here = _file_id(path)
         if here in above:
             return
         with os.scandir(path) as entries:
@@ -724,26 +713,6 @@ def list_files(folder: Path, wanted: Callable[[str], bool] = is_image) -> list[s
     return paths
 
 
-def _find_all(spec: str) -> FileTree:
-    """The tree that a path, pattern or archive name means, whatever splits it has."""
-    classes, spec = _subset(spec)
-    if classes is not None:
-        return _find_all(spec).choose(classes)
-    if is_remote(spec):
-        return _archive_tree(_find_archives(spec))
-    path = Path(spec).expanduser()
-    if labels := find_labels(path):
-        tree = _labelled_tree(labels, "")
-        assert tree is not None
-        return tree
-    if is_list(path):
-        return _listed_tree(path)
-    if path.is_dir():
-        archives = _archives_in(path)
-        return _archive_tree(archives) if archives else FileTree(str(path), path)
-    return _archive_tree(_find_archives(spec))
-
-
 def _folder_of_split(tree: FileTree, split: str) -> FileTree | None:
     """The folder of a split, directly inside a tree or inside its only folder (data.zip with data/train/...)."""
     folders = tree.folders()
@@ -758,7 +727,9 @@ def _folder_of_split(tree: FileTree, split: str) -> FileTree | None:
     return None
 
 
-def _split_of_archives(archives: Sequence[Archive], split: str) -> FileTree | None:
+def _split_of_archives(archives: Sequence[Path | RemoteFile], split: str) -> FileTree | None:
+    if not split:
+        return _archive_tree(archives)
     of_split = _named_after(archives, split)
     if not of_split and any(_named_after(archives, other) for other in SPLITS):
         return None
@@ -766,7 +737,7 @@ def _split_of_archives(archives: Sequence[Archive], split: str) -> FileTree | No
     return _folder_of_split(tree, split) or (tree if of_split else None)
 
 
-def _named_after(archives: Sequence[Archive], split: str) -> list[Archive]:
+def _named_after(archives: Sequence[Path | RemoteFile], split: str) -> list[Path | RemoteFile]:
     """Those whose name starts with the split's (train.zip, train-0001.tar, val_3.tar), by the first spelling used."""
     for spelling in SPLITS.get(split, (split,)):
         matches = [file for file in archives if re.match(rf"{spelling}(?![a-z])", file.name.lower())]
@@ -775,7 +746,7 @@ def _named_after(archives: Sequence[Archive], split: str) -> list[Archive]:
     return []
 
 
-def _archives_in(folder: Path) -> list[Archive]:
+def _archives_in(folder: Path) -> list[Path | RemoteFile]:
     """The archives directly inside a folder; none if there are images, or folders that may hold some, beside them."""
     entries = [entry for entry in os.scandir(folder) if not hidden(entry.name)]
     if any(entry.is_dir() or is_image(entry.name) for entry in entries):
@@ -783,26 +754,22 @@ def _archives_in(folder: Path) -> list[Archive]:
     return [*sorted(folder / e.name for e in entries if e.is_file() and Path(e.name).suffix.lower() in _ARCHIVES)]
 
 
-def _archive_tree(files: Sequence[Archive]) -> FileTree:
-    name = str(files[0]) if len(files) == 1 else f"{files[0]} to {files[-1].name}"
-    return FileTree(name, None, _reader(tuple((file, _mark(file)) for file in files)))
-
-
-def _mark(file: Archive) -> tuple[int, int]:
-    """Changes when a local file does; a remote one says so itself."""
-    return (0, 0) if isinstance(file, RemoteFile) else (file.stat().st_mtime_ns, file.stat().st_size)
+def _archive_tree(archives: Sequence[Path | RemoteFile]) -> FileTree:
+    name = str(archives[0]) if len(archives) == 1 else f"{archives[0]} to {archives[-1].name}"
+    local = ((file, file.stat().st_mtime_ns, file.stat().st_size) for file in fetch(archives))
+    return FileTree(name, None, _reader(tuple(local), tuple(map(str, archives))))
 
 
 @lru_cache(maxsize=4)
-def _reader(files: tuple[tuple[Archive, tuple[int, int]], ...]) -> ArchiveReader:
+def _reader(files: tuple[tuple[Path, int, int], ...], names: tuple[str, ...]) -> ArchiveReader:
     """Index archives once, although several questions are asked about them; anew when a file has changed."""
-    return ArchiveReader([file for file, _ in files])
+    return ArchiveReader([file for file, *_ in files], names)
 
 
-def _find_archives(spec: str) -> list[Archive]:
+def _find_archives(spec: str) -> list[Path | RemoteFile]:
     """The archives that a path, pattern or address names."""
     if is_remote(spec):
-        return list(find_remote(spec, _braces(spec)))
+        return list(find_remote(tuple(_braces(spec))))
     path = Path(spec).expanduser()
     if path.is_file():
         if not re.search(r"\.(zip|tar|tgz|tbz2?|txz)\b", path.name.lower()):
@@ -850,9 +817,9 @@ def _read_shards(tree: FileTree, class_names: list[str] | None = None) -> Reader
     if reader is None:
         return None
     members = tree.members()
-    label_files = {_stem(path): i for path, i in members if path.endswith(LABEL_FILES)}
+    label_files = {_stem(path): i for path, i in members if path.endswith(_LABEL_FILES)}
     images = sorted((path, i) for path, i in members if is_image(path))
-    if not label_files or not any(_stem(path) in label_files for path, _ in images):
+    if not any(_stem(path) in label_files for path, _ in images):
         return None
     values = []
     for number, (path, i) in enumerate(images):
@@ -865,7 +832,7 @@ def _read_shards(tree: FileTree, class_names: list[str] | None = None) -> Reader
             raise DataError(f"{reader.where(i)} has no label: neither .cls nor .json of the same name is there.")
         values.append(_shard_label(reader, label_files[_stem(path)]))
     labels, class_names = _number_labels(tree.name, values, class_names)
-    return ReaderSet(tree.name, reader, [i for _, i in images], (p for p, _ in images), labels, class_names)
+    return ReaderSet(tree.name, reader, images, labels, class_names)
 
 
 def _stem(path: str) -> str:
@@ -888,31 +855,24 @@ def _shard_label(reader: ArchiveReader, i: int) -> int | str:
 
 def _number_labels(name: str, values: list[int | str], class_names: list[str] | None) -> tuple[list[int], list[str]]:
     """Labels as numbers, and the names of the classes."""
-    kinds = {type(value) for value in values}
-    if len(kinds) > 1:
+    numbers = [value for value in values if isinstance(value, int)]
+    if numbers and len(numbers) < len(values):
         raise DataError(f"{name}: some labels are numbers and some are names; make them all alike.")
-    if kinds == {int}:
-        numbers = [int(value) for value in values]
-        if max(numbers) >= _MOST_CLASSES:
+    if numbers:
+        if not class_names and max(numbers) >= _MOST_CLASSES:
             raise DataError(f"{name}: the label {max(numbers)} cannot be the number of a class; the first is 0.")
         class_names = class_names or [str(k) for k in range(max(numbers) + 1)]
-        wrong = [number for number in numbers if not 0 <= number < len(class_names)]
-        if wrong:
-            raise DataError(
-                f"{name}: the label {wrong[0]} is not one of {len(class_names)} classes (0 to {len(class_names) - 1}), "
-                "which are those of the training shards or the list."
-            )
-        return numbers, class_names
-    words = [str(value) for value in values]
-    class_names = class_names or sorted(set(words))
-    unknown = sorted(set(words) - set(class_names))
-    if unknown:
+        number_of: dict[int | str, int] = {k: k for k in range(len(class_names))}
+    else:
+        class_names = class_names or sorted({str(value) for value in values})
+        number_of = {name: k for k, name in enumerate(class_names)}
+    unknown = next((value for value in values if value not in number_of), None)
+    if unknown is not None:
         raise DataError(
-            f"{name}: the label {unknown[0]!r} is not one of the {len(class_names)} classes of the training shards or "
-            f"the list.{did_you_mean(unknown[0], class_names)}"
+            f"{name}: the label {unknown!r} is not one of {len(class_names)} classes, which are those of the training "
+            f"shards or the list.{did_you_mean(str(unknown), class_names)}"
         )
-    number_of = {name: k for k, name in enumerate(class_names)}
-    return [number_of[word] for word in words], class_names
+    return [number_of[value] for value in values], class_names
 
 
 # Images that a user names one by one --------------------------------------------------------------------------------
@@ -926,16 +886,15 @@ def gather_images(images: Sequence[str]) -> tuple[Path, list[str]]:
     for name in images:
         path = Path(name).resolve()
         if path.is_dir():
-            paths += sorted(p for p in path.rglob("*") if is_image(p.relative_to(path).as_posix()))
+            paths += [path / inner for inner in sorted(_readable(name, list_files(path, _is_photo)))]
         elif path.is_file():
             paths.append(path)
         else:
             raise DataError(f"there is no image or folder {name}")
     if not paths:
         raise DataError(f"{', '.join(images)}: no images there")
-    parents = [{p.parent, *p.parent.parents} for p in paths]
-    root = max(set.intersection(*parents), key=lambda p: len(p.parts))
-    return root, [p.relative_to(root).as_posix() for p in paths]
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return root, [path.relative_to(root).as_posix() for path in paths]
 
 
 def result_stems(root: Path, names: Sequence[str], output: Path, endings: Sequence[str]) -> dict[str, Path]:
@@ -957,8 +916,7 @@ def result_stems(root: Path, names: Sequence[str], output: Path, endings: Sequen
         stems |= {name: name for name in shared}
     images = {_file_id(root / name) for name in names}
     for name, stem in stems.items():
-        for ending in endings:
-            target = output / (stem + ending)
+        for target in (output / (stem + ending) for ending in endings):
             if target.exists() and _file_id(target) in images:
                 raise EverytokenError(
                     f"the result for {name} would overwrite the image {target}; choose another output folder"
@@ -968,13 +926,13 @@ def result_stems(root: Path, names: Sequence[str], output: Path, endings: Sequen
 
 def check_is_no_input(target: Path, images: Sequence[str]) -> None:
     """Refuse to write a result over one of the images that it is about."""
-    if target.exists() and target.is_file():
+    if target.is_file():
         root, names = gather_images(images)
         if _file_id(target) in {_file_id(root / name) for name in names}:
             raise EverytokenError(f"{target} is one of the images; choose another name for the result")
 
 
-def _file_id(path: Path) -> tuple[int, int]:
+def _file_id(path: str | Path) -> tuple[int, int]:
     """The same for all names of a file."""
-    status = path.stat()
+    status = os.stat(path)
     return status.st_dev, status.st_ino

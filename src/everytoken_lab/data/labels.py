@@ -5,9 +5,9 @@
     a/2.jpg,cat;dog,train
     b/3.jpg,;,val          (none of the classes)
 
-Paths are relative to the file's own folder. As soon as one cell has a ";", every image may have any number of labels.
-Columns may be in any order, others are ignored; they are divided by commas, semicolons (then cells with several labels
-are quoted, as spreadsheets do) or tabs.
+Paths are relative to the file's own folder. As soon as one cell has a ";", the dataset is multi-label. Columns may be
+in any order, others are ignored; they are divided by commas, semicolons (then cells with several labels are quoted, as
+spreadsheets do) or tabs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,53 +41,33 @@ class Row:
     split: str = ""
 
 
-@dataclass(frozen=True)
-class LabelTable:
-    """A labels file, read and checked.
-
-    Attributes:
-        rows: sorted by path.
-        multi_label: whether images may have several labels, or none.
-    """
-
-    file: Path
-    rows: tuple[Row, ...]
-    multi_label: bool
-
-
 def find_labels(path: Path) -> Path | None:
     """The labels file that a path means: a .csv file, or `labels.csv` in a folder, if it has the columns."""
     if path.suffix.lower() == ".csv" and path.is_file():
         return path
     inside = path / NAME
-    return inside if inside.is_file() and not _problem(inside) else None
+    return inside if inside.is_file() and not unusable_labels(path) else None
 
 
 def unusable_labels(folder: Path) -> str:
     """Why `labels.csv` in a folder does not count; "" if it does, or if there is none."""
-    return _problem(folder / NAME) if (folder / NAME).is_file() else ""
-
-
-def _problem(file: Path) -> str:
+    if not (folder / NAME).is_file():
+        return ""
     try:
-        header = next(_rows(file), None)
+        _columns(folder / NAME, next(_rows(folder / NAME), None))
     except DataError as error:
         return str(error)
-    return _missing_columns(file, header)
+    return ""
 
 
-def read_labels(file: Path) -> LabelTable:
-    """Read and check a labels file; every image that it names must be there.
-
-    Raises:
-        DataError: what is wrong, in which line.
-    """
+def read_labels(file: Path) -> tuple[Row, ...]:
+    """The rows of a labels file, sorted by path; every image that it names must be there."""
     status = file.stat()
     return _read(file, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=4)
-def _read(file: Path, changed: int, size: int) -> LabelTable:
+def _read(file: Path, changed: int, size: int) -> tuple[Row, ...]:
     """Once, although several questions are asked about it; anew when the file has changed."""
     rows = list(parse_labels(file))
     if not rows:
@@ -99,8 +79,7 @@ def _read(file: Path, changed: int, size: int) -> LabelTable:
             f"{file}, line {missing[0].line}: there is no file {missing[0].path}{more}. Paths are relative to the "
             f"folder of {file.name}."
         )
-    ordered = tuple(sorted(rows, key=lambda row: row.path))
-    return LabelTable(file, ordered, any(row.several for row in rows))
+    return tuple(sorted(rows, key=lambda row: row.path))
 
 
 def parse_labels(file: Path, corrections: bool = False) -> Iterator[Row]:
@@ -110,11 +89,7 @@ def parse_labels(file: Path, corrections: bool = False) -> Iterator[Row]:
         corrections: of images that are known: cells may be empty, and paths are relative to the folder of their split.
     """
     lines = _rows(file)
-    header = next(lines, None)
-    if problem := _missing_columns(file, header):
-        raise DataError(problem)
-    assert header is not None
-    columns = [name.strip().lower() for name in header[1]]
+    columns = _columns(file, next(lines, None))
     places = {name: columns.index(name) for name in (*_COLUMNS, "split") if name in columns}
     seen: dict[tuple[str, str], int] = {}
     for line, cells in lines:
@@ -123,14 +98,11 @@ def parse_labels(file: Path, corrections: bool = False) -> Iterator[Row]:
             continue
         if len(cells) <= max(places.values()):
             raise DataError(f"{where} has {len(cells)} cells, and the first line {len(columns)}.")
-        path = _relative(_unquoted(cells[places["path"]]), where)
+        path = check_relative(_unquoted(cells[places["path"]]), where)
         text = _unquoted(cells[places["label"]])
         labels = tuple(sorted({label.strip() for label in text.split(";")} - {""}))
         if not text and not corrections:
-            raise DataError(
-                f"{where}: {path} has no label. Leave the line out, or write ; for an image that has none of several "
-                "labels."
-            )
+            raise DataError(f"{where}: {path} has no label. Leave the line out, or write ; for an image without any.")
         split = cells[places["split"]].strip().lower() if "split" in places else ""
         again = (path, split if corrections else "")
         if again in seen:
@@ -147,38 +119,39 @@ def _unquoted(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and cell[1:2] in ("=", "+", "-", "@") else cell
 
 
-def _relative(text: str, where: str) -> str:
-    """A path of the file with "/"; it must stay in the folder."""
-    path = text.replace("\\", "/")
+def check_relative(name: str, where: str) -> str:
+    """A file's path as another file names it, with "/"; refused where it would lead out of the folder.
+
+    Args:
+        where: what names it, for the message.
+    """
+    path = name.replace("\\", "/")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not parts:
         raise DataError(f"{where} has no path.")
-    if path.startswith("/") or re.match(r"[A-Za-z]:", path) or ".." in parts:
-        raise DataError(f"{where}: {text} leaves the folder; paths are relative to the file's own folder.")
+    if path.startswith("/") or re.match(r"[A-Za-z]:", path) or ".." in parts or "\0" in path:
+        raise DataError(f"{where} names the file {name!r}, which leaves the folder; paths are relative to the folder.")
     return "/".join(parts)
 
 
-def _missing_columns(file: Path, header: tuple[int, list[str]] | None) -> str:
+def _columns(file: Path, header: tuple[int, list[str]] | None) -> list[str]:
     columns = [] if header is None else [name.strip().lower() for name in header[1]]
     missing = [name for name in _COLUMNS if name not in columns]
-    if not missing:
-        return ""
-    found = f"has the columns {', '.join(columns)}" if any(columns) else "is empty"
-    return (
-        f"{file}, line 1: there is no column {' and no column '.join(missing)}; the file {found}."
-        f"{did_you_mean(missing[0], columns)} It needs path and label, and may have split."
-    )
+    if missing:
+        found = f"has the columns {', '.join(columns)}" if any(columns) else "is empty"
+        raise DataError(
+            f"{file}, line 1: there is no column {' and no column '.join(missing)}; the file {found}."
+            f"{did_you_mean(missing[0], columns)} It needs path and label, and may have split."
+        )
+    return columns
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     """(line, cells) of a file, the header first."""
-    text = _decoded(file)
-    first = text.split("\n", 1)[0]
-    for delimiter in (",", ";", "\t"):
-        if set(_COLUMNS) <= {name.strip().lower().strip('"') for name in first.split(delimiter)}:
-            break
-    else:
-        delimiter = ","
+    text = read_text(file)
+    first = text.split("\n", 1)[0].lower()
+    fits = (d for d in ",;\t" if set(_COLUMNS) <= {name.strip().strip('"') for name in first.split(d)})
+    delimiter = next(fits, ",")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     while True:
         line = reader.line_num + 1  # where the row begins; cells may have line breaks
@@ -191,7 +164,8 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
         yield line, cells
 
 
-def _decoded(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A text file that a person wrote or a spreadsheet saved: UTF-8, or UTF-16 with a byte order mark."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -202,8 +176,3 @@ def _decoded(file: Path) -> str:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise DataError(f"{file}, line {line} is not UTF-8 text: save the file as UTF-8.") from error
-
-
-def class_names(rows: Sequence[Row]) -> list[str]:
-    """The labels that occur, sorted."""
-    return sorted({label for row in rows for label in row.labels})

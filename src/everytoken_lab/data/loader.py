@@ -18,24 +18,19 @@ Which samples make up which batch (`BatchSampler`) is a function of (seed, epoch
     evaluation   in order, every sample exactly once, nothing repeated to fill up; ranks may differ by one batch.
 Repeated augmentation (Hoffer et al. 2020, as in DeiT): each sample is seen `repeats` times in a row with different
 augmentation, on neighbouring ranks; an epoch has as many samples as before, so 1/repeats of the images.
-
-Cost on one core, besides decoding and augmentation (see `augment`): 0.1 ms per image, 0.03 ms more for reading and
-collating its 18x18x5 score map.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import logging
+import re
 import signal
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,25 +40,20 @@ from everytoken import keyed
 from everytoken.data.batch import Batch, tensors_in
 from everytoken.errors import EverytokenError
 from everytoken.files import append
-from everytoken.functional import MapBatch, collate_maps
+from everytoken.functional import collate_maps
 from everytoken.maps.store import Maps
 from everytoken_lab.data.datasets import DataError, DataSet
 from everytoken_lab.data.decode import ImageError, Picture
-from everytoken_lab.machine import open_files, shared_memory
-
-log = logging.getLogger(__name__)
 
 _FEW = 5  # bad images that are no reason to stop
 _TINY = 64 * 64  # pixels of an image that stays open once it was read: opening it takes longer than all the rest
 _TINY_TOTAL = 16 * 2**20  # pixels of all those, in each worker; with the files about 100 MB
-_IN_USE = 2  # batches that are with the consumer
-_POLL = 5  # seconds between two looks at the workers
-_PATIENCE = 60  # seconds without a batch that are worth a line in the log
-_PLENTY = 2e9  # bytes of shared memory that are enough for everybody
+_TIMEOUT = 600  # seconds without a batch
 _MORE_SHARED_MEMORY = (
     "Give the container more (docker run --shm-size 2g, or --ipc host), or use fewer workers (0 needs none) or a "
     "smaller --batch-size."
 )
+V = TypeVar("V")
 
 
 class Request(NamedTuple):
@@ -74,25 +64,14 @@ class Request(NamedTuple):
     copy: int  # 0, or more for the repetitions of repeated augmentation
 
 
-class BatchReader(Protocol):
-    """Reads whole batches: what a task with targets of its own gives the loader instead of a dataset."""
-
-    @property
-    def data(self) -> DataSet:
-        """The samples that the requests number."""
-
-    def __getitems__(self, requests: list[Request]) -> Batch:
-        """The batch of some samples; those that could not be read are in its `skipped`, or raise."""
-
-
 @dataclass
 class BadImages:
     """What to do with images that cannot be read.
 
     Attributes:
         policy: "raise" stops at the first, naming it; "skip" leaves it out of its batch, counts it and logs it.
-        quota: part of the dataset that may be bad before skipping stops too. A few images always may: one in ten, but
-            not more than five.
+        quota: fraction of the dataset that may be bad before skipping stops too. A few images always may: one in ten,
+            but not more than five.
         log: file to which skipped images are appended, one JSON object per line, each image once.
         seen: the skipped images so far: key -> reason.
     """
@@ -101,10 +80,6 @@ class BadImages:
     quota: float = 0.01
     log: Path | None = None
     seen: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.policy not in ("raise", "skip"):
-            raise DataError(f"The policy for bad images is 'raise' or 'skip', not {self.policy!r}.")
 
     def note(self, skipped: Sequence[tuple[str, str]], total: int) -> None:
         """Count and log skipped images; raise when there are too many."""
@@ -123,46 +98,32 @@ class BadImages:
             )
 
 
+@dataclass
 class BatchSampler(Sampler[list[Request]]):
-    """Batches of requests for one rank.
+    """Batches of requests for one rank of `world`; the arguments are those of `Loader`, `total` counts the samples."""
 
-    Args:
-        total: samples in the dataset.
-        batch_size: samples per step and process.
-        train: shuffle, and give every rank the same number of batches.
-        seed: of the order.
-        rank, world: this process and the number of processes.
-        repeats: repeated augmentation.
-    """
+    total: int
+    batch_size: int
+    _: KW_ONLY
+    train: bool
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    repeats: int = 1
+    epoch: int = 0
+    start: int = 0
 
-    def __init__(
-        self,
-        total: int,
-        batch_size: int,
-        *,
-        train: bool,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        repeats: int = 1,
-    ) -> None:
-        if batch_size < 1 or repeats < 1:
-            raise DataError(f"batch_size and repeats must be at least 1, got {batch_size} and {repeats}.")
-        if not 0 <= rank < world:
-            raise DataError(f"rank must be in 0..{world - 1} for {world} processes, got {rank}.")
-        if train and total < batch_size * world:
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.repeats < 1:
+            raise DataError(f"batch_size and repeats must be at least 1, got {self.batch_size} and {self.repeats}.")
+        if self.train and self.total < self.batch_size * self.world:
             raise DataError(
-                f"{total} training images do not fill one batch of {batch_size} on {world} "
-                f"process{'es' if world > 1 else ''}. Lower --batch-size."
+                f"{self.total} training images do not fill one batch of {self.batch_size} on {self.world} "
+                f"process{'es' if self.world > 1 else ''}. Lower --batch-size."
             )
-        self.total, self.batch_size, self.train, self.seed = total, batch_size, train, seed
-        self.rank, self.world, self.repeats = rank, world, repeats
-        self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch, and the batch to begin with."""
-        if not 0 <= start <= len(self):
-            raise DataError(f"start must be in 0..{len(self)}, the batches of an epoch, got {start}.")
         self.epoch, self.start = epoch, start
 
     def order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,12 +148,61 @@ class BatchSampler(Sampler[list[Request]]):
             yield [Request(epoch, i, c) for i, c in zip(samples[span].tolist(), copies[span].tolist(), strict=True)]
 
 
-class _ImageBatches:
-    """Makes batches of a dataset's images, for `Loader`; lives in each worker."""
+class BatchReader(Generic[V]):
+    """Makes batches for the loader; lives in each of its workers. A task with targets of its own subclasses it.
+
+    Args:
+        data: the samples that the requests number.
+        skip: leave out images that cannot be read, instead of raising.
+    """
+
+    advice = ""  # follows the error about an image
+
+    def __init__(self, data: DataSet, skip: bool = False) -> None:
+        self.data, self.skip = data, skip
+
+    def view(self, request: Request, key: str) -> V:
+        """One image as the network gets it."""
+        raise NotImplementedError
+
+    def collate(self, views: list[V]) -> tuple[np.ndarray, np.ndarray, Any]:
+        """(images uint8 [B, 3, H, W], placement [B, 2, 3], targets) of a batch, which may be empty."""
+        raise NotImplementedError
+
+    def __getitems__(self, requests: list[Request]) -> Batch:
+        views: list[V] = []
+        kept: list[int] = []
+        skipped: list[tuple[str, str]] = []
+        for request in requests:
+            key = self.data.key(request.sample)
+            try:
+                views.append(self.view(request, key))
+            except ImageError as error:
+                if not self.skip:
+                    raise type(error)(f"{error}{self.advice}") from error
+                skipped.append((key, str(error)))
+                continue
+            kept.append(request.sample)
+        images, placement, targets = self.collate(views)
+        return Batch(
+            images=torch.from_numpy(images),
+            labels=torch.from_numpy(self.data.labels[kept]),
+            placement=torch.from_numpy(placement.astype(np.float32).reshape(-1, 2, 3)),
+            indices=torch.tensor(kept, dtype=torch.int64),
+            keys=tuple(self.data.key(i) for i in kept),
+            targets=targets,
+            skipped=tuple(skipped),
+        )
+
+
+class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
+    """Batches of a dataset's images, with their score maps."""
+
+    advice = " (on_bad_image 'skip' leaves such images out; `everytoken doctor` finds them all.)"
 
     def __init__(self, data: DataSet, transform: Any, seed: int, train: bool, skip: bool, maps: Maps | None) -> None:
-        self.data, self.transform, self.seed, self.train, self.skip = data, transform, seed, train, skip
-        self.maps = maps
+        super().__init__(data, skip)
+        self.transform, self.seed, self.train, self.maps = transform, seed, train, maps
         self.tiny: dict[int, Picture] = {}
         self.tiny_pixels = 0
 
@@ -207,56 +217,29 @@ class _ImageBatches:
                 self.tiny_pixels += pixels
         return picture
 
-    def view(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        """(pixels uint8 [H, W, 3], placement [2, 3]) of one sample."""
+    def view(self, request: Request, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(pixels uint8 [H, W, 3], placement [2, 3])."""
         epoch, index, copy = request
-        picture = self.picture(index)
         rng = None
         if self.train:
-            again = (copy,) if copy else ()
-            rng = keyed.generator(self.seed, epoch, self.data.key(index), "augment", *again)
-        pixels, placement = self.transform(picture, rng)
+            rng = keyed.generator(self.seed, epoch, key, "augment", *((copy,) if copy else ()))
+        pixels, placement = self.transform(self.picture(index), rng)
         return pixels, placement
 
-    def __getitems__(self, requests: list[Request]) -> Batch:
-        images: np.ndarray | None = None
-        placement = np.zeros((len(requests), 2, 3), dtype=np.float32)
-        kept: list[int] = []
-        skipped: list[tuple[str, str]] = []
-        for request in requests:
-            try:
-                pixels, where = self.view(request)
-            except ImageError as error:
-                if not self.skip:
-                    raise ImageError(
-                        f"{error} (on_bad_image 'skip' leaves such images out; `everytoken doctor` finds them all.)"
-                    ) from error
-                skipped.append((self.data.key(request.sample), str(error)))
-                continue
-            if images is None:
-                images = np.empty((len(requests), 3, *pixels.shape[:2]), dtype=np.uint8)
-            k = len(kept)
-            np.copyto(images[k], pixels.transpose(2, 0, 1))
-            placement[k] = where
-            kept.append(request.sample)
-        if images is None:
-            images = np.empty((0, 3, 1, 1), dtype=np.uint8)
-        n, keys = len(kept), tuple(self.data.key(i) for i in kept)
-        return Batch(
-            images=torch.from_numpy(images[:n]),
-            labels=torch.from_numpy(self.data.labels[kept]),
-            placement=torch.from_numpy(placement[:n]),
-            indices=torch.tensor(kept, dtype=torch.int64),
-            keys=keys,
-            maps=self.read_maps(keys) if n else None,
-            skipped=tuple(skipped),
-        )
+    def collate(self, views: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, None]:
+        """(images, placement, no targets)."""
+        height, width = views[0][0].shape[:2] if views else (1, 1)
+        images = np.empty((len(views), 3, height, width), dtype=np.uint8)
+        for image, (pixels, _) in zip(images, views, strict=True):
+            np.copyto(image, pixels.transpose(2, 0, 1))
+        return images, np.array([placement for _, placement in views]), None
 
-    def read_maps(self, keys: Sequence[str]) -> MapBatch | None:
-        """The score maps of a batch."""
-        if self.maps is None:
-            return None
-        return collate_maps([self.maps[key] for key in keys], num_classes=self.maps.manifest.num_classes)
+    def __getitems__(self, requests: list[Request]) -> Batch:
+        batch = super().__getitems__(requests)
+        if self.maps is None or not len(batch):
+            return batch
+        scores = [self.maps[key] for key in batch.keys]
+        return replace(batch, maps=collate_maps(scores, num_classes=self.maps.manifest.num_classes))
 
 
 def _check_maps(data: DataSet, maps: Maps) -> None:
@@ -264,19 +247,18 @@ def _check_maps(data: DataSet, maps: Maps) -> None:
     without = [key for key in data.keys() if key not in maps]  # noqa: SIM118
     if not without:
         return
-    where, example = maps.path, without[0]
+    example = without[0]
     if len(without) == len(data):
         raise DataError(
-            f"{where} has no map of any of the {len(data):,} images of {data.name}, such as {example!r}. Its keys are "
-            f"paths relative to the annotated folder, such as {maps.key(0)!r}."
+            f"{maps.path} has no map of any of the {len(data):,} images of {data.name}, such as {example!r}. Its keys "
+            f"are paths relative to the annotated folder, such as {maps.key(0)!r}."
         )
-    why = maps.skipped.get(example)
-    first = f"{example!r} was skipped ({why})" if why else f"{example!r} is not in it"
+    why = f"was skipped ({maps.skipped[example]})" if example in maps.skipped else "is not in it"
     raise DataError(
-        f"{where} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {first}. Images that were "
-        "added later, or that another val_split had held out, need a new store of all images (`everytoken annotate`); "
-        "skipped ones are tried again with `everytoken annotate --retry-skipped`. `everytoken doctor DATA MAPS` lists "
-        "them."
+        f"{maps.path} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {example!r} {why}. "
+        "Images that were added later, or that another val_split had held out, need a new store of all images "
+        "(`everytoken annotate`); skipped ones are tried again with `everytoken annotate --retry-skipped`. `everytoken "
+        "doctor DATA MAPS` lists them."
     )
 
 
@@ -284,7 +266,27 @@ def _check_maps(data: DataSet, maps: Maps) -> None:
 
 
 class WorkerError(EverytokenError):
-    """A process that loads images has ended, or cannot send what it has read."""
+    """A worker process has died, does not answer, or cannot send what it has read."""
+
+
+def worker_error(error: RuntimeError) -> WorkerError | None:
+    """What torch says about its workers, in a sentence; None if the error is about something else. (When a worker dies,
+    torch raises in the main process, whatever it is doing.)"""
+    text = f"{error.__cause__ or ''} {error}"
+    if dead := re.search(r"DataLoader worker \(pid\S* ([\d, ]+)\) (.*)", text):
+        return WorkerError(
+            f"a process that loads images (pid {dead[1]}) {dead[2].split('.')[0].strip()}. Often memory is too small: "
+            "use fewer workers or a smaller --batch-size. What is finished is kept, and the same command continues "
+            "from there."
+        )
+    if "DataLoader timed out" in text:
+        return WorkerError(
+            f"no batch for {_TIMEOUT} seconds. A slow disk? With workers 0 everything is read in the main process, "
+            "where an interrupt shows the place."
+        )
+    if "ancdata" in text or "Too many open files" in text:
+        return WorkerError("too many open files for so many workers: raise the limit (ulimit -n 4096) or use fewer.")
+    return None
 
 
 @dataclass
@@ -296,7 +298,7 @@ class _Failure:
 
 class _Guarded:
     """A batch reader that returns its errors, and in a worker puts batches into shared memory itself: torch would do it
-    in another thread, where an error is printed and the batch is lost, so that everybody waits for ever."""
+    in another thread, where an error is printed and the batch is lost."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -306,14 +308,11 @@ class _Guarded:
             batch = self.reader.__getitems__(requests)
         except (EverytokenError, OSError, MemoryError) as error:
             return _Failure(error)
-        if get_worker_info() is not None:
-            try:
-                for tensor in tensors_in(batch):
-                    tensor.share_memory_()
-            except RuntimeError as error:
-                return _Failure(
-                    WorkerError(f"a batch does not fit into shared memory ({error}). {_MORE_SHARED_MEMORY}")
-                )
+        try:
+            for tensor in tensors_in(batch) if get_worker_info() is not None else ():
+                tensor.share_memory_()
+        except RuntimeError as error:
+            return _Failure(WorkerError(f"a batch does not fit into shared memory ({error}). {_MORE_SHARED_MEMORY}"))
         return batch
 
 
@@ -324,165 +323,74 @@ def _as_it_is(batch: Any) -> Any:
 def _ignore_signals(worker: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them.
 
-    A worker ends when the main process asks it to (`close_workers`) or is gone, which torch's own watchdog sees.
+    A worker ends when the main process asks it to (`close`) or is gone, which torch's own watchdog sees.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-_alive: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for loader in list(_alive):
-        close_workers(loader)
-
-
-@cache
-def _close_at_exit() -> None:
-    """Python ends daemon processes by SIGTERM and waits for them, for ever if they ignore it: close them before."""
-    atexit.register(_close_all)
-
-
-def read_ahead(
-    reader: Any,
-    requests: Iterable[Sequence[Any]],
-    workers: int,
-    *,
-    generator: torch.Generator,
-    pin_memory: bool = False,
-    ahead: int = 4,
-) -> DataLoader[Any]:
-    """A loader whose workers read batches in advance, for `receive`.
+class Workers:
+    """Processes that read batches in advance; they live until `close`.
 
     Args:
         reader: with `__getitems__(request) -> batch`.
-        requests: one for each batch.
+        requests: one for each batch; iterated anew at each pass.
         workers: processes; 0: this one reads, when asked for a batch.
-        generator: torch seeds workers from it, though nothing here draws from that.
         ahead: batches that each worker reads in advance.
     """
-    loader: DataLoader[Any] = DataLoader(
-        _Guarded(reader),  # type: ignore[arg-type]
-        batch_sampler=requests,  # type: ignore[arg-type]
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        pin_memory=pin_memory,
-        persistent_workers=workers > 0,
-        prefetch_factor=ahead if workers > 0 else None,
-        timeout=_POLL if workers > 0 else 0,
-        worker_init_fn=_ignore_signals,
-        generator=generator,
-    )
-    if workers > 0:
-        _alive.add(loader)
-        _close_at_exit()
-    return loader
 
-
-def receive(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The batches of a loader from `read_ahead`. Errors of the workers are raised as they are; a worker that has ended
-    is an error; one that does not answer for a while is named in the log."""
-    if loader.num_workers and loader._iterator is None:
-        _check_open_files(loader.num_workers)
-        _fit_shared_memory(loader)
-    batches: Any = iter(loader)
-    waiting, warned = time.monotonic(), 0.0
-    while True:
-        try:
-            batch = next(batches, None)
-        except RuntimeError as error:  # of torch's: what readers raise comes as a value
-            if dead := dead_workers():
-                raise WorkerError(dead) from error
-            waited = time.monotonic() - waiting
-            if waited < 0.9 * _POLL:
-                raise WorkerError(f"the workers cannot send what they have read ({error})") from error
-            if waited >= max(_PATIENCE, 2 * warned):
-                warned = waited
-                log.warning(
-                    f"no batch for {waited:.0f} seconds: still waiting for {_late_worker(batches)}. A slow disk? "
-                    "With workers 0 everything is read in the main process, where an interrupt shows the place."
-                )
-            continue
-        if batch is None:
-            return
-        if isinstance(batch, _Failure):
-            raise batch.error
-        yield batch
-        waiting, warned = time.monotonic(), 0.0
-
-
-def _late_worker(batches: Any) -> str:
-    """The worker whose turn it is."""
-    try:
-        worker = batches._workers[batches._task_info[batches._rcvd_idx][0]]
-        return f"the loader's process {worker.pid}"
-    except (AttributeError, LookupError):  # torch's own business
-        return "one of the loader's processes"
-
-
-def _check_open_files(workers: int) -> None:
-    """Each tensor on its way from a worker is an open file; one that cannot be opened would be waited for in vain."""
-    limit, needed = open_files(), 48 + 8 * workers
-    if limit is not None and 0 <= limit < needed:
-        raise WorkerError(
-            f"this process may have {limit} files open, and {workers} workers need {needed} or more. Raise the limit "
-            "(ulimit -n 1024), or use fewer workers (0 needs none)."
+    def __init__(
+        self, reader: Any, requests: Iterable[Sequence[Any]], workers: int, pin_memory: bool = False, ahead: int = 4
+    ) -> None:
+        self.loader: DataLoader[Any] = DataLoader(
+            _Guarded(reader),  # type: ignore[arg-type]
+            batch_sampler=requests,  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=pin_memory,
+            persistent_workers=workers > 0,
+            prefetch_factor=ahead if workers > 0 else None,
+            timeout=_TIMEOUT if workers > 0 else 0,
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # else torch draws the workers' seeds, which nothing uses, globally
         )
+        _alive.add(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches. Errors of the readers are raised as they are."""
+        batches = iter(self.loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if told := worker_error(error):
+                    raise told from error
+                raise
+            if isinstance(batch, _Failure):
+                raise batch.error
+            yield batch
+
+    def close(self) -> None:
+        """End the processes; the next pass would start new ones."""
+        iterator: Any = self.loader._iterator
+        self.loader._iterator = None
+        if iterator is not None:
+            iterator._shutdown_workers()
+            for worker in iterator._workers:
+                if worker.is_alive():  # stuck, perhaps in a read from a network disk
+                    worker.kill()
 
 
-def _fit_shared_memory(loader: DataLoader[Any]) -> None:
-    """Before the first batch: let workers read fewer batches ahead if shared memory is small; raise if it is too small.
-
-    Workers send batches through it, and containers often have 64 MB. Only then is an image read here to know the size.
-    """
-    free = shared_memory()
-    request = next(iter(loader.batch_sampler), None)  # type: ignore[arg-type]
-    if free is None or free >= _PLENTY or not request:
-        return
-    sample = loader.dataset.__getitems__(request[:1])  # type: ignore[attr-defined]
-    if isinstance(sample, _Failure):
-        return  # a worker will say so
-    size = max(1, sum(tensor.nbytes for tensor in tensors_in(sample))) * len(request)
-    ahead = (free // size - _IN_USE) // loader.num_workers
-    if ahead < 1:
-        needed = size * (loader.num_workers + _IN_USE)
-        raise WorkerError(
-            f"shared memory (/dev/shm) has {free / 1e6:.0f} MB free, and {loader.num_workers} workers with batches of "
-            f"{size / 1e6:.0f} MB need {needed / 1e6:.0f} MB or more. {_MORE_SHARED_MEMORY}"
-        )
-    usual = loader.prefetch_factor or 1
-    if ahead < usual:
-        loader.prefetch_factor = ahead
-        log.warning(
-            f"shared memory (/dev/shm) has only {free / 1e6:.0f} MB free, so each worker reads {ahead} batches ahead "
-            f"instead of {usual}. A container gets more with --shm-size 2g."
-        )
+_alive: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
-def dead_workers() -> str:
-    """Which workers of any loader have ended by themselves, in words; empty if none has."""
-    processes = [worker for loader in list(_alive) for worker in getattr(loader._iterator, "_workers", ())]
-    dead = [process for process in processes if process.exitcode not in (None, 0)]
-    if not dead:
-        return ""
-    code = dead[0].exitcode
-    how = f"by {signal.Signals(-code).name}" if -code in list(signal.Signals) else f"with code {code}"
-    return (
-        f"a process that loads images (pid {dead[0].pid}) was ended {how}. Often memory is too small: use fewer "
-        "workers or a smaller --batch-size. What is finished is kept, and the same command continues from there."
-    )
-
-
-def close_workers(loader: DataLoader[Any]) -> None:
-    """End the workers of a loader; the next `receive` would start new ones."""
-    iterator: Any = loader._iterator
-    loader._iterator = None
-    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
-        for worker in iterator._workers:
-            if worker.is_alive():  # stuck, perhaps in a read from a network disk
-                worker.kill()
+@atexit.register
+def _close_all() -> None:
+    """Python ends daemon processes by SIGTERM and waits for them, for ever if they ignore it: close them before."""
+    for workers in list(_alive):
+        workers.close()
 
 
 # The loader of datasets ---------------------------------------------------------------------------------------------
@@ -492,8 +400,7 @@ class Loader:
     """Batches of a dataset.
 
     Args:
-        data: the samples; or a `BatchReader`, which reads batches itself (`transform` and `maps` are then its own
-            business).
+        data: the samples; or a `BatchReader` (`transform` and `maps` are then its own business).
         transform: `TrainTransform`, `EvalTransform`, or any callable (Picture, generator or None) -> (uint8 [H, W, 3],
             placement [2, 3]).
         batch_size: samples per step and process.
@@ -509,7 +416,7 @@ class Loader:
 
     def __init__(
         self,
-        data: DataSet | BatchReader,
+        data: DataSet | BatchReader[Any],
         transform: Any = None,
         batch_size: int = 1,
         *,
@@ -525,20 +432,15 @@ class Loader:
     ) -> None:
         self.train, self._upcoming = train, 0
         self.bad_images = bad_images or BadImages()
-        reader: Any = data
         if isinstance(data, DataSet):
-            self.data = data
-            skip = self.bad_images.policy == "skip"
-            reader = _ImageBatches(data, transform, seed, train, skip, maps)
-        else:
-            self.data = data.data
+            data = _ImageReader(data, transform, seed, train, self.bad_images.policy == "skip", maps)
+        self.data = data.data
         self.sampler = BatchSampler(
             len(self.data), batch_size, train=train, seed=seed, rank=rank, world=world, repeats=repeats
         )
         if maps is not None:
             _check_maps(self.data, maps)
-        generator = keyed.torch_generator(seed, "workers")  # else torch draws from the global generator
-        self._loader = read_ahead(reader, self.sampler, workers, generator=generator, pin_memory=pin_memory)
+        self._workers = Workers(data, self.sampler, workers, pin_memory)
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -548,7 +450,7 @@ class Loader:
         """The batches of an epoch, from batch `start` on; those before it are not read."""
         self.sampler.set_epoch(epoch, start)
         self._upcoming = epoch + 1
-        for batch in receive(self._loader):
+        for batch in self._workers:
             if batch.skipped:
                 self.bad_images.note(batch.skipped, len(self.data))
             if len(batch):
@@ -562,4 +464,4 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; done at exit too. The next epoch would start new ones."""
-        close_workers(self._loader)
+        self._workers.close()

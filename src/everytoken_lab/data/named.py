@@ -12,7 +12,6 @@ images, those of Hugging Face as the encoded bytes they are stored as.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ _HF_SPLITS = {
 _DEFAULT_ROOT = "~/.cache/everytoken/datasets"
 
 
-def open_named(spec: str, split: str, root: str | os.PathLike[str] | None, download: bool) -> DataSet:
+def open_named(spec: str, split: str, download: bool) -> DataSet:
     """Open one split ("train", "val" or "test") of a dataset by its name."""
     kind, _, name = spec.partition(":")
     if split not in _TORCHVISION_SPLITS:
@@ -46,7 +45,7 @@ def open_named(spec: str, split: str, root: str | os.PathLike[str] | None, downl
     if kind == "hf":
         return _open_hf(name, split)
     name, _, folder = name.partition(":")
-    return _open_torchvision(name, split, Path(folder or root or _DEFAULT_ROOT).expanduser(), download)
+    return _open_torchvision(name, split, Path(folder or _DEFAULT_ROOT).expanduser(), download)
 
 
 class NumberedSet(ImageSet):

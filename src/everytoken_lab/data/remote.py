@@ -1,13 +1,9 @@
 """Archives at an address: `s3://bucket/train-{0000..0099}.tar`, `https://...`, `gs://...`, whatever fsspec can open.
 
-An archive is downloaded once into a cache on the local disk and then read like any other. The cache is a folder
-(EVERYTOKEN_CACHE, by default ~/.cache/everytoken/archives) of at most EVERYTOKEN_CACHE_GB gigabytes (100): archives
-that other datasets used longest ago make room. Those for which there is no room stay where they are: an index is kept,
-and each image is one ranged read. So shuffling is complete and resuming exact, however large the dataset is.
-
-A download has a temporary name until it has as many bytes as the server announces and is on the disk; its name in the
-cache is a hash of address, size and version (the server's etag or date), so a changed archive is downloaded anew. Of
-several processes one downloads and the others wait; the lock of one that is killed is free at once.
+An archive is downloaded once into a cache (EVERYTOKEN_CACHE, by default ~/.cache/everytoken/archives) and is a local
+file from then on. It appears in the cache when it has as many bytes as the server announced and did not change
+meanwhile; its folder there is a hash of address, size and version (etag or date), so that a changed archive is
+downloaded again. Of several processes one downloads and the others wait.
 """
 
 from __future__ import annotations
@@ -15,30 +11,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock
 
 from everytoken import files
 from everytoken.errors import DataError
-from everytoken.files import BusyError, Lock
 
-CACHE_VARIABLE, LIMIT_VARIABLE = "EVERYTOKEN_CACHE", "EVERYTOKEN_CACHE_GB"
-_DEFAULT_CACHE, _DEFAULT_GB = "~/.cache/everytoken/archives", 100.0
+CACHE_VARIABLE = "EVERYTOKEN_CACHE"
 _AT_ONCE = 4  # downloads
 _TRIES = 3
 _PIECE = 8 << 20
-_PART = ".part-"
-_FOR_EVER = 30 * 24 * 3600.0
+_TIMEOUT = 120  # seconds for one piece
+_VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "created", "updated")
 _log = logging.getLogger(__name__)
-_fetching, _reserving = threading.Lock(), threading.Lock()  # within a process; between processes there are file locks
 
 
 def is_remote(spec: str) -> bool:
@@ -48,13 +42,7 @@ def is_remote(spec: str) -> bool:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file at an address.
-
-    Attributes:
-        url: its address.
-        size: its bytes.
-        version: changes when its content does.
-    """
+    """One file at an address; `version` changes when its content does."""
 
     url: str
     size: int
@@ -62,40 +50,20 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The last part of the address."""
-        return self.url.rstrip("/").rsplit("/", 1)[-1]
+        """The last part of the address, as a file name."""
+        name = re.sub(r"[^\w.-]", "_", self.url.rstrip("/").rsplit("/", 1)[-1])
+        return name if name.strip(".") else "archive"
 
     @property
     def cached(self) -> Path:
-        """Where the cache has it, if it does."""
+        """Its path in the cache, whether or not it is there."""
         digest = hashlib.sha256(f"{self.url}\n{self.size}\n{self.version}".encode()).hexdigest()
-        return cache_folder() / f"{digest[:32]}.archive"
-
-    @property
-    def index(self) -> Path:
-        """Where its index is kept."""
-        return self.cached.with_suffix(".json")
+        return cache_folder() / digest[:32] / self.name
 
     @property
     def is_cached(self) -> bool:
         """Whether the whole file is on the local disk."""
-        with suppress(OSError):
-            return self.cached.stat().st_size == self.size
-        return False
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Some bytes, from where the file is; fewer only at its end."""
-        for left in reversed(range(_TRIES)):
-            try:
-                with _in_words(self.url):
-                    fs, path = _filesystem(self.url)
-                    data: bytes = fs.cat_file(path, start=offset, end=min(offset + size, self.size))
-                    return data
-            except DataError:
-                if not left:
-                    raise
-                time.sleep(1)
-        raise AssertionError
+        return self.cached.is_file() and self.cached.stat().st_size == self.size
 
     def __str__(self) -> str:
         return self.url
@@ -103,43 +71,19 @@ class RemoteFile:
 
 def cache_folder() -> Path:
     """The folder of the cache."""
-    return Path(os.environ.get(CACHE_VARIABLE) or _DEFAULT_CACHE).expanduser()
-
-
-def _limit() -> float:
-    """Bytes that the cache may have."""
-    text = os.environ.get(LIMIT_VARIABLE) or str(_DEFAULT_GB)
-    try:
-        gigabytes = float(text)
-    except ValueError:
-        gigabytes = -1.0
-    if not gigabytes >= 0:
-        raise DataError(f"{LIMIT_VARIABLE} is {text!r}; give a number of gigabytes, such as {_DEFAULT_GB:g}.")
-    return gigabytes * 1e9
-
-
-# Finding ------------------------------------------------------------------------------------------------------------
-
-
-def find_remote(spec: str, patterns: Sequence[str]) -> list[RemoteFile]:
-    """The archives that an address names.
-
-    Args:
-        spec: what the user typed, for messages.
-        patterns: its braces, expanded; each may have * and ?, or be a folder of .tar files.
-    """
-    if spec.startswith("pipe:"):
-        raise DataError(f"{spec} is a command, and none is run here; give the address itself, such as s3://BUCKET/...")
-    return list(_find(tuple(patterns), int(time.time()) // 60))  # splits are looked for one after the other
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/everytoken/archives").expanduser()
 
 
 @lru_cache(maxsize=8)
-def _find(patterns: tuple[str, ...], _minute: int) -> tuple[RemoteFile, ...]:
+def find_remote(patterns: tuple[str, ...]) -> list[RemoteFile]:
+    """The archives that some addresses name; each may have * and ?, or be a folder of .tar files."""
     with ThreadPoolExecutor(16) as pool:
-        return tuple(file for some in pool.map(_matches, patterns) for file in some)
+        return [file for some in pool.map(_matches, patterns) for file in some]
 
 
 def _matches(pattern: str) -> list[RemoteFile]:
+    if pattern.startswith("pipe:"):
+        raise DataError(f"{pattern}: commands are not run; give the address itself, such as s3://BUCKET/...")
     with _in_words(pattern):
         fs, path = _filesystem(pattern)
         if any(letter in path for letter in "*?["):
@@ -159,12 +103,11 @@ def _describe(fs: Any, path: str) -> RemoteFile:
         raise DataError(f"{url} is a folder without .tar files.")
     if not isinstance(info.get("size"), int):
         raise DataError(f"{url}: the server does not say how large it is, so a download could not be checked.")
-    marks = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "created", "updated")
-    return RemoteFile(url, info["size"], " ".join(str(info[mark]) for mark in marks if info.get(mark)))
+    return RemoteFile(url, info["size"], " ".join(str(info[mark]) for mark in _VERSION if info.get(mark)))
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system of an address, and the path in it; asked each time, as they do not survive a fork."""
+    """fsspec's file system of an address, and the path in it."""
     import fsspec
 
     fs, path = fsspec.core.url_to_fs(url)
@@ -182,129 +125,72 @@ def _in_words(url: str) -> Iterator[None]:
         raise DataError(f"{url} cannot be opened: {error}") from error
     except FileNotFoundError as error:
         raise DataError(f"There is no file {url}.") from error
+    except TimeoutError as error:
+        raise DataError(f"{url}: no answer for {_TIMEOUT} seconds. Run the same command again.") from error
     except Exception as error:  # every file system has errors of its own
         raise DataError(f"{url} cannot be read ({type(error).__name__}: {error}).") from error
 
 
-# The cache ----------------------------------------------------------------------------------------------------------
+def fetch(archives: Sequence[Path | RemoteFile]) -> list[Path]:
+    """Where archives are on the local disk; what is not there is downloaded."""
+    missing = [file for file in dict.fromkeys(archives) if isinstance(file, RemoteFile) and not file.is_cached]
+    if missing:
+        folder = cache_folder()
+        with files.disk_errors(folder, "making the cache"):
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        needed = sum(file.size for file in missing)
+        if needed > free:
+            raise DataError(
+                f"{len(missing)} archives of {needed / 1e9:.1f} GB do not fit on the disk of the cache {folder}, which "
+                f"has {free / 1e9:.1f} GB free. Set {CACHE_VARIABLE} to a folder on a larger disk."
+            )
+        _log.info("downloading %d archives (%.1f GB) to %s", len(missing), needed / 1e9, folder)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(_download, missing))
+    return [file.cached if isinstance(file, RemoteFile) else file for file in archives]
 
 
-def fetch(wanted: Sequence[RemoteFile], make_index: Callable[[IO[bytes], str], dict[str, Any]]) -> None:
-    """Bring archives into the cache as far as there is room, and make the index of each.
-
-    Args:
-        make_index: (an open archive, its address) -> what to keep about it, as JSON.
-    """
-    missing = [file for file in dict.fromkeys(wanted) if not (file.is_cached and file.index.is_file())]
-    for file in wanted:
-        with suppress(OSError):
-            os.utime(file.cached)  # used now
-    if not missing:
-        return
-    folder = cache_folder()
-    with files.disk_errors(folder, "making the cache"):
-        folder.mkdir(parents=True, exist_ok=True)
-    gigabytes = sum(file.size for file in missing) / 1e9
-    _log.info("%d of %d archives (%.1f GB) are not in the cache %s yet", len(missing), len(wanted), gigabytes, folder)
-    names = frozenset(file.cached.name for file in wanted)
-    with _fetching, ThreadPoolExecutor(_AT_ONCE) as pool:
-        for _ in pool.map(lambda file: _fetch_one(file, names, make_index), missing):
-            pass
-
-
-def _fetch_one(
-    file: RemoteFile, wanted: frozenset[str], make_index: Callable[[IO[bytes], str], dict[str, Any]]
-) -> None:
-    folder, path = cache_folder(), file.cached
-    with Lock(folder, path.stem, patience=_FOR_EVER), files.disk_errors(folder, f"caching {file.url}"):
-        if not file.is_cached and _reserve(file, wanted):
-            _download(file)
-        if file.index.is_file():
-            return
-        if file.is_cached:
-            with path.open("rb") as local:
-                content = make_index(local, file.url)
-        else:
-            _log.info("%s stays where it is: the cache is full (%s)", file.url, LIMIT_VARIABLE)
-            with _in_words(file.url):
-                fs, remote_path = _filesystem(file.url)
-                with fs.open(remote_path, "rb") as remote:
-                    content = make_index(remote, file.url)
-        files.write_atomically(file.index, files.seal({"url": file.url, **content}), sync=False)
-
-
-def _reserve(file: RemoteFile, wanted: frozenset[str]) -> bool:
-    """Whether there is room; if so, a file of the full size holds it until the download is done."""
-    folder = cache_folder()
-    part = folder / f"{_PART}{file.cached.stem}"
-    with _reserving, Lock(folder, "room", patience=_FOR_EVER):
-        part.unlink(missing_ok=True)  # of a download that was killed: this process has its lock
-        entries = {}
-        for pattern in (f"{_PART}*", "*.archive"):  # in the order in which a file has these names
-            for path in folder.glob(pattern):
-                with suppress(FileNotFoundError):  # another process has just finished downloading it
-                    entries[path] = path.stat()
-        room = min(_limit() - sum(s.st_size for s in entries.values()), shutil.disk_usage(folder).free)
-        for path, status in sorted(entries.items(), key=lambda entry: entry[1].st_mtime):
-            if room >= file.size:
-                break
-            if path.name not in wanted and _remove(path):
-                room += status.st_size
-        if room < file.size:
-            return False
-        fd = files.open_new(part)
-        try:
-            os.truncate(fd, file.size)
-        finally:
-            os.close(fd)
-        return True
-
-
-def _remove(path: Path) -> bool:
-    """Remove an archive, or the part of one that was killed; not what another process is downloading."""
-    if path.name.startswith(_PART):
-        try:
-            with Lock(path.parent, path.name.removeprefix(_PART), patience=0):
-                path.unlink(missing_ok=True)
-        except BusyError:
-            return False
-    else:
-        path.unlink(missing_ok=True)  # who has it open can still read it
-        path.with_suffix(".json").unlink(missing_ok=True)
-    return True
-
-
-def _pieces(file: RemoteFile) -> Iterator[bytes]:
-    with _in_words(file.url):
-        fs, path = _filesystem(file.url)
-        with fs.open(path, "rb") as remote:
-            while piece := remote.read(_PIECE):
-                yield piece
+class _TruncatedError(DataError):
+    """A download ended early."""
 
 
 def _download(file: RemoteFile) -> None:
-    """The whole file, under its name in the cache; what is not whole never gets that name."""
-    part = cache_folder() / f"{_PART}{file.cached.stem}"
-    count = 0
+    """Bring a whole file into the cache, or raise and leave nothing there."""
+    folder = file.cached.parent
+    with files.disk_errors(folder, f"caching {file.url}"), FileLock(folder.with_suffix(".lock")):
+        folder.mkdir(exist_ok=True)
+        files.remove_temporary(folder)  # of a process that was killed
+        left = 0 if file.is_cached else _TRIES
+        while left:
+            left -= 1
+            try:
+                with files.writing(file.cached) as local:
+                    for piece in _pieces(file):
+                        local.write(piece)
+                    _check_whole(file, local.tell())
+                return
+            except _TruncatedError as error:
+                if not left:
+                    raise
+                _log.warning("%s", error)
+
+
+def _check_whole(file: RemoteFile, count: int) -> None:
+    what = f"{count:,} of {file.size:,} bytes). Nothing of it is kept; run the same command again."
+    if count < file.size:
+        raise _TruncatedError(f"{file.url} could not be downloaded whole ({what}")
+    if count > file.size or _describe(*_filesystem(file.url)) != file:
+        raise DataError(f"{file.url} was changed during the download ({what}")
+
+
+def _pieces(file: RemoteFile) -> Iterator[bytes]:
+    pool = ThreadPoolExecutor(1)
     try:
-        for _ in range(_TRIES):
-            count = 0
-            with part.open("r+b") as local:
-                for piece in _pieces(file):
-                    local.write(piece)
-                    count += len(piece)
-                local.flush()
-                os.fsync(local.fileno())
-            if count == file.size:
-                break
-            _log.warning("%s: the download ended after %d of %d bytes; once more", file.url, count, file.size)
-        if count != file.size or _describe(*_filesystem(file.url)) != file:
-            raise DataError(
-                f"{file.url} was changed, or could not be downloaded whole ({count:,} of {file.size:,} bytes). Nothing "
-                "of it is kept; run the same command again."
-            )
-        os.replace(part, file.cached)
-        files.sync_folder(part.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+        with _in_words(file.url):
+            fs, path = _filesystem(file.url)
+            with fs.open(path, "rb") as remote:
+                while piece := pool.submit(remote.read, _PIECE).result(_TIMEOUT):
+                    yield piece
+    finally:
+        pool.shutdown(wait=False)

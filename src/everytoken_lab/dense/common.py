@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, replace
@@ -30,15 +29,13 @@ from everytoken.models.weights import load_weights
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import (
     DEFAULT_VAL_SPLIT,
-    DataError,
     DataSet,
     Strings,
     gather_images,
     result_stems,
     split_off,
 )
-from everytoken_lab.data.decode import ImageError
-from everytoken_lab.data.loader import BadImages, Loader, Request
+from everytoken_lab.data.loader import BadImages, BatchReader, Loader
 from everytoken_lab.dense.backbone import Features, name_weights, rebuild_features
 from everytoken_lab.draw import Card, Row, draw_sheet
 from everytoken_lab.engine.distributed import World, pick_device
@@ -103,67 +100,10 @@ def whole_set(data: Any, i: int, kind: type[V]) -> tuple[V, int]:
     return data, i
 
 
-def check_relative(name: str, where: str) -> str:
-    """The path of a file as an annotation file names it; refused where it would lead out of the folder of images."""
-    parts = re.split(r"[/\\]", name)
-    if not name or "\0" in name or ".." in parts or parts[0] == "" or re.match(r"[A-Za-z]:", name):
-        raise DataError(f"{where} names the file {name!r}; files are named relative to their folder and inside it")
-    return name
-
-
-class Views(Generic[V]):
-    """Makes batches for the loader; lives in each of its workers. Images that cannot be read are left out if asked."""
-
-    def __init__(self, data: DataSet, skip: bool = False) -> None:
-        self.data, self.skip = data, skip
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def view(self, request: Request, key: str) -> V:
-        """One image as the network gets it."""
-        raise NotImplementedError
-
-    def collate(self, views: list[V]) -> tuple[np.ndarray, np.ndarray, Any]:
-        """(images uint8 [B, 3, H, W], placement [B, 2, 3], targets) of a batch, which may be empty."""
-        raise NotImplementedError
-
-    def __getitems__(self, requests: list[Request]) -> Batch:
-        views: list[V] = []
-        kept: list[int] = []
-        skipped: list[tuple[str, str]] = []
-        for request in requests:
-            key = self.data.key(request.sample)
-            try:
-                views.append(self.view(request, key))
-            except ImageError as error:
-                if not self.skip:
-                    raise
-                skipped.append((key, str(error)))
-                continue
-            kept.append(request.sample)
-        images, placement, targets = self.collate(views)
-        return Batch(
-            images=torch.from_numpy(images),
-            labels=torch.from_numpy(self.data.labels[kept]),
-            placement=torch.from_numpy(placement.astype(np.float32).reshape(-1, 2, 3)),
-            indices=torch.tensor(kept, dtype=torch.int64),
-            keys=tuple(self.data.key(i) for i in kept),
-            targets=targets,
-            skipped=tuple(skipped),
-        )
-
-
 def resized(size: tuple[float, float], short: float, longest: float) -> tuple[int, int]:
     """(width, height) of an image whose short side becomes `short`, unless its long side would exceed `longest`."""
     factor = min(short / min(size), longest / max(size))
     return max(int(size[0] * factor + 0.5), 1), max(int(size[1] * factor + 0.5), 1)
-
-
-def fill_colour(mean: Sequence[float]) -> tuple[int, int, int]:
-    """The mean colour of a network's normalisation, as bytes."""
-    red, green, blue = (min(255, round(255 * value)) for value in mean)
-    return red, green, blue
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -265,7 +205,7 @@ class DenseTask(Task):
         self,
         step: nn.Module,
         info: DenseInfo,
-        views: tuple[Views[Any], Views[Any]],
+        views: tuple[BatchReader[Any], BatchReader[Any]],
         options: DenseOptions,
         world: World,
         folder: RunFolder,
@@ -437,7 +377,7 @@ class Evaluation:
 
 def answer_images(
     network: Callable[[Batch], A],
-    views: Views[Any],
+    views: BatchReader[Any],
     options: EvaluateOptions | PredictOptions,
     info: Description,
     bad_images: BadImages | None = None,
@@ -455,7 +395,7 @@ def answer_images(
 def evaluate_dense(
     options: EvaluateOptions,
     network: Callable[[Batch], A],
-    views: Views[Any],
+    views: BatchReader[Any],
     score: Score[A],
     info: Description,
     notes: list[str],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.data.datasets import DataSet, find_split, open_dataset
+from everytoken_lab.data.datasets import NAMED, DataSet, find_split, open_dataset
 from everytoken_lab.data.duplicates import ImageFacts, equal_groups, near_pairs, read_all
 from everytoken_lab.doctor.findings import Finding, Level, counted
 from everytoken_lab.maps.summary import sample_positions
@@ -30,7 +30,7 @@ class Images:
 def open_images(spec: str) -> tuple[Images, list[Finding]]:
     """The splits of a dataset that training would use."""
     images, findings = Images(spec), list[Finding]()
-    named = spec.startswith(("torchvision:", "hf:"))
+    named = spec.startswith(NAMED)
     try:
         held = None if named else find_split(spec, "val")
         train = None if named else find_split(spec, "train")

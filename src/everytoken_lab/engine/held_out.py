@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.data.datasets import DataError, DataSet, find_split, open_dataset, split_folder
+from everytoken_lab.data.datasets import NAMED, DataError, DataSet, find_split, open_dataset, split_folder
 from everytoken_lab.data.labels import find_labels
-from everytoken_lab.engine.run_folder import DATASET_NAMES, PUBLISHED, Run, run_of
+from everytoken_lab.engine.run_folder import PUBLISHED, Run, run_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
     """
     if split != "val":
         return _own_part(data, split), ""
-    if data.startswith(DATASET_NAMES):
+    if data.startswith(NAMED):
         return _named_part(sources, data)
     if find_split(data, "val"):
         return open_dataset(data, "val"), ""
@@ -109,7 +109,7 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
 
 def _own_part(data: str, split: str) -> DataSet:
     """A part that the data has a place for, or all of it."""
-    if split == "test" and not data.startswith(DATASET_NAMES) and find_split(data, split) is None:
+    if split == "test" and not data.startswith(NAMED) and find_split(data, split) is None:
         raise EverytokenError(f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another split")
     return open_dataset(data, split)
 

@@ -40,7 +40,7 @@ from everytoken._version import version
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, SUBSET, network_address
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, NAMED, SUBSET, network_address
 
 if TYPE_CHECKING:
     from everytoken_lab.engine.track import Tracker
@@ -54,8 +54,6 @@ NOT_SETTINGS = {
     *("checkpoint_steps", "tensorboard", "wandb", "mlflow", "val_interval", "val_batch_size", "bad_loss_limit"),
     "deterministic",
 }
-DATASET_NAMES = ("torchvision:", "hf:")
-"""How the names of datasets that are no paths begin."""
 PUBLISHED = ("timm:", "registry:", "hf-hub:", "local-dir:")
 """How the names of weights that are no paths begin; they were not trained on a folder of the user's."""
 CROSS_VALIDATED = "cross-validation"
@@ -244,7 +242,7 @@ class Run:
             part: of a path, the folder or file that is compared.
         """
         recorded = str(self.config.get(option) or "")
-        if any(name.startswith((*DATASET_NAMES, SUBSET)) for name in (recorded, given)):
+        if any(name.startswith((*NAMED, SUBSET)) for name in (recorded, given)):
             return recorded == given
         path, place = Path(given).expanduser().resolve(), self.place(option)
         if place is not None:

@@ -126,7 +126,7 @@ class Task(TrainingTask):
         return torch.autocast(self.world.device.type, getattr(torch, optim.amp_dtype), enabled=optim.amp)
 
     def loader(
-        self, data: DataSet | BatchReader, transform: Any = None, batch_size: int = 1, *, train: bool, **more: Any
+        self, data: DataSet | BatchReader[Any], transform: Any = None, batch_size: int = 1, *, train: bool, **more: Any
     ) -> Loader:
         """A loader of this process's share of `data`; bad images are handled as the options say."""
         log = self.folder.path / "skipped-images.jsonl" if self.folder.writable else None

@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError, did_you_mean, need, no_telemetry
 from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.run_folder import Run, run_of
 from everytoken_lab.evaluation import ExportOptions, InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, validation_set
 from everytoken_lab.evaluation.card import model_card
-from everytoken_lab.evaluation.run import eval_view, open_with
+from everytoken_lab.evaluation.run import open_with
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.inference import export_onnx, open_session
 from everytoken_lab.models.open import Description, OpenModel, timm_config, token_head_file

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
 from everytoken.models.token_model import TokenModel, probe
-from everytoken_lab.data.augment import EvalTransform
-from everytoken_lab.evaluation.run import eval_view
+from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import OpenModel
 

@@ -15,6 +15,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, plain_json, write_atomically, write_picture
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import shown_name
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import FolderReader, ReaderSet, Subset, gather_images, result_stems
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.draw import object_overlay
@@ -22,7 +23,7 @@ from everytoken_lab.evaluation import PredictOptions, Progress
 from everytoken_lab.evaluation.calibrated import calibrated
 from everytoken_lab.evaluation.calibrated import probabilities as shown_probabilities
 from everytoken_lab.evaluation.locate import ALIKE, Location, Locator
-from everytoken_lab.evaluation.run import Inference, Voter, eval_view, open_with, write_csv
+from everytoken_lab.evaluation.run import Inference, Voter, open_with, write_csv
 from everytoken_lab.models.open import OpenModel
 
 UNSURE = "unsure"
@@ -240,7 +241,7 @@ def run_prediction(
         )
     elif options.sure:
         notes.append(f"answers below {threshold:.3f} are unsure; there are no held-out images to calibrate that with")
-    data = ReaderSet(str(root), FolderReader(root, names), range(len(names)), names, [-1] * len(names), [])
+    data = ReaderSet(str(root), FolderReader(root, names), [(name, i) for i, name in enumerate(names)])
     model = Voter(opened, options.token_vote).eval()
     first, second = (_part(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
     dtype = opened.info.amp_dtype(options.amp)

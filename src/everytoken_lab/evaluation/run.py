@@ -22,7 +22,7 @@ from everytoken.models.common import make_attention_explicit
 from everytoken.models.token_model import probe
 from everytoken_lab.calibration import Calibration, calibrate, calibrate_several
 from everytoken_lab.classes import imagenet_numbers, match_classes
-from everytoken_lab.data.augment import EvalTransform
+from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.loader import BadImages, Loader
 from everytoken_lab.engine.accuracy import (
@@ -38,7 +38,7 @@ from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken_lab.models.inference import faster
 from everytoken_lab.models.onnx import OnnxModel
-from everytoken_lab.models.open import Description, OpenModel, open_model
+from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
 if TYPE_CHECKING:
@@ -174,18 +174,6 @@ class Voter(nn.Module):
         if not self._faster:
             self._faster.append(faster(self, example))
         return self._faster[0]
-
-
-def eval_view(info: Description) -> EvalTransform:
-    """How a model wants to see images in evaluation."""
-    return EvalTransform(
-        img_size=(info.img_size[0], info.img_size[1]),
-        crop_pct=info.crop_pct,
-        crop_mode=info.crop_mode,
-        interpolation=info.interpolation,
-        mean=info.mean,
-        std=info.std,
-    )
 
 
 def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> OpenModel:

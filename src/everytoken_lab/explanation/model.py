@@ -14,11 +14,11 @@ from everytoken.data import placement as pl
 from everytoken.errors import EverytokenError
 from everytoken.models import TokenModel
 from everytoken_lab.classes import ClassList
-from everytoken_lab.data.augment import EvalTransform
+from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, probabilities
-from everytoken_lab.evaluation.run import eval_view, open_with
+from everytoken_lab.evaluation.run import open_with
 from everytoken_lab.models.open import Description, OpenModel
 
 Area = tuple[float, float, float, float]

@@ -19,9 +19,9 @@ from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken_lab import draw
 from everytoken_lab.classes import shown_name
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.evaluation.calibrated import probabilities
 from everytoken_lab.evaluation.locate import ALIKE, Locator
-from everytoken_lab.evaluation.run import eval_view
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.reports.predictions import PredictedRun
 

@@ -21,13 +21,13 @@ from everytoken.errors import EverytokenError
 from everytoken.files import append, make_inside, refuse_link, write_atomically
 from everytoken_lab.annotators.annotator import weights_hash
 from everytoken_lab.classes import ClassMatch, imagenet_numbers, match_classes
-from everytoken_lab.data.augment import EvalTransform
+from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet, Subset
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
 from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import InferenceOptions
-from everytoken_lab.evaluation.run import Inference, Voter, eval_view, open_with
+from everytoken_lab.evaluation.run import Inference, Voter, open_with
 from everytoken_lab.models.open import OpenModel
 from everytoken_lab.robust import Progress, RobustOptions, autoattack
 from everytoken_lab.robust.corruptions import corrupt, stored

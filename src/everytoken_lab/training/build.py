@@ -162,7 +162,7 @@ def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
 
 def has_validation(options: TrainOptions) -> bool:
     """Whether the data brings validation images, or some are to be held out."""
-    named = options.data.startswith(("torchvision:", "hf:"))
+    named = options.data.startswith(datasets.NAMED)
     return bool(options.dataset.val_split) or named or find_split(options.data, "val") is not None
 
 

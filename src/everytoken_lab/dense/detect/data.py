@@ -36,9 +36,10 @@ from everytoken.data import placement as pl
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DataError, DataSet, Strings
 from everytoken_lab.data.decode import Picture
-from everytoken_lab.data.loader import Request
+from everytoken_lab.data.labels import check_relative
+from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.warp import render
-from everytoken_lab.dense.common import FileSet, Views, check_relative, resized, split_by_name, whole_set
+from everytoken_lab.dense.common import FileSet, resized, split_by_name, whole_set
 from everytoken_lab.dense.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through
 from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 
@@ -447,7 +448,7 @@ class _View:
     source: tuple[int, int]
 
 
-class ObjectViews(Views[_View]):
+class ObjectViews(BatchReader[_View]):
     """Views of images and their objects.
 
     Args:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
+from everytoken_lab.data.augment import mean_colour
 from everytoken_lab.data.datasets import DataSet
-from everytoken_lab.dense.common import DenseTask, fill_colour, held_out_note, plan_dense, train_dense, whole_set
+from everytoken_lab.dense.common import DenseTask, held_out_note, plan_dense, train_dense, whole_set
 from everytoken_lab.dense.detect.data import DetectTransform, InstanceSet, Objects, ObjectViews, divided, open_instances
 from everytoken_lab.dense.detect.infer import DetectScore, Inference, resolve
 from everytoken_lab.dense.detect.masks import tool
@@ -56,7 +57,7 @@ class DetectTask(DenseTask):
         training, validation = _open_data(options, folder)
         names, side = tuple(training.class_names), options.augment.sizes[-1]
         detector, info = build_detector(options.model, options.detector, side, names, options.find)
-        transform = DetectTransform(options.augment, fill_colour(info.backbone.mean))
+        transform = DetectTransform(options.augment, mean_colour(info.backbone.mean))
         masks, skip = options.detector.masks, options.dataset.on_bad_image == "skip"
         whole = Inference.of(detector, info).transform
         views = (

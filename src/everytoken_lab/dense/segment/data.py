@@ -28,8 +28,9 @@ from everytoken import keyed
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DataError, DataSet, Strings, is_image
 from everytoken_lab.data.decode import ImageError, Picture, naming_errors, open_image
-from everytoken_lab.data.loader import Request
-from everytoken_lab.dense.common import FileSet, Views, check_relative, split_by_name, whole_set
+from everytoken_lab.data.labels import check_relative
+from everytoken_lab.data.loader import BatchReader, Request
+from everytoken_lab.dense.common import FileSet, split_by_name, whole_set
 from everytoken_lab.dense.segment.augment import SegmentTransform
 from everytoken_lab.dense.segment.options import MaskOptions
 
@@ -165,7 +166,7 @@ MaskView = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Pixels uint8 [h, w, 3], mask int16 [h, w], placement [2, 3]."""
 
 
-class _MaskViews(Views[MaskView]):
+class _MaskViews(BatchReader[MaskView]):
     def collate(self, views: list[MaskView]) -> tuple[np.ndarray, np.ndarray, Any]:
         """All views of a batch have one size."""
         if not views:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
-from everytoken_lab.dense.common import DenseTask, fill_colour, held_out_note, plan_dense, train_dense
+from everytoken_lab.data.augment import mean_colour
+from everytoken_lab.dense.common import DenseTask, held_out_note, plan_dense, train_dense
 from everytoken_lab.dense.segment.augment import SegmentTransform
 from everytoken_lab.dense.segment.data import TrainViews, WholeViews, divided, open_masks
 from everytoken_lab.dense.segment.infer import segmenter_inference
@@ -81,7 +82,7 @@ class SegmentTask(DenseTask):
         evaluation, scales = InferOptions(**used, resize=augment.resize), options.evaluation.test_scales
         names = tuple(training.class_names)
         segmenter, info = build_segmenter(options.model, options.decoder, augment.crop_size, names, evaluation, scales)
-        transform, skip = SegmentTransform(augment, fill_colour(info.backbone.mean)), dataset.on_bad_image == "skip"
+        transform, skip = SegmentTransform(augment, mean_colour(info.backbone.mean)), dataset.on_bad_image == "skip"
         views = TrainViews(training, transform, options.run.seed, skip), WholeViews(validation, skip)
         super().__init__(SegmentStep(segmenter, options.decoder.aux_weight), info, views, options, world, folder)
 
