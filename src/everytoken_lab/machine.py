@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from annotated_types import Interval
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -24,7 +25,7 @@ def default_workers() -> int:
     return min(4, cores())
 
 
-Workers = Annotated[int, tyro.conf.arg(aliases=["-j"], help_behavior_hint="(default: one per core, at most 4)")]
+Workers = Annotated[int, Interval(ge=0), tyro.conf.arg(aliases=["-j"], help_behavior_hint="(default: one per core, at most 4)")]
 """The option --workers; its help is the same on every machine."""
 
 

@@ -16,10 +16,9 @@ from PIL import Image
 
 from everytoken_lab.data import remote
 from everytoken_lab.data.datasets import DataError, open_dataset
-from everytoken_lab.engine.loop import Loop
+from everytoken_lab.engine.task import Task
 
 SHARDS = 4
-WRITE_REPORT = Loop._report  # which tests leave out otherwise
 
 
 def jpeg(value):
@@ -93,7 +92,7 @@ def test_a_run_on_an_address_is_reported_when_it_is_typed_and_not_because_the_ru
 ):
     from everytoken_lab.cli import main
 
-    monkeypatch.setattr(Loop, "_report", WRITE_REPORT)
+    monkeypatch.setattr(Task, "is_reported", True)
     words = ["train", "memory://bucket", "--model", "vit_nano_patch4_32", "--img-size", "32", "--epochs", "1"]
     words += ["-b", "8", "-j", "0", "--device", "cpu", "--threads", "1", "--warmup-epochs", "0"]
     run = tmp_path / "run"

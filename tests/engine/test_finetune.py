@@ -16,7 +16,7 @@ from everytoken_lab.cli import main
 from everytoken_lab.cli.train import Train, resolve
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.engine.distributed import World
-from everytoken_lab.engine.loop import _means_the_same
+from everytoken_lab.engine.loop import _is_another
 from everytoken_lab.engine.optim import learning_rate
 from everytoken_lab.engine.options import DataOptions, ModelOptions, OptimOptions, TrainOptions
 from everytoken_lab.engine.recipe import apply, read_recipe
@@ -248,15 +248,15 @@ def test_a_folder_of_timms_form_is_a_start_and_its_classes_are_compared(photos, 
 
 def test_only_a_path_that_is_gone_may_mean_the_same_as_another_one(tmp_path):
     source = a_run(tmp_path / "run")
-    for name, before, now, same in (
-        ("weights", str(tmp_path / "gone"), str(source), True),
-        ("weights", str(tmp_path), str(source), False),
-        ("weights", "timm:resnet50.a1_in1k", "timm:resnet50.a2_in1k", False),
-        ("weights", "registry:efficientnet_lite0", "registry:efficientnet_lite0", False),  # equal: never asked
-        ("model", "resnet50", "resnet18.a1_in1k", False),
-        ("seed", 1, 2, False),
+    for name, before, now, another in (
+        ("weights", str(tmp_path / "gone"), str(source), False),
+        ("weights", str(tmp_path), str(source), True),
+        ("weights", "timm:resnet50.a1_in1k", "timm:resnet50.a2_in1k", True),
+        ("model", "resnet50", "resnet18.a1_in1k", True),
+        ("seed", 1, 2, True),
+        ("epochs", 1, 2, False),
     ):
-        assert _means_the_same(name, before, now) == same
+        assert _is_another(name, before, now) == another
 
 
 def test_the_tag_of_a_teacher_is_recorded(photos):

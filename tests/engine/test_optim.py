@@ -7,7 +7,6 @@ from torch import nn
 
 import everytoken  # noqa: F401
 from everytoken.models import TokenModel
-from everytoken_lab.engine.dryrun import memory_unit
 from everytoken_lab.engine.optim import build_optimizer, build_schedule, warmup_epochs
 from everytoken_lab.engine.options import OptimOptions
 
@@ -48,11 +47,6 @@ def test_layer_decay_lowers_the_rate_from_the_top_down():
     assert scale["extra.weight"] == scale["head.weight"] == 1.0
     assert [scale[f"blocks.{i}.mlp.fc1.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
     assert scale["cls_token"] == scale["patch_embed.proj.weight"] == 0.0625
-
-
-def test_memory_is_counted_in_the_units_of_the_system():
-    assert memory_unit("linux") == 2**20
-    assert memory_unit("darwin") == 2**30
 
 
 def test_linear_goes_straight_from_the_warm_up_line_to_the_end():

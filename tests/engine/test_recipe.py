@@ -7,7 +7,6 @@ import everytoken  # noqa: F401
 from everytoken_lab.engine.checks import check_options
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.recipe import (
-    RecipeError,
     apply,
     flat,
     header,
@@ -42,11 +41,11 @@ def test_a_recipe_survives_the_way_to_a_run_folder_and_back():
 
 
 def test_an_unknown_key_is_an_error_with_a_suggestion():
-    with pytest.raises(RecipeError, match=r"'batch_sise'.*'batch_size'"):
+    with pytest.raises(SchemaError, match=r"'batch_sise'.*'batch_size'"):
         apply(TrainOptions(), {"batch_sise": 3}, "mine.yaml")
-    with pytest.raises(RecipeError, match="lvvit_s_token"):
+    with pytest.raises(SchemaError, match="lvvit_s_token"):
         read_recipe("lvvit_s_tokens")
-    with pytest.raises(RecipeError, match=r"no recipe file nowhere\.yaml"):
+    with pytest.raises(SchemaError, match=r"no recipe file nowhere\.yaml"):
         read_recipe("nowhere.yaml")
 
 
@@ -106,9 +105,9 @@ def test_overrides_reach_inner_values_and_remove_entries():
     assert overrides(["objectives.drloc=null"], base) == {"objectives": {"hard": {}}}
     assert overrides(["mixing.cutmix={alpha: 0.5}"], base) == {"mixing": {"cutmix": {"alpha": 0.5}}}
     assert base["objectives"]["drloc"] == {"weight": 0.5}
-    with pytest.raises(RecipeError, match="NAME=VALUE"):
+    with pytest.raises(SchemaError, match="NAME=VALUE"):
         overrides(["objectives.drloc"], base)
-    with pytest.raises(RecipeError, match=r"weight is 0\.5"):
+    with pytest.raises(SchemaError, match=r"weight is 0\.5"):
         overrides(["objectives.drloc.weight.x=1"], base)
-    with pytest.raises(RecipeError, match="'objectives'"):
+    with pytest.raises(SchemaError, match="'objectives'"):
         overrides(["objective.drloc.weight=1"], base)

@@ -59,7 +59,7 @@ def test_all_trackers_get_every_row_and_a_resumed_run_continues_its_record(photo
     assert len(files) == 2  # one of each start, with the same id
     assert all(b"epoch/score" in file.read_bytes() for file in files)
 
-    options = SimpleNamespace(run=RunOptions(mlflow="birds"))
+    options = RunOptions(mlflow="birds")
     RunFolder(tmp_path / "b/run").open().release()
     track.build_trackers(options, tmp_path / "b/run", {})[0].close()
     names = {run.info.run_name for run in client.search_runs([kept.info.experiment_id])}
@@ -91,4 +91,4 @@ def test_a_tracker_that_cannot_be_reached_is_named_before_training(tmp_path, mon
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://here")
     with pytest.raises(EverytokenError, match="mlflow cannot be written to"):
-        track.build_trackers(SimpleNamespace(run=RunOptions(mlflow="birds")), tmp_path, {})
+        track.build_trackers(RunOptions(mlflow="birds"), tmp_path, {})

@@ -36,7 +36,7 @@ def test_a_run_leaves_everything_in_its_folder_and_the_weights_load_in_timm(phot
     assert main(["train", str(photos), *TINY, "--out", str(out), "--model-ema", "--model-ema-decay", "0.5"]) == 0
     text = capsys.readouterr().out
     assert "best top-1" in text
-    expected = {"config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "log.txt", "summary.json"}
+    expected = {"config.yaml", "environment.json", "metrics.jsonl", "log.txt", "summary.json"}
     assert expected | {"best.safetensors", "classes.json", "checkpoints"} <= {p.name for p in out.iterdir()}
     assert [row["epoch"] for row in rows(out)] == [1, 2]
     newest = sorted((out / "checkpoints").iterdir())[-1]
@@ -175,16 +175,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(photos, tmp_path, capsys, 
         (["--recipe", "lvvit_s_tokn"], "lvvit_s_token"),
         (["--epochs", "0"], "epochs is 0"),
         (["--batch-size", "100"], "--batch-size"),
-        (["--val-interval", "0"], "val_interval is 0; it must be at least 1"),
+        (["--val-interval", "0"], "val_interval is 0, but should be"),
         (["--log-interval", "0"], "log_interval is 0"),
         (["--lr-base-size", "0"], "lr_base_size is 0"),
         (["--lr", "nan"], "lr is nan"),
-        (["--workers", "-1"], "workers is -1; it must be at least 0"),
+        (["--workers", "-1"], "workers is -1, but should be"),
         (["--model-ema-decay", "1.5"], "model_ema_decay is 1.5"),
         (["--opt", "adamww"], "Did you mean 'adamw'"),
         (["--opt", "bnbadam"], "opt bnbadam cannot be used here"),
-        (["--sched", "cosin"], "sched is 'cosin'; it can be cosine, linear"),
-        (["--sched", "plateau"], "try cosine"),
         (["--device", "gpu"], "device is 'gpu'; it can be cpu, cuda"),
         (["--device", "cuda:99"], "device is 'cuda:99'"),
     ],

@@ -17,7 +17,6 @@ from everytoken.mixing.mix import apply_to_pixels
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.token_labeling import TokenLabeling
 from everytoken_lab import draw
-from everytoken_lab.engine.loop import Loop
 from everytoken_lab.training import batch_picture
 from everytoken_lab.training.classify import Classification, train
 
@@ -94,7 +93,7 @@ def drawn(photos, tmp_path_factory):
     first = train(photos, out=str(folder / "drawn"), **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Classification, "show", lambda self, batch: None)
-        patch.setattr(Loop, "_report", lambda self: None)
+        patch.setattr(Classification, "is_reported", False)
         second = train(photos, out=str(folder / "not"), **settings)
     return first, second
 

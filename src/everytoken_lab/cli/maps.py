@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -45,6 +45,7 @@ class Info:
 
 def info(argv: list[str], prog: str) -> int:
     options = parse(Info, prog, argv)
+    from everytoken_lab.engine.recipe import flat_names
     from everytoken_lab.maps.summary import describe
 
     facts = describe(Maps(options.maps, partial=True), options.sample)
@@ -52,19 +53,11 @@ def info(argv: list[str], prog: str) -> int:
         print(json.dumps(facts, indent=1))
         return 0
     table = Table(title=str(options.maps), show_header=False)
-    for name, value in _flat(facts):
+    for name, value in flat_names(facts).items():
         text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
         table.add_row(_plain(name), _plain(text))
     Console(markup=False).print(table)
     return 0
-
-
-def _flat(facts: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 @dataclass(frozen=True)

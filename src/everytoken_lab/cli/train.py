@@ -87,7 +87,7 @@ def resolve(config: type[T], argv: list[str], prog: str) -> T:
     if recipe := _recipe_of(argv):
         base = dataclasses.replace(apply(base, read_recipe(recipe, trusts_code(argv)), recipe), recipe=recipe)
     options: Any = parse(config, prog, argv, default=base)
-    return apply(options, overrides(options.set, flat(options)), "--set") if options.set else options
+    return apply(options, overrides(options.set, flat(options)), "options")
 
 
 def trusts_code(argv: list[str]) -> bool:

@@ -429,7 +429,7 @@ def open_unseen(
     if options.split != "val" or part.val_split or divided:
         return open_data(options.data, options.split, part), []
     origin = held_out([options.source], options.data, same, share)
-    opened = open_data(options.data, "val" if origin.share else "all", replace(part, val_split=origin.share))
+    opened = open_data(options.data, "val" if origin.fraction else "all", replace(part, val_split=origin.fraction))
     note = origin.note(options.data, len(opened))
     return opened, [note] if note else []
 

@@ -1,13 +1,9 @@
 """Accuracy of a classifier over a whole set: every image exactly once, over any number of processes.
 
-`Predictions` keeps what each image got, so that tables, intervals and paired comparisons can be made later. Top-k
-counts a hit when the label is among the k largest logits; calibration error is the usual one with 15 equal bins of
-confidence; with ReaL labels an image is right when its prediction is among its labels, and images without labels are
-left out.
-
-With several labels per image, `MultiLabelPredictions` keeps the logits: mAP is the mean over classes of the average
-precision, the mean of the precision at each labelled image in the order of the scores; F1 is that of all decisions
-together, each at a probability of a half.
+`Predictions` keeps what each image got, so that tables, intervals and paired comparisons can be made later; the
+calibration error has 15 equal bins of confidence. `MultiLabelPredictions` keeps the logits: mAP is the mean over
+classes of the average precision (the mean of the precision at each labelled image in the order of the scores); F1 is
+that of all decisions together, each at a probability of a half.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 from zipfile import BadZipFile
 
 import numpy as np
@@ -33,18 +29,58 @@ from everytoken_lab.stats import Estimate, bootstrap_weights, percentage, with_a
 
 
 @dataclass(frozen=True)
-class Predictions:
+class _PerImage:
+    """Arrays with a row for each image; `index` [N] is its position in the dataset, which they are sorted by."""
+
+    index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Parts of a set, from batches or processes -> the whole, sorted by index, without repetitions."""
+        if not parts:
+            raise EverytokenError("there are no images to evaluate")
+        joined = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)}
+        _, first = np.unique(joined["index"], return_index=True)
+        return cls(**{name: values[first] for name, values in joined.items()})
+
+    def rows(self, chosen: np.ndarray) -> Self:
+        """Some of the images, by their rows."""
+        return type(self)(**{name: values[chosen] for name, values in vars(self).items()})
+
+    def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
+        """Write an .npz file in one step, with unreadable images (key -> reason) and a note of what it belongs to."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = io.BytesIO()
+        np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(self))
+        write_atomically(path, file.getbuffer())
+
+    @classmethod
+    def saved(cls, path: Path, note: str | None = None) -> tuple[Self, dict[str, str]] | None:
+        """What `save` wrote, with the unreadable images; None if there is no whole file with this note (None: any)."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if note is not None and str(arrays["note"]) != note:
+                    return None
+                skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
+                return cls(**{f.name: arrays[f.name] for f in fields(cls)}), skipped
+        except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
+            return None  # torn: it is made again
+
+
+@dataclass(frozen=True)
+class Predictions(_PerImage):
     """What a model answered for each labelled image, in the dataset's order.
 
     Attributes:
-        index: [N] position in the dataset.
         label: [N] the folder's class.
         top: [N, 5] (or fewer) predicted classes, best first.
         confidence: [N] softmax probability of the first.
         loss: [N] cross entropy with the label.
     """
 
-    index: np.ndarray
     label: np.ndarray
     top: np.ndarray
     confidence: np.ndarray
@@ -58,16 +94,7 @@ class Predictions:
         spread = torch.logsumexp(logits, dim=1)
         confidence = (logits.gather(1, best[:, :1])[:, 0] - spread).exp()
         loss = spread - logits.gather(1, label[:, None])[:, 0]
-        arrays = (index, label, best, confidence, loss)
-        return Predictions(*(t.detach().cpu().numpy() for t in arrays))
-
-    @staticmethod
-    def join(parts: Sequence[Predictions]) -> Predictions:
-        """Parts of a set, from batches or processes -> the whole, sorted by index, without repetitions."""
-        return Predictions(**_joined(Predictions, parts))
-
-    def __len__(self) -> int:
-        return len(self.index)
+        return Predictions(*(t.detach().cpu().numpy() for t in (index, label, best, confidence, loss)))
 
     @property
     def correct(self) -> np.ndarray:
@@ -116,28 +143,16 @@ class Predictions:
         """Top-1 in percent with its 95 % interval."""
         return percentage(self.correct)
 
-    def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
-        """Write an .npz file in one step, with unreadable images (key -> reason) and a note of what it belongs to."""
-        _save(self, path, note, skipped)
-
-    @staticmethod
-    def saved(path: Path, note: str) -> tuple[Predictions, dict[str, str]] | None:
-        """What `save` wrote, with the unreadable images; None if there is no whole file with this very note."""
-        found = _saved(Predictions, path, note)
-        return None if found is None else (Predictions(**found[0]), found[1])
-
 
 @dataclass(frozen=True)
-class MultiLabelPredictions:
-    """What a model answered for each image of which several classes may be true, in the dataset's order.
+class MultiLabelPredictions(_PerImage):
+    """What a model answered for each multi-label image, in the dataset's order.
 
     Attributes:
-        index: [N] position in the dataset.
         label: [N, K] bool.
         logits: [N, K] float32; their sigmoids are probabilities.
     """
 
-    index: np.ndarray
     label: np.ndarray
     logits: np.ndarray
 
@@ -146,14 +161,6 @@ class MultiLabelPredictions:
         """From one batch: logits and labels [B, K]."""
         index, label, logits = (t.detach().cpu() for t in (index, label, logits))
         return MultiLabelPredictions(index.numpy(), label.bool().numpy(), logits.float().numpy())
-
-    @staticmethod
-    def join(parts: Sequence[MultiLabelPredictions]) -> MultiLabelPredictions:
-        """Parts of a set -> the whole, sorted by index, without repetitions."""
-        return MultiLabelPredictions(**_joined(MultiLabelPredictions, parts))
-
-    def __len__(self) -> int:
-        return len(self.index)
 
     @property
     def correct(self) -> np.ndarray:
@@ -241,22 +248,12 @@ class MultiLabelPredictions:
             )
         return rows
 
-    def save(self, path: Path, note: str, skipped: Mapping[str, str] | None = None) -> None:
-        """As `Predictions.save`."""
-        _save(self, path, note, skipped)
-
-    @staticmethod
-    def saved(path: Path, note: str) -> tuple[MultiLabelPredictions, dict[str, str]] | None:
-        """As `Predictions.saved`."""
-        found = _saved(MultiLabelPredictions, path, note)
-        return None if found is None else (MultiLabelPredictions(**found[0]), found[1])
-
 
 AnyPredictions = Predictions | MultiLabelPredictions
 
 
 def predictions_of(index: Tensor, label: Tensor, logits: Tensor) -> AnyPredictions:
-    """Of one batch, whichever kind of labels it has: [B], or [B, K] for several of an image."""
+    """Of one batch, whichever kind of labels it has: [B], or multi-label [B, K]."""
     kind = MultiLabelPredictions if label.dim() == 2 else Predictions
     return kind.of_batch(index, label, logits)
 
@@ -286,43 +283,16 @@ def average_precisions(scores: np.ndarray, positive: np.ndarray, weights: np.nda
     return values
 
 
-def _joined(kind: type[Any], parts: Sequence[Any]) -> dict[str, np.ndarray]:
-    if not parts:
-        raise EverytokenError("there are no images to evaluate")
-    names = [field.name for field in fields(kind)]
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    _, first = np.unique(joined["index"], return_index=True)
-    return {name: joined[name][first] for name in names}
-
-
-def _save(predictions: AnyPredictions, path: Path, note: str, skipped: Mapping[str, str] | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = io.BytesIO()
-    np.savez_compressed(file, note=note, skipped=json.dumps(dict(skipped or {})), **vars(predictions))
-    write_atomically(path, file.getbuffer())
-
-
-def _saved(kind: type[Any], path: Path, note: str) -> tuple[dict[str, np.ndarray], dict[str, str]] | None:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if str(arrays["note"]) != note:
-                return None
-            skipped: dict[str, str] = json.loads(str(arrays["skipped"]))
-            return {field.name: arrays[field.name] for field in fields(kind)}, skipped
-    except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
-        return None  # torn: it is made again
-
-
 def real_accuracy(
     predictions: Predictions,
     keys: Sequence[str],
     labels: Mapping[str, Sequence[int]],
     numbers: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """ReaL accuracy; images without labels are left out.
+    """ReaL accuracy: a prediction is right if it is among an image's labels; images without labels are left out.
 
     Args:
-        predictions: of a model; keys: of all images.
+        keys: of all images.
         labels: an image's file name -> its right classes among ImageNet's 1,000.
         numbers: ImageNet's class for each class that was answered (`imagenet_numbers`); None: the same.
     """

@@ -1,8 +1,7 @@
-"""Contradictions in what a run is told, found before any image is read."""
+"""Options that contradict each other, found before any image is read. Ranges and choices are beside each option."""
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,16 +17,7 @@ from everytoken.objectives.registry import OBJECTIVES, find_objective, required_
 from everytoken_lab.engine.distributed import check_device
 from everytoken_lab.engine.optim import DECAYING
 from everytoken_lab.engine.options import LoopOptions, OptimOptions, TrainOptions
-from everytoken_lab.engine.recipe import check_settings, flat
-
-SCHEDULES = ("cosine", "linear", "multistep", "poly", "step", "tanh")
-_LEAST = {
-    **dict.fromkeys(("epochs", "batch_size", "grad_accum_steps", "lr_base_size"), 1),
-    **dict.fromkeys(("keep", "log_interval", "val_interval", "bad_loss_limit", "repeat_augment"), 1),
-    **dict.fromkeys(("lr", "lr_base", "min_lr", "warmup_lr", "weight_decay", "layer_decay", "decay_rate"), 0),
-    **dict.fromkeys(("iters", "val_iters", "warmup_epochs", "warmup_iters", "clip_grad"), 0),
-    **dict.fromkeys(("checkpoint_minutes", "checkpoint_steps", "threads", "workers", "val_batch_size", "patience"), 0),
-}
+from everytoken_lab.engine.recipe import check_settings
 
 
 class ContradictionError(EverytokenError):
@@ -36,45 +26,27 @@ class ContradictionError(EverytokenError):
 
 def check_loop(options: LoopOptions) -> None:
     """Raise on what the training loop cannot work with. For every task, before anything is built."""
-    optim, run = options.optim, options.run
-    given = {**flat(options.dataset), **flat(optim), **flat(run)}
-    for name, least in _LEAST.items():
-        value = given.get(name, least)
-        if not least <= value < math.inf:
-            raise EverytokenError(f"{name} is {value}; it must be at least {least}")
-    for name, value in (("val_split", given.get("val_split", 0)), ("model_ema_decay", optim.model_ema_decay)):
-        if not 0 <= value < 1:
-            raise EverytokenError(f"{name} is {value}; it is a part, from 0 to less than 1")
-    _check_optimizer(optim.opt)
-    if optim.sched == "plateau":
-        raise EverytokenError("sched plateau follows validation and cannot be stepped every update; try cosine")
-    if optim.sched not in SCHEDULES:
+    optim = options.optim
+    kind = optim.opt.lower().rsplit("_", 1)[-1]  # timm: lookahead_adamw
+    if kind not in list_optimizers():
         raise EverytokenError(
-            f"sched is {optim.sched!r}; it can be {', '.join(SCHEDULES)}.{did_you_mean(optim.sched, SCHEDULES)}"
+            f"opt is {optim.opt!r}, and timm has no such optimizer.{did_you_mean(kind, list_optimizers())} Usual ones "
+            "are adamw, sgd, lamb and lion."
         )
+    try:
+        get_optimizer_class(kind)
+    except (AssertionError, ImportError) as error:
+        raise EverytokenError(f"opt {optim.opt} cannot be used here: {error}; adamw works everywhere") from error
     if optim.decay_rate != OptimOptions().decay_rate and optim.sched not in DECAYING:
         raise ContradictionError(
             f"decay_rate is {optim.decay_rate:g}, which sched {optim.sched} does not use; it belongs to "
             f"{', '.join(DECAYING)}"
         )
-    check_device(run.device)
-
-
-def _check_optimizer(name: str) -> None:
-    known, kind = list_optimizers(), name.lower().rsplit("_", 1)[-1]  # timm: lookahead_adamw
-    if kind not in known:
-        raise EverytokenError(
-            f"opt is {name!r}, and timm has no such optimizer.{did_you_mean(kind, known)} Usual ones are adamw, sgd, "
-            "lamb and lion."
-        )
-    try:
-        get_optimizer_class(kind)
-    except (AssertionError, ImportError) as error:
-        raise EverytokenError(f"opt {name} cannot be used here: {error}; adamw works everywhere") from error
+    check_device(options.run.device)
 
 
 def check_options(options: TrainOptions) -> list[str]:
-    """Raise on what cannot work; return what can but is doubtful, as sentences."""
+    """Raise on what cannot work; return warnings as sentences."""
     if not options.data:
         raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
     check_loop(options)
@@ -85,12 +57,6 @@ def check_options(options: TrainOptions) -> list[str]:
             f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}: colours are jittered only without "
             "RandAugment, as in timm, so it would do nothing. Set color_jitter to 0, or aa to ''"
         )
-    optim, notes = options.optim, []
-    if not optim.iters and not optim.warmup_iters and optim.warmup_epochs >= optim.epochs:
-        notes.append(
-            f"warm-up would last for the whole training ({optim.warmup_epochs:g} of {optim.epochs} epochs): it takes a "
-            "tenth of it instead (warmup_epochs)"
-        )
     for name, settings in mixer_settings(options.mixing).items():
         if name in MIXERS:
             check_settings(MIXERS[name], settings, f"mixing {name}")
@@ -98,14 +64,16 @@ def check_options(options: TrainOptions) -> list[str]:
     for name, settings in options.objectives.items():
         if name in OBJECTIVES:
             check_settings(find_objective(name), settings, f"objective {name}")
-    return notes
+    optim = options.optim
+    if optim.iters or optim.warmup_iters or optim.warmup_epochs < optim.epochs:
+        return []
+    return [
+        f"warm-up would last for the whole training ({optim.warmup_epochs:g} of {optim.epochs} epochs): it takes a "
+        "tenth of it instead (warmup_epochs)"
+    ]
 
 
 def _check_model(options: TrainOptions) -> None:
-    for field in ("drop", "drop_path"):
-        value = getattr(options.model, field)
-        if not 0 <= value < 1:
-            raise EverytokenError(f"{field} is {value}; it is a part, from 0 to less than 1")
     name = options.model.model.split(".")[0]
     if not timm.is_model(name):
         raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
@@ -125,7 +93,7 @@ def _check_model(options: TrainOptions) -> None:
 
 
 def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> None:
-    """Raise on what cannot learn from images with several labels."""
+    """Raise on what cannot learn from multi-label images."""
     for name, objective in objectives.items():
         if not getattr(objective, "multi_label", True):  # one of somebody's own may not say
             way = (
@@ -134,38 +102,37 @@ def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]
                 else f"leave it out (objectives.{name}: null)"
             )
             raise ContradictionError(
-                f"objective {name!r} learns one class per image, and the images of {options.data} have several labels; "
-                f"{way}. hard, drloc and tl_align learn several"
+                f"objective {name!r} learns one class per image, and {options.data} is multi-label; {way}. hard, drloc "
+                "and tl_align learn several classes"
             )
     for setting in ("token_vote", "logit_adjustment"):
         if value := getattr(options.model, setting):
             raise ContradictionError(
-                f"{setting} is {value:g}, which is about classes of which an image has one; images of {options.data} "
-                "have several labels. Set it to 0"
+                f"{setting} is {value:g}, which needs one class per image, and {options.data} is multi-label. Set it "
+                "to 0"
             )
 
 
 def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> list[str]:
-    """The same for the objectives, once they are built."""
+    """As `check_options`, for objectives that are built."""
     notes: list[str] = []
-    names = set(objectives)
+    names, mixers = set(objectives), mixer_settings(options.mixing)
     needs = {name: required_by(objective) for name, objective in objectives.items()}
-    wanting = sorted(name for name, need in needs.items() if "maps" in need)
-    if wanting and not options.maps:
+    mapped, taught = (sorted(name for name in needs if what in needs[name]) for what in ("maps", "teacher"))
+    if mapped and not options.maps:
         raise ContradictionError(
-            f"objective {wanting[0]!r} needs score maps and `maps` names none. Make them with\n"
+            f"objective {mapped[0]!r} needs score maps and `maps` names none. Make them with\n"
             f"  everytoken annotate {shlex.quote(options.data)} --out MAPS --annotator fit\n"
-            f"or train without this objective (objectives.{wanting[0]}: null)"
+            f"or train without this objective (objectives.{mapped[0]}: null)"
         )
-    if options.maps and not wanting:
-        notes.append(f"the maps {options.maps} are not used by any objective ({', '.join(sorted(names))})")
-    taught = sorted(name for name, need in needs.items() if "teacher" in need)
     if taught and not options.model.teacher:
         raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
-    guides = [name for name in mixer_settings(options.mixing) if getattr(MIXERS[name], "guide", "") == "attention"]
+    if options.maps and not mapped:
+        notes.append(f"the maps {options.maps} are not used by any objective ({', '.join(sorted(names))})")
+    guides = [name for name in mixers if getattr(MIXERS[name], "guide", "") == "attention"]
     if options.model.teacher and not taught and not guides:
         notes.append(
-            f"the teacher {options.model.teacher} is not asked by any objective ({', '.join(sorted(names))}) or mixing "
+            f"the teacher {options.model.teacher} is not used by any objective ({', '.join(sorted(names))}) or mixing "
             "method"
         )
     follows = sorted(names & {"tl_align", "transmix"})
@@ -178,15 +145,17 @@ def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module])
             f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
             f"mixing.cutmix: {{}}, or leave it out (objectives.{follows[0]}: null)"
         )
-    both = set(mixer_settings({COMPOSE: options.mixing.get(COMPOSE, {})})) == {"mixup", "mixtoken"}
-    if both and "token_labeling" in names:
+    if "token_labeling" in names and set(mixer_settings({COMPOSE: options.mixing.get(COMPOSE, {})})) == {
+        "mixup",
+        "mixtoken",
+    }:
         notes.append(
             "MixUp and MixToken in the same batch: the papers saw no gain from it (83.1 with MixUp, 83.3 without); "
             "MixToken alone is what they recommend"
         )
     if follows and names & {"hard", "relabel"}:
         notes.append(f"{follows[0]} and another objective both teach the class token; their losses are added")
-    if follows and set(mixer_settings(options.mixing)) == {"mixup"}:
+    if follows and set(mixers) == {"mixup"}:
         notes.append(
             "under MixUp every token has the same share, so alignment changes nothing; CutMix is what it is for"
         )

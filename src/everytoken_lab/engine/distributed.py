@@ -1,16 +1,14 @@
 """One process or many: torchrun sets the environment, this reads it. All collectives are no-ops for one process.
 
 DDP copies everything to every process and is the default. FSDP2 (`fsdp`) shards weights, gradients, optimizer state and
-averaged weights, block by block, for models that do not fit otherwise. What a sharded run needs to resume has one name
-per tensor (`training_state`), however it is spread, so that it can continue with another number of processes, or with
-DDP.
+averaged weights, block by block. Checkpoints do not depend on it: a run continues with any number of processes.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,37 +17,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from everytoken.errors import EverytokenError
 from everytoken.files import disk_errors, open_new, temporary_name
 
-DEVICES = ("cpu", "cuda", "mps")
-
-
-class LostPeerError(EverytokenError):
-    """Another process of the job ended."""
-
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers.
-
-    Attributes:
-        rank: 0 to size - 1; rank 0 writes.
-        size: number of processes.
-        device: where this process computes.
-    """
+    """This process (rank 0 to size - 1; rank 0 writes) among its peers, and its device."""
 
     rank: int
     size: int
@@ -84,7 +64,7 @@ class World:
 
     @contextmanager
     def agree(self) -> Iterator[None]:
-        """What goes wrong inside in one process is raised in all of them, so that none waits for the others."""
+        """An error inside, in one process, is raised in all of them, so that none waits for the others."""
         error = None
         try:
             yield
@@ -141,7 +121,7 @@ def check_device(name: str) -> None:
     kind, _, number = name.partition(":")
     if not name or kind == "cpu":
         return
-    if kind not in DEVICES or (number and not number.isdecimal()):
+    if kind not in ("cuda", "mps") or (number and not number.isdecimal()):
         raise EverytokenError(f"device is {name!r}; it can be cpu, cuda, cuda:1 and so on, or mps")
     there = torch.cuda.device_count() if kind == "cuda" else int(torch.backends.mps.is_available())
     if int(number or 0) >= there:
@@ -183,7 +163,7 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
     except RuntimeError as error:
         text = str(error)
         if any(word in text for word in ("Connection closed", "Connection reset", "peer", "NCCL", "Broken pipe")):
-            raise LostPeerError(
+            raise EverytokenError(
                 f"rank {rank} lost contact with another process of the job ({text.splitlines()[0][:120]}). The last "
                 "good checkpoint is kept; run the same again and it continues from there."
             ) from error
@@ -223,7 +203,7 @@ class ShardedAverage(ModelEmaV3):
 
     def _foreach_lerp_(self, ema_values: list[Tensor], model_values: list[Tensor], weight: float) -> None:
         # torch does not take sharded tensors and plain ones (buffers) in one list
-        super()._foreach_lerp_([_part(v) for v in ema_values], [_part(v) for v in model_values], weight)
+        super()._foreach_lerp_([local_part(v) for v in ema_values], [local_part(v) for v in model_values], weight)
 
     def shard_twin(self, module: nn.Module, backbone: nn.Module, world: World) -> None:
         """Shard the copy; `module` is what was copied, and `backbone` a part of it."""
@@ -231,7 +211,7 @@ class ShardedAverage(ModelEmaV3):
         shard(self.module, self.module.get_submodule(name), world)
 
 
-def _part(value: Tensor) -> Tensor:
+def local_part(value: Tensor) -> Tensor:
     """What this process holds of a sharded tensor; others as they are."""
     local = getattr(value, "to_local", None)
     return value if local is None else local()
@@ -241,62 +221,39 @@ def _blocks(backbone: nn.Module) -> list[nn.Module]:
     """The repeated parts of a backbone: the members of its longest lists of layers."""
     lists = [m for m in backbone.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
     blocks: list[nn.Module] = []
-    inside: set[int] = set()
+    inside: set[nn.Module] = set()
     for group in sorted(lists, key=lambda g: -sum(p.numel() for p in g.parameters())):
-        kinds = {type(m) for m in group}
-        if len(kinds) == 1 and id(group) not in inside and not any(id(m) in inside for m in group):
+        if len({type(m) for m in group}) == 1 and group not in inside and inside.isdisjoint(group):
             members = [m for m in group if any(True for _ in m.parameters())]
             blocks += members
-            inside |= {id(inner) for m in members for inner in m.modules()}
+            inside |= {inner for m in members for inner in m.modules()}
     return blocks
+
+
+_WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def module_state(module: nn.Module, fsdp: bool) -> dict[str, Any]:
     """The whole state dict. With FSDP every process must call this; the first gets the content."""
-    if not fsdp:
-        return module.state_dict()
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return dcp.get_model_state_dict(module, options=_WHOLE) if fsdp else module.state_dict()
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer, fsdp: bool) -> dict[str, Any]:
+    """The optimizer's state by names of weights; with FSDP as `module_state`."""
+    return dict(dcp.get_optimizer_state_dict(module, optimizer, options=_WHOLE if fsdp else None))
 
 
 def load_module_state(module: nn.Module, state: dict[str, Any], fsdp: bool) -> None:
-    """The reverse."""
-    if not fsdp:
+    """The reverse of `module_state`; every process has the whole state."""
+    if fsdp:
+        dcp.set_model_state_dict(module, state, options=dcp.StateDictOptions(full_state_dict=True))
+    else:
         module.load_state_dict(state)
-        return
-    set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
-
-
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by names of weights, so that it does not depend on how they are spread."""
-    return dict(get_optimizer_state_dict(module, optimizer))
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any], fsdp: bool) -> None:
-    """The reverse."""
-    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=fsdp))
-
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def training_state(module: nn.Module, average: nn.Module | None, optimizer: Optimizer) -> dict[str, Any]:
-    """Weights, averaged weights and the optimizer's state under one name per value, each process its part of them.
-
-    The values are those in use: what is written into these tensors is written into module and optimizer.
-    """
-    parts: dict[str, dict[str, Any]] = {
-        "module": get_model_state_dict(module),
-        "optimizer": get_optimizer_state_dict(module, optimizer, options=_FLAT),
-    }
-    if average is not None:
-        parts["ema"] = get_model_state_dict(average)
-    return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
-
-
-def load_optimizer_values(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give the optimizer the tensors and numbers that `training_state` named."""
-    values = {name.removeprefix("optimizer."): v for name, v in state.items() if name.startswith("optimizer.")}
-    set_optimizer_state_dict(module, optimizer, values, options=_FLAT)
+    """The reverse of `optimizer_state`."""
+    dcp.set_optimizer_state_dict(module, optimizer, state, options=dcp.StateDictOptions(full_state_dict=fsdp))
 
 
 def whole(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from everytoken.keyed import StepKey
 from everytoken_lab.engine.backends import kernel_settings
 from everytoken_lab.engine.checks import check_loop
-from everytoken_lab.engine.distributed import World, distribute, join_world
+from everytoken_lab.engine.distributed import World, distribute, join_world, local_part
 from everytoken_lab.engine.optim import learning_rate, warmup_epochs
 from everytoken_lab.engine.options import LoopOptions
 from everytoken_lab.engine.run_folder import RunFolder
@@ -26,12 +26,7 @@ from everytoken_lab.progress import clock
 def plan(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> dict[str, Any]:
     """What a run would train and how long that would take, as rows of a table; nothing is written.
 
-    Args:
-        build: makes the task, as for `loop.run`, with a loader that has no workers: what is timed is the step, and
-            beside it the loader in one process.
-
-    Returns:
-        Nothing on all processes but the first.
+    `build` makes the task, as for `loop.run`, with loaders without workers. Empty on all processes but the first.
     """
     check_loop(options)
     if options.run.threads:
@@ -44,7 +39,6 @@ def plan(build: Callable[[World, RunFolder], Task], options: LoopOptions, output
 
 
 def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
-    """Rows of the table; `steps` updates are timed, and the task is closed."""
     optim, data, world = options.optim, options.dataset, task.world
     updates = max(1, task.batches_per_epoch // optim.grad_accum_steps)
     global_batch = data.batch_size * world.size * optim.grad_accum_steps
@@ -52,6 +46,7 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     extra = sum(p.numel() for p in task.module.parameters()) - weights
     fsdp = options.run.fsdp and world.size > 1
     task.trainable_module = distribute(task.module, task.backbone, world, fsdp)
+    held = sum(local_part(p).numel() for p in task.module.parameters())
     seconds, load_seconds = step_seconds(task, options, steps)
     per_update = max(seconds, load_seconds / max(1, data.workers)) * optim.grad_accum_steps
     total = optim.iters or updates * optim.epochs
@@ -60,9 +55,7 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     return {
         **task.facts(),
         "parameters": f"{weights:,} of the backbone" + (f", {extra:,} besides" if extra else ""),
-        **(
-            {"sharded": f"{_held(task):,} of {weights + extra:,} in this one of {world.size} processes"} if fsdp else {}
-        ),
+        **({"sharded": f"{held:,} of {weights + extra:,} in this one of {world.size} processes"} if fsdp else {}),
         "batch": f"{data.batch_size} x {world.size} processes x {optim.grad_accum_steps} accumulated = {global_batch}",
         "updates": f"{updates} per epoch, {total:,} in all, {total / updates:g} epochs",
         "learning rate": f"{rate:.3g} ({optim.sched}, {warmup}, down to {min(optim.min_lr, rate):.3g})",
@@ -74,18 +67,8 @@ def _facts(task: Task, options: LoopOptions, steps: int = 3) -> dict[str, Any]:
     }
 
 
-def _held(task: Task) -> int:
-    """Parameters that this process holds itself."""
-    from torch.distributed.tensor import DTensor
-
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in task.module.parameters())
-
-
 def step_seconds(task: Task, options: LoopOptions, steps: int = 3) -> tuple[float, float]:
-    """Seconds of the fastest training step, and of loading a batch in one process; the task is closed.
-
-    The fastest, since other programs only make steps slower, and most of them not for long.
-    """
+    """Seconds of the fastest training step, and of loading a batch in one process; the task is closed."""
     loading, working = [], []
     batches = task.loaders[0].epoch(0)
     for _ in range(min(steps + 1, task.batches_per_epoch)):
@@ -114,9 +97,5 @@ def _memory(world: World) -> str:
     except ImportError:
         return "not measured on this system"
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{largest / memory_unit(sys.platform):.1f} GiB of the process, without the optimizer"
-
-
-def memory_unit(system: str) -> int:
-    """Units of `ru_maxrss` in a GiB: macOS counts bytes, other systems KiB."""
-    return 2**30 if system == "darwin" else 2**20
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, other systems KiB
+    return f"{largest / unit:.1f} GiB of the process, without the optimizer"

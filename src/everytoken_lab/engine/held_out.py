@@ -1,9 +1,8 @@
-"""Which images of a dataset a model has not been trained on: the part that its run held out, for every task.
+"""Which images of a dataset a model has not been trained on: those that its run held out, for every task.
 
-Data without a validation part is divided by the names of its images, so the part can be made again from what the run
-folder says: `data` and `val_split` in config.yaml, and, for a relative path, the folder in which it was typed, in
-environment.json. Weights inside a run folder belong to that run. Of other weights nothing can be known, and the user is
-told.
+Data without validation images is divided by the names of its images, so the same images are found again from `data` and
+`val_split` in the run's config.yaml. Weights inside a run folder belong to that run. Of other weights nothing can be
+known, and the user is told.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from everytoken_lab.engine.run_folder import PUBLISHED, Run, run_of
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is known about models and a dataset without a validation part.
+    """What is known about models and a dataset without validation images.
 
     Attributes:
-        share: the part of the data that the runs held out; 0 if they were not trained on it.
+        fraction: of the data that the runs held out; 0 if they were not trained on it.
         trained: models that were trained on it. unknown: models of which that cannot be known.
     """
 
-    share: float = 0.0
+    fraction: float = 0.0
     trained: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
     def note(self, data: str, images: int) -> str:
         """What to say about the images that are used; "" if there is nothing to say."""
-        if self.share:
-            part = f"only the {images:,} images that it held out ({self.share:.0%}) are used here"
+        if self.fraction:
+            part = f"only the {images:,} images that it held out ({self.fraction:.0%}) are used here"
             return f"{self.trained[0]} was trained on {data}: {part}"
         if self.trained:
             return f"{self.trained[0]} was trained on {data}: these are its training images"
@@ -50,15 +49,15 @@ def held_out(
     sources: Sequence[str],
     data: str,
     same: Callable[[Run], bool | None] | None = None,
-    share: Callable[[Run], float] = lambda run: run.val_split,
+    fraction: Callable[[Run], float] = lambda run: run.val_split,
 ) -> HeldOut:
     """What the runs of `sources` held out of `data`.
 
     Args:
         same: whether a run was trained on it; None if that cannot be known. Default: whether the paths are the same.
-        share: the part of it that such a run held out; 0 if it had validation images of its own.
+        fraction: of it that such a run held out; 0 if it had validation images of its own.
     """
-    shares: dict[str, float] = {}
+    fractions: dict[str, float] = {}
     unknown = []
     for source in sources:
         if source.startswith(PUBLISHED):
@@ -66,68 +65,55 @@ def held_out(
         run = run_of(source)
         trained = None if run is None else same(run) if same else run.names(data)
         if run is not None and trained:
-            shares[source] = share(run)
+            fractions[source] = fraction(run)
         elif trained is None:
             unknown.append(source)
-    if len(set(shares.values())) > 1:
+    if len(set(fractions.values())) > 1:
         raise EverytokenError(
-            f"{' and '.join(shares)} were trained on {data} and held out different parts of it "
-            f"({' and '.join(f'{part:.0%}' for part in shares.values())}), so no images are new to both"
+            f"{' and '.join(fractions)} were trained on {data} and held out different fractions of it "
+            f"({' and '.join(f'{value:.0%}' for value in fractions.values())}), so no images are new to both"
         )
-    return HeldOut(next(iter(shares.values()), 0.0), tuple(shares), tuple(unknown))
+    return HeldOut(next(iter(fractions.values()), 0.0), tuple(fractions), tuple(unknown))
 
 
 def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: bool = True) -> tuple[DataSet, str]:
     """The images to evaluate models on, and what to say about them.
 
-    Of data without a part for validation, these are the images that the runs held out, if they were trained on it. If
-    they were trained on something else, all images are new to them.
+    Of data without validation images, these are the images that the runs held out, if they were trained on it. If they
+    were trained on something else, all images are new to them.
 
     Args:
         sources: the models: run folders, weights files, timm:NAME.
         doubt: say it if it cannot be known whether they were trained on these images.
     """
-    if split != "val":
-        return _own_part(data, split), ""
-    if data.startswith(NAMED):
-        return _named_part(sources, data)
-    if find_split(data, "val"):
-        return open_dataset(data, "val"), ""
-    held = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _share)
-    if held.share:
-        dataset = open_dataset(data, "val", val_split=held.share)
+    named = data.startswith(NAMED)
+    if split == "test" and not named and find_split(data, split) is None:
+        raise EverytokenError(f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another split")
+    if split != "val" or (not named and find_split(data, "val")):
+        return open_dataset(data, split), ""
+    if named:
+        try:
+            return open_dataset(data, "val"), ""
+        except DataError:
+            held = held_out(sources, data)
+            if not held.fraction:
+                raise
+    else:
+        held = held_out(sources, data, lambda run: run.names(data, part=_train_folder), _fraction)
+    if held.fraction:
+        dataset = open_dataset(data, "val", val_split=held.fraction)
         return dataset, held.note(data, len(dataset))
-    train = find_split(data, "train")
-    if train:
+    if train := find_split(data, "train"):
         raise EverytokenError(
-            f"{data} has no images for validation, only {train.name}, and it is not known that a part of them was held "
+            f"{data} has no images for validation, only {train.name}, and it is not known that some of them were held "
             "out. Give the run folder of a model that was trained on it, other images, or split='train' for all of them"
         )
     dataset = open_dataset(data, "all")
     return dataset, held.note(data, len(dataset)) if held.trained or doubt else ""
 
 
-def _own_part(data: str, split: str) -> DataSet:
-    """A part that the data has a place for, or all of it."""
-    if split == "test" and not data.startswith(NAMED) and find_split(data, split) is None:
-        raise EverytokenError(f"{data} has no part for {split}. Make a folder {split}/ in it, or choose another split")
-    return open_dataset(data, split)
-
-
-def _named_part(sources: Sequence[str], data: str) -> tuple[DataSet, str]:
-    """The validation part that data with a name brings; without one, what the runs held out."""
-    try:
-        return open_dataset(data, "val"), ""
-    except DataError:
-        held = held_out(sources, data)
-        if not held.share:
-            raise
-    dataset = open_dataset(data, "val", val_split=held.share)
-    return dataset, held.note(data, len(dataset))
-
-
-def _share(run: Run) -> float:
-    """The part that a run held out; 0 if its data has a part for validation."""
+def _fraction(run: Run) -> float:
+    """What a run held out; 0 if its data has validation images."""
     there = run.place()
     return 0.0 if there is not None and find_split(str(there), "val") else run.val_split
 

@@ -2,12 +2,10 @@
 
     run(lambda world, folder: Detection(..., options, world, folder), options, "runs/first")
 
-A task (`Task`) has a module that turns a batch into loss terms, its batches, and a way to be validated; the loop does
-the rest. It counts epochs (`optim.epochs`, validated every `run.val_interval` epochs) or updates (`optim.iters`,
-validated every `run.val_iters` updates), through as many passes over the data as that takes.
-
-Resuming is exact: batches are functions of (seed, epoch, position) and everything random in an update is seeded by
-(seed, update, rank) just before it, so a run that was killed anywhere ends with the weights of an undisturbed one.
+It counts epochs (`optim.epochs`, validated every `run.val_interval` epochs) or updates (`optim.iters`, validated every
+`run.val_iters` updates). Resuming is exact: batches are functions of (seed, epoch, position) and everything random in
+an update is seeded by (seed, update, rank) just before it, so a run that was killed anywhere ends with the weights of
+an undisturbed one.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,20 +29,8 @@ from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken.keyed import StepKey, generator
 from everytoken.models.weights import WeightsError, check_weights
-from everytoken_lab.data.datasets import network_address
+from everytoken_lab.engine import checkpoint
 from everytoken_lab.engine.backends import kernel_settings
-from everytoken_lab.engine.checkpoint import (
-    SHARDS,
-    checkpoints_in,
-    load_shards,
-    load_state,
-    newest_good,
-    problems,
-    save_checkpoint,
-    save_sharded_checkpoint,
-    whole_tensors,
-    write_weights,
-)
 from everytoken_lab.engine.checks import check_loop
 from everytoken_lab.engine.distributed import (
     ShardedAverage,
@@ -53,10 +39,8 @@ from everytoken_lab.engine.distributed import (
     join_world,
     load_module_state,
     load_optimizer_state,
-    load_optimizer_values,
     module_state,
     optimizer_state,
-    training_state,
     whole,
 )
 from everytoken_lab.engine.optim import (
@@ -67,7 +51,7 @@ from everytoken_lab.engine.optim import (
     prepare_fused,
     step_unless,
 )
-from everytoken_lab.engine.options import LoopOptions
+from everytoken_lab.engine.options import LoopOptions, how_to_run
 from everytoken_lab.engine.progress import TrainingProgress
 from everytoken_lab.engine.recipe import flat
 from everytoken_lab.engine.run_folder import PUBLISHED, Run, RunFolder
@@ -79,7 +63,6 @@ _TALK_EVERY = 8  # updates after which processes agree on stopping and saving
 _READ_EVERY = 1000  # updates at most whose flags stay on the device
 _SAME_RUN = ("model", "model_kwargs", "img_size", "seed", "data", "maps", "weights")
 _PATHS = ("data", "maps", "weights")
-_HARMLESS = {"workers", "out", "resume", "device", "threads", "log_interval", "keep", "checkpoint_minutes"}
 
 
 class BadLossError(EverytokenError):
@@ -99,7 +82,6 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
 
     Args:
         build: makes the task, for this process.
-        options: of the run, checked here.
 
     Raises:
         Stopped: after SIGTERM or SIGINT; the same call continues the run.
@@ -107,27 +89,16 @@ def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output:
     check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
-    with join_world(options.run.device) as world:
+    with join_world(options.run.device) as world, ExitStack() as stack:
         torch.manual_seed(options.run.seed)  # of fresh weights
         folder = RunFolder(output, writable=world.is_main)
-        settings = kernel_settings(world.device, options.run.deterministic)
-        with settings, closing(build(world, folder)) as task, _exclusive(folder, world):
-            Loop(task, options, folder, world).run()
+        stack.enter_context(kernel_settings(world.device, options.run.deterministic))
+        task = stack.enter_context(closing(build(world, folder)))
+        with world.agree():  # if another program has the lock, all processes stop alike
+            if world.is_main:
+                stack.enter_context(folder.open())
+        Loop(task, options, folder, world).run()
     return folder.read()
-
-
-@contextmanager
-def _exclusive(folder: RunFolder, world: World) -> Iterator[None]:
-    """Hold the run folder's lock in the first process; if another program has it, all processes stop alike."""
-    lock = None
-    with world.agree():
-        if world.is_main:
-            lock = folder.open()
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 class Loop:
@@ -163,13 +134,12 @@ class Loop:
         self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
         # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
         self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
-        self.epochs = (
+        self.epochs: float = (
             round(self.total * self.accumulate / self.batches_per_epoch, 4)
             if optim.iters
             else self.total // self.updates_per_epoch
         )
-        dtype = getattr(torch, optim.amp_dtype)
-        scaled = optim.amp and dtype is torch.float16
+        scaled = optim.amp and optim.amp_dtype == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self.step = self.epoch = self.position = 0
         self.best: dict[str, float] = {}
@@ -195,9 +165,9 @@ class Loop:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last update is done, or so many epochs brought nothing better that there will be no more."""
-        patience, epoch = self.options.run.patience, self.place / max(1, self.updates_per_epoch)
-        waited = epoch - self.best["step"] / max(1, self.updates_per_epoch) if self.best else 0.0
+        """Whether the last update is done, or `patience` epochs brought nothing better."""
+        patience, per_epoch = self.options.run.patience, max(1, self.updates_per_epoch)
+        waited = (self.place - self.best["step"]) / per_epoch if self.best else 0.0
         between = self.position == 0 and not self.options.optim.iters
         return self.place >= self.total or (patience > 0 and between and waited >= patience)
 
@@ -207,15 +177,12 @@ class Loop:
         """Begin or continue the run, and train to the end."""
         newest, state = self.newest_checkpoint()
         changes = self._changes(state) if state else {}
-        if checkpoints_in(self.folder.checkpoints):
-            self._refuse_another_run(changes)
+        self._refuse({name: values for name, values in changes.items() if _is_another(name, *values)})
         try:
             resumed = self.resume(newest, state)
         except (RuntimeError, KeyError) as error:  # a network of another shape
-            why = str(error).strip().splitlines()[0]
-            raise EverytokenError(
-                f"{self.folder.path} holds another run{_listed(changes)} ({why}). Choose another output."
-            ) from error
+            self._refuse(changes, str(error).strip().splitlines()[0])
+            raise
         if resumed and self.is_done and self.folder.read().summary.get("updates") == self.step:
             return  # its record stays as it is
         if resumed:
@@ -223,9 +190,12 @@ class Loop:
                 self.folder.log(f"note: continuing with another {key}: {before!r} before, {now!r} now")
         self.folder.write_config(flat(self.options), self.task.timm_config())
         if self.world.is_main:
-            self.folder.trackers = build_trackers(self.options, self.folder.path, flat(self.options))
+            self.folder.trackers = build_trackers(self.options.run, self.folder.path, flat(self.options))
+        length = f"{self.epochs} epochs of {self.updates_per_epoch} updates"
+        if self.options.optim.iters:
+            length = f"{self.total} updates ({self.epochs:.1f} epochs)"
         self.folder.log(
-            f"{self.task.describe()}; global batch {self.global_batch}, lr {self.lr:.3g}, {self._length()}; run folder "
+            f"{self.task.describe()}; global batch {self.global_batch}, lr {self.lr:.3g}, {length}; run folder "
             f"{self.folder.path}"
         )
         try:
@@ -376,9 +346,7 @@ class Loop:
             if not self.best or score > self.best["score"]:
                 self.best = {"score": score, "epoch": epoch, "step": self.step}
             text = f"{self.when()}: validation {self.task.score_name} {score:.2f}"
-            if self.best["step"] != self.step:
-                text += f" (best {self.best['score']:.2f} at {self._best_at()})"
-            self.folder.log(text)
+            self.folder.log(text if self.best["step"] == self.step else f"{text} ({self._best()})")
         # before the checkpoint: a run that is killed between the two drops the row and redoes it
         self.folder.record(row)
         self.save()
@@ -400,6 +368,8 @@ class Loop:
 
     def _finish(self) -> None:
         """Write the summary, and what the task has to show."""
+        if not self.world.is_main:
+            return
         run = self.folder.read()
         summary = {
             "best": self.best,
@@ -410,33 +380,15 @@ class Loop:
             "updates left out": self.bad_total,
         }
         self.folder.write("summary.json", plain_json(summary))
-        if not self.world.is_main:
-            return
-        module = self.task.module if self.ema is None else self.ema
         with torch.no_grad():
-            self.task.finish(module.eval())
-        self.folder.log(
-            f"best {self.task.score_name} {self.best['score']:.2f} at {self._best_at()}; weights: "
-            f"{self.folder.path / 'best.safetensors'}"
-        )
+            self.task.finish((self.task.module if self.ema is None else self.ema).eval())
+        self.folder.log(f"{self._best()}; weights: {self.folder.path / 'best.safetensors'}")
         if self.task.is_reported:
-            self._report()
-
-    def _report(self) -> None:
-        """report.html; with predictions, unless these would take long."""
-        path, quick = self.folder.path / "report.html", self.world.size == 1 and self.validating < _QUICK
-        with self.folder.surviving("report.html"):
-            self.folder.read().report(
-                path,
-                predictions=quick,
-                data=network_address(getattr(self.options, "data", "")),
-                device=self.world.device.type,
-                workers=self.options.dataset.workers,
-            )
-            more = "" if quick else "; without predictions, which `everytoken report` adds"
-            self.folder.log(f"report: {path}{more}")
-
-    # -- words ----------------------------------------------------------------------------------------------------
+            path, quick = self.folder.path / "report.html", self.world.size == 1 and self.validating < _QUICK
+            with self.folder.surviving("report.html"):
+                self.task.report(path, predictions=quick)
+                more = "" if quick else "; without predictions, which `everytoken report` adds"
+                self.folder.log(f"report: {path}{more}")
 
     def when(self) -> str:
         """epoch 3/10, or update 8000/160000."""
@@ -444,13 +396,9 @@ class Loop:
             return f"update {self.step}/{self.total}"
         return f"epoch {self.epoch + bool(self.position)}/{self.epochs}"
 
-    def _best_at(self) -> str:
-        return f"update {self.best['step']}" if self.options.optim.iters else f"epoch {self.best['epoch']:.0f}"
-
-    def _length(self) -> str:
-        if self.options.optim.iters:
-            return f"{self.total} updates ({self.epochs:.1f} epochs)"
-        return f"{self.epochs} epochs of {self.updates_per_epoch} updates"
+    def _best(self) -> str:
+        at = f"update {self.best['step']}" if self.options.optim.iters else f"epoch {self.best['epoch']:.0f}"
+        return f"best {self.task.score_name} {self.best['score']:.2f} at {at}"
 
     # -- signals --------------------------------------------------------------------------------------------------
 
@@ -511,33 +459,31 @@ class Loop:
             "seconds": self.seconds,
             "options": plain_json(flat(self.options), None),
         }
-        root, keep = self.folder.checkpoints, self.options.run.keep
-        if self.fsdp:
-            values = training_state(self.task.module, self.ema, self.optimizer)
-            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-            state["values"] = {name: value for name, value in values.items() if name not in tensors}
-            state["averaged"] = self.ema is not None
-            save_sharded_checkpoint(root, self.step, tensors, state, self.world, keep)
-            return
-        if not self.world.is_main:
-            return
-        state["module"] = self.task.module.state_dict()
-        state["optimizer"] = optimizer_state(self.task.module, self.optimizer)
-        weights = {f"model{suffix}": tensors for suffix, tensors in self.task.weights(state["module"]).items()}
-        if self.ema is not None:
-            state["ema"] = self.ema.state_dict()
-            weights |= {f"ema{suffix}": tensors for suffix, tensors in self.task.weights(state["ema"]).items()}
-        save_checkpoint(root, self.step, weights, state, self.task.metadata(), keep)
+        if self.world.is_main or self.fsdp:  # sharded tensors are put together by all processes
+            state["module"] = module_state(self.task.module, self.fsdp)
+            state["optimizer"] = optimizer_state(self.task.module, self.optimizer, self.fsdp)
+            if self.ema is not None:
+                state["ema"] = module_state(self.ema, self.fsdp)
+        if self.world.is_main:
+            weights = {
+                f"{stem}{suffix}": tensors
+                for stem, part in (("model", "module"), ("ema", "ema"))
+                if part in state
+                for suffix, tensors in self.task.weights(state[part]).items()
+            }
+            root, keep = self.folder.checkpoints, self.options.run.keep
+            checkpoint.save_checkpoint(root, self.step, weights, state, self.task.metadata(), keep)
 
     def _write_best(self) -> None:
         state = module_state(self.task.module if self.ema is None else self.ema, self.fsdp)
         if self.world.is_main:
             for suffix, tensors in self.task.weights(state).items():
-                write_weights(self.folder.path / f"best{suffix}.safetensors", tensors, self.task.metadata())
+                path = self.folder.path / f"best{suffix}.safetensors"
+                checkpoint.write_weights(path, tensors, self.task.metadata())
 
     def newest_checkpoint(self) -> tuple[Path | None, Mapping[str, Any] | None]:
         """The newest whole checkpoint and the state that it holds; rank 0 looks for it."""
-        newest = newest_good(self.folder.checkpoints, self.folder.log) if self.world.is_main else None
+        newest = checkpoint.newest_good(self.folder.checkpoints, self.folder.log) if self.world.is_main else None
         newest = self.world.gather(newest)[0]
         if newest is None:
             return None, None
@@ -547,7 +493,7 @@ class Loop:
                     f"rank {self.world.rank} (on {socket.gethostname()}) does not see {newest}, from which rank 0 "
                     "continues. Give an output on a disk that all machines share."
                 )
-        return newest, load_state(newest)
+        return newest, checkpoint.load_state(newest)
 
     def resume(self, newest: Path | None, state: Mapping[str, Any] | None) -> bool:
         """Continue from what `newest_checkpoint` returned, if there is one."""
@@ -560,16 +506,10 @@ class Loop:
                 f"{self.folder.path} holds a run already (checkpoint {newest.name}); choose another output, or let "
                 "resume be auto to continue it"
             )
-        averaged = state.get("averaged", "ema" in state)
-        if "values" in state:  # of a sharded run
-            values = training_state(self.task.module, self.ema, self.optimizer)
-            load_shards(newest, {name: value for name, value in values.items() if isinstance(value, Tensor)})
-            load_optimizer_values(self.task.module, self.optimizer, {**values, **state["values"]})
-        else:
-            load_module_state(self.task.module, state["module"], self.fsdp)
-            if self.ema is not None:
-                load_module_state(self.ema, state["ema"], self.fsdp)
-            load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+        load_module_state(self.task.module, state["module"], self.fsdp)
+        if self.ema is not None:
+            load_module_state(self.ema, state["ema"], self.fsdp)
+        load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
         prepare_fused(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.best = state["step"], state["best"]
@@ -577,11 +517,11 @@ class Loop:
         self._restore_place(state)
         self.schedule.step_update(self.place)
         self.folder.forget_after(self.step)
-        if self.best.get("step") == self.step and averaged == (self.ema is not None):
+        if self.best.get("step") == self.step and ("ema" in state) == (self.ema is not None):
             self._write_best()  # the run may have been killed between this checkpoint and its best weights
         elif self.best:
-            whole = self._best_is_whole() if self.world.is_main else None
-            if self.world.gather(whole)[0] is False and not self.is_done:
+            is_there = self._restore_best() if self.world.is_main else None
+            if self.world.gather(is_there)[0] is False and not self.is_done:
                 self.best = {}  # the next validation counts as the best
         if self.is_done:
             self.folder.log(f"{self.folder.path} is finished: {self.step:,} updates; there is nothing to do")
@@ -592,30 +532,23 @@ class Loop:
             self.folder.log(f"continuing from {newest.name}: epoch {self.epoch + 1}, {done}")
         return True
 
-    def _best_is_whole(self) -> bool:
-        """Whether the best weights are there and whole; if not, they are made again from their checkpoint."""
-        stem = "model" if self.ema is None else "ema"
+    def _restore_best(self) -> bool:
+        """Make best weights that are damaged or gone again from their checkpoint; False if that is gone too."""
         source = self.folder.checkpoints / f"step-{self.best['step']:08d}"
         for suffix in self.task.weights(self.task.module.state_dict()):
             path = self.folder.path / f"best{suffix}.safetensors"
+            kept = source / f"{'model' if self.ema is None else 'ema'}{suffix}.safetensors"
             try:
                 check_weights(path)
                 continue
-            except FileNotFoundError:
-                self.folder.log(f"note: {path} is missing")
             except (OSError, WeightsError) as error:
                 self.folder.log(f"note: {error}")
-            plain = source / f"{stem}{suffix}.safetensors"
-            if problems(source) or not (plain.is_file() or (source / SHARDS).is_dir()):
+            if checkpoint.problems(source) or not kept.is_file():
                 self.folder.log(
                     f"note: the checkpoint that had these weights ({source.name}) is gone, so they cannot be made again"
                 )
                 return False
-            if plain.is_file():
-                write_atomically(path, plain.read_bytes())
-            else:
-                tensors = self.task.weights(whole_tensors(source, "module." if self.ema is None else "ema."))[suffix]
-                write_weights(path, tensors, self.task.metadata())
+            write_atomically(path, kept.read_bytes())
             self.folder.log(f"note: {path.name} is made again from {source.name}")
         return True
 
@@ -645,43 +578,36 @@ class Loop:
         A start that was killed before its first checkpoint leaves none: the best weights are written after the
         checkpoint of their epoch, and only the row of the first epoch may be there before it.
         """
-        results = sorted(p.name for p in self.folder.path.glob("best*.safetensors"))
-        results += [p.name for p in [self.folder.path / "summary.json"] if p.exists()]
-        epochs = sum(row.get("kind") == "epoch" for row in self.folder.rows())
-        results += [f"metrics of {epochs} epochs"] if epochs > 1 else []
+        run = self.folder.read()
+        results = sorted(p.name for p in run.path.glob("best*.safetensors"))
+        results += ["summary.json"] if (run.path / "summary.json").exists() else []
+        results += [f"metrics of {len(run.epochs)} epochs"] if len(run.epochs) > 1 else []
         if results:
             raise EverytokenError(
-                f"{self.folder.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint to "
+                f"{run.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint to "
                 "continue from; training would overwrite them. Choose another output, or delete the folder."
             )
 
     def _changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What the run in the folder had, and what it would get now; harmless changes are left out."""
+        """Options of the run in the folder that change what is learnt and have another value now."""
         before, now = json.loads(state["options"]), flat(self.options)
-        return {
-            name: (before[name], now[name])
-            for name in now
-            if name in before and before[name] != now[name] and name not in _HARMLESS
-        }
+        names = [name for name in now if name in before and before[name] != now[name] and name not in how_to_run()]
+        return {name: (before[name], now[name]) for name in names}
 
-    def _refuse_another_run(self, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    def _refuse(self, changes: Mapping[str, tuple[Any, Any]], why: str = "") -> None:
         """Continuing with other settings may be wanted; with another network or other data it is a mistake."""
-        different = {
-            name: values for name, values in changes.items() if name in _SAME_RUN and not _means_the_same(name, *values)
-        }
-        if different:
+        if changes or why:
+            listed = "".join(
+                f", {name} {before!r} and not {now!r}" for name, (before, now) in list(changes.items())[:3]
+            )
             raise EverytokenError(
-                f"{self.folder.path} holds another run{_listed(different)}. Choose another output, or repeat the "
-                "settings of that one to continue it."
+                f"{self.folder.path} holds another run{listed}{why and f' ({why})'}. Choose another output, or repeat "
+                "the settings of that one to continue it."
             )
 
 
-def _means_the_same(name: str, before: Any, now: Any) -> bool:
-    """Whether an option may mean the same as before: a path that has moved."""
+def _is_another(name: str, before: Any, now: Any) -> bool:
+    """Whether a changed option makes it another run; a path may have moved."""
     if name not in _PATHS or not before or not now or str(now).startswith(PUBLISHED):
-        return False
-    return not Path(before).exists() or Path(before).resolve() == Path(now).resolve()
-
-
-def _listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    return "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in list(changes.items())[:3])
+        return name in _SAME_RUN
+    return Path(before).exists() and Path(before).resolve() != Path(now).resolve()

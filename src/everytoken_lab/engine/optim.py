@@ -32,10 +32,7 @@ def learning_rate(options: OptimOptions, global_batch: int) -> float:
 
 
 def default_scaling(options: OptimOptions, recipe: str = "") -> Literal["linear", "sqrt"]:
-    """How the rate follows the batch: as the options say; linearly with a recipe that does not; else as in timm.
-
-    timm's training script takes the square root for adaptive optimizers.
-    """
+    """As the options say; linear with a recipe that does not say; else timm's: square root for adaptive optimizers."""
     adaptive = any(name in options.opt.lower() for name in ("ada", "lamb"))
     return options.lr_scaling or ("sqrt" if adaptive and not recipe else "linear")
 
@@ -80,8 +77,8 @@ def build_optimizer(module: nn.Module, backbone: nn.Module, options: OptimOption
 def prepare_fused(optimizer: Optimizer) -> None:
     """Make a fused optimizer's state fit its kernel, after it was built and after a state was loaded into it.
 
-    A checkpoint may be of a run whose optimizer was not fused, and counted its updates on the host. SGD's kernel
-    initialises momentum in its first update; if that one is left out, it would go on with uninitialised memory.
+    A loaded state may count its updates on the host. SGD's kernel initialises momentum in its first update; if that one
+    is left out, it would go on with uninitialised memory.
     """
     if not can_skip_on_device(optimizer):
         return
@@ -114,12 +111,9 @@ def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
 
 
 class RunningStatistics:
-    """What batch norms remember of the batches that they saw, so that one whose update is left out leaves no trace.
+    """Running statistics of batch norms, restored on the device when an update is left out.
 
-    A mean that has seen a value that is not finite stays so for ever. All on the device; no host waits.
-
-    Args:
-        module: in its final place, as its buffers are changed.
+    A mean that has seen a value that is not finite stays so for ever.
     """
 
     def __init__(self, module: nn.Module) -> None:

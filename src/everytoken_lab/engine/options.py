@@ -1,17 +1,28 @@
 """Options of a training run. Names are timm's where they mean the same; recipes are flat YAML files of these names.
 
-The groups exist for the reader of `--help`; a recipe does not need to know them.
+The groups exist for the reader of `--help`; a recipe does not need to know them. The type of an option holds its range
+and its choices, which `recipe.apply` checks, and whether it only says how to run (`HOW`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import typing
+from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import tyro
+from annotated_types import Interval
 
 from everytoken_lab.data.augment import AugmentOptions
 from everytoken_lab.machine import Workers, default_workers
+
+Positive = Annotated[int, Interval(ge=1)]
+NotNegative = Annotated[int, Interval(ge=0)]
+Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
+Fraction = Annotated[float, Interval(ge=0, lt=1)]
+HOW = "how to run: does not change what is learnt"
+"""Mark of options that another machine, or another day, may set differently without making it another run."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +31,14 @@ class ModelOptions:
 
     model: str = ""
     """timm model name; `everytoken models` lists what is supported. Default: that of the weights, else lvvit_t."""
-    img_size: int = 0
+    img_size: NotNegative = 0
     """Side of the square input, in pixels. 0: that of the weights, else 224."""
     weights: str = ""
     """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
     or hf-hub:USER/NAME. Empty: from scratch."""
-    drop: float = 0.0
+    drop: Fraction = 0.0
     """Dropout before the classifier."""
-    drop_path: float = 0.0
+    drop_path: Fraction = 0.0
     """Stochastic depth, rising linearly to this rate in the last block."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
@@ -44,7 +55,7 @@ class ModelOptions:
     norm_eval: bool = False
     """Keep the statistics of batch norms as they are: for pretrained networks and small batches."""
     logit_adjustment: float = 0.0
-    """For classes of unequal size: in training, add this much of the log of each class's share to its logit, so that
+    """For classes of unequal size: in training, add this much of the log of each class's prior to its logit, so that
     the model itself prefers large classes less. 0: off; 1: all classes count the same."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
@@ -58,17 +69,17 @@ class ModelOptions:
 class DataOptions:
     """Images and batches."""
 
-    val_split: float = 0.0
-    """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
-    num_classes: int = 0
+    val_split: Fraction = 0.0
+    """Fraction of the images to hold out for validation if the data has no validation images (0: the default, 0.1)."""
+    num_classes: NotNegative = 0
     """Classes of the class head; 0: as many as the data has."""
-    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 128
+    batch_size: Annotated[Positive, tyro.conf.arg(aliases=["-b"])] = 128
     """Images per step and process."""
-    val_batch_size: int = 0
+    val_batch_size: Annotated[NotNegative, HOW] = 0
     """Images per step in validation; 0: as in training."""
-    workers: Workers = field(default_factory=default_workers)
+    workers: Annotated[Workers, HOW] = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
-    repeat_augment: int = 1
+    repeat_augment: Positive = 1
     """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""
     exclude: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Text file with names of training images to leave out, a line each, relative to the folder of class folders."""
@@ -83,47 +94,47 @@ class DataOptions:
 class OptimOptions:
     """Optimizer and schedule."""
 
-    epochs: int = 300
+    epochs: Positive = 300
     """Passes over the data, warm-up included."""
-    iters: int = 0
+    iters: NotNegative = 0
     """Train for this many updates instead of epochs; 0: use epochs."""
     opt: str = "adamw"
     """timm optimizer name."""
-    lr: float = 0.0
+    lr: Amount = 0.0
     """Learning rate for the whole batch; 0: from --lr-base and the real global batch."""
-    lr_base: float = 1e-3
+    lr_base: Amount = 1e-3
     """Learning rate at a global batch of --lr-base-size; scales with the global batch, see --lr-scaling."""
-    lr_base_size: int = 1024
+    lr_base_size: Positive = 1024
     """See --lr-base. Token labeling uses 640, everything else in the papers 1024."""
     lr_scaling: Literal["", "linear", "sqrt"] = ""
     """How --lr-base follows the global batch. Default: linear with a recipe that does not say, as in the papers;
     without a recipe sqrt for AdamW and its relatives, linear for others, as in timm."""
-    weight_decay: float = 0.05
+    weight_decay: Amount = 0.05
     """Weight decay; biases, norms, positions and the class token are excluded."""
-    layer_decay: float = 0.0
+    layer_decay: Amount = 0.0
     """Multiply the learning rate by this per layer from the top; 0: off."""
-    sched: str = "cosine"
+    sched: Literal["cosine", "linear", "multistep", "poly", "step", "tanh"] = "cosine"
     """timm schedule name, stepped every update; also linear, straight down to --min-lr."""
     decay_milestones: tuple[int, ...] = ()
     """Epochs (updates when --iters is set) after which the schedule multistep multiplies the learning rate by
     --decay-rate."""
-    decay_rate: float = 0.1
+    decay_rate: Amount = 0.1
     """See --decay-milestones; in the schedules step and poly, timm's factor and power."""
-    warmup_epochs: float = 5
+    warmup_epochs: Amount = 5
     """Epochs of linear warm-up."""
-    warmup_iters: int = 0
+    warmup_iters: NotNegative = 0
     """The same in updates; 0: --warmup-epochs."""
-    warmup_lr: float = 1e-6
+    warmup_lr: Amount = 1e-6
     """Where warm-up starts."""
-    min_lr: float = 1e-5
+    min_lr: Amount = 1e-5
     """Where the schedule ends."""
-    clip_grad: float = 0.0
+    clip_grad: Amount = 0.0
     """Clip the gradient's norm at this value; 0: off."""
-    grad_accum_steps: int = 1
+    grad_accum_steps: Positive = 1
     """Steps whose gradients are added before an update."""
     model_ema: bool = False
     """Keep an average of the weights and evaluate it."""
-    model_ema_decay: float = 0.9999
+    model_ema_decay: Fraction = 0.9999
     """Decay of the average, warmed up at the start."""
     amp: bool = False
     """Mixed precision."""
@@ -135,45 +146,45 @@ class OptimOptions:
 class RunOptions:
     """The run."""
 
-    out: str = ""
+    out: Annotated[str, HOW] = ""
     """The run's folder. Default: runs/<recipe or command>-<model>-<data>-seed<seed>, with the size when it
     starts from weights."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Annotated[Literal["auto", "never"], HOW] = "auto"
     """auto: continue from the folder's last good checkpoint. never: refuse a folder that has one."""
     seed: int = 42
     """All randomness is derived from it."""
-    device: str = ""
+    device: Annotated[str, HOW] = ""
     """cpu, cuda, mps; default: the best available."""
-    threads: int = 0
+    threads: Annotated[NotNegative, HOW] = 0
     """Threads of torch on the CPU; 0: torch's choice."""
-    checkpoint_minutes: float = 10.0
+    checkpoint_minutes: Annotated[Amount, HOW] = 10.0
     """Write a checkpoint at least this often (and after every epoch)."""
-    checkpoint_steps: int = 0
+    checkpoint_steps: Annotated[NotNegative, HOW] = 0
     """Also write a checkpoint every N updates; 0: off."""
-    keep: int = 2
+    keep: Annotated[Positive, HOW] = 2
     """Checkpoints to keep, besides the best weights."""
-    log_interval: int = 50
+    log_interval: Annotated[Positive, HOW] = 50
     """Updates between lines in the metrics files."""
-    val_interval: int = 1
+    val_interval: Positive = 1
     """Epochs between validations; the last epoch is always validated."""
     val_first: bool = False
     """Validate the initial weights too: they are the best until training beats them. For a start that is good."""
-    patience: int = 0
+    patience: NotNegative = 0
     """Stop early after so many epochs without a better score; 0: never."""
-    val_iters: int = 0
+    val_iters: NotNegative = 0
     """Updates between validations when --iters is set; each also writes a checkpoint. 0: validate at the end only."""
-    bad_loss_limit: int = 5
+    bad_loss_limit: Annotated[Positive, HOW] = 5
     """Stop after this many non-finite losses in a row; single ones are skipped and counted."""
-    tensorboard: bool = False
+    tensorboard: Annotated[bool, HOW] = False
     """Also write TensorBoard files (extra: track)."""
-    wandb: Annotated[str, tyro.conf.arg(metavar="PROJECT")] = ""
+    wandb: Annotated[str, HOW, tyro.conf.arg(metavar="PROJECT")] = ""
     """Also log to this Weights & Biases project (extra: track)."""
-    mlflow: Annotated[str, tyro.conf.arg(metavar="EXPERIMENT")] = ""
+    mlflow: Annotated[str, HOW, tyro.conf.arg(metavar="EXPERIMENT")] = ""
     """Also log to this MLflow experiment (extra: track), where MLFLOW_TRACKING_URI says."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, HOW] = False
     """Ask torch for deterministic kernels: slower on a GPU. Kernels that have no such variant are warned about. On the
     CPU results repeat to the bit without it."""
-    fsdp: bool = False
+    fsdp: Annotated[bool, HOW] = False
     """Shard weights and optimizer over the processes (FSDP2) instead of copying them (DDP)."""
 
 
@@ -181,7 +192,7 @@ class RunOptions:
 class AutoOptions:
     """Without a recipe and a model: everything else is decided by looking at the photos."""
 
-    minutes: float = 0.0
+    minutes: Amount = 0.0
     """Time for everything; turned into epochs once. 0: 20 minutes."""
     linear: bool = False
     """Only fit a linear head on frozen features; with --weights RUN, a linear probe of that run."""
@@ -207,23 +218,21 @@ class TrainOptions:
     mixing: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
-class LoaderOptions(Protocol):
-    """The data options that the loop and its loaders read."""
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def on_bad_image(self) -> str: ...
-
-
 class LoopOptions(Protocol):
     """The option groups that the training loop reads from a task's options."""
 
     @property
-    def dataset(self) -> LoaderOptions: ...
+    def dataset(self) -> Any: ...
     @property
     def optim(self) -> OptimOptions: ...
     @property
     def run(self) -> RunOptions: ...
+
+
+def how_to_run(kind: Any = TrainOptions) -> set[str]:
+    """Names of the options that do not change what is learnt."""
+    names: set[str] = set()
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        group, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        names |= how_to_run(group) if is_dataclass(group) else {name} if HOW in marks else set()
+    return names

@@ -33,16 +33,11 @@ def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
             progress(min(done, total), total)
 
 
-def _stacked(values: Iterable[Tensor]) -> Tensor:
-    """Scalars as one tensor, which travels to the host at once."""
-    return torch.stack([value.detach().float().reshape(()) for value in values])
-
-
 class TrainingProgress:
     """Progress until the next validation.
 
-    Loss terms stay on the device until they are recorded, so that the host does not wait for it in between: what is
-    shown between two records are the terms of the last one (on the CPU, of the last update).
+    Loss terms stay on the device until they are recorded: what is shown in between are the terms of the last record (on
+    the CPU, of the last update).
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -87,19 +82,19 @@ class TrainingProgress:
         if record:  # at the same updates on every process
             terms = mean_over(dict(terms), loop.world)
         if record or loop.world.device.type == "cpu":
-            self.values = dict(zip(terms, _stacked(terms.values()).tolist(), strict=True))
-        values = self.values
+            scalars = torch.stack([value.detach().float().reshape(()) for value in terms.values()])
+            self.values = dict(zip(terms, scalars.tolist(), strict=True))
         rate = self.images * loop.world.size / max(self.spent, 1e-9)
         lr = max(group["lr"] for group in loop.optimizer.param_groups)
         waiting = self.waited / max(self.spent, 1e-9)
         if record:
             epoch = round(loop.place / loop.total * loop.epochs, 4)
-            row = {"kind": "step", "step": loop.step, "epoch": epoch, "lr": lr}
-            loop.folder.record({**row, **values, "images_per_second": round(rate, 2), "waiting": round(waiting, 4)})
+            row = {"kind": "step", "step": loop.step, "epoch": epoch, "lr": lr, **self.values}
+            loop.folder.record({**row, "images_per_second": round(rate, 2), "waiting": round(waiting, 4)})
         if show:
             self.shown = time.monotonic()
             left = (loop.total - loop.place) * self.spent / self.updates
-            facts = " ".join(f"{key} {value:.3f}" for key, value in values.items() if key != "grad_norm")
+            facts = " ".join(f"{key} {value:.3f}" for key, value in self.values.items() if key != "grad_norm")
             facts += f" | {rate:.1f} images/s, waiting {waiting:.0%}, lr {lr:.2g}, {clock(left)} left"
             if self.bar is not None:
                 self.bar.update(self.bar_task, completed=loop.place, facts=facts)

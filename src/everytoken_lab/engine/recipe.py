@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import typing
 from collections.abc import Iterable, Mapping
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 _DICTS = ("objectives", "mixing", "model_kwargs")
-
-
-class RecipeError(SchemaError):
-    """A recipe or an override is wrong; the message names the key."""
 
 
 def recipe_names() -> list[str]:
@@ -60,11 +57,11 @@ def recipe_text(name: str) -> str:
         try:
             return Path(name).read_text(encoding="utf-8")
         except FileNotFoundError as error:
-            raise RecipeError(f"there is no recipe file {name}") from error
+            raise SchemaError(f"there is no recipe file {name}") from error
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"the recipe file {name} cannot be read: {error}") from error
+            raise SchemaError(f"the recipe file {name} cannot be read: {error}") from error
     if name not in recipe_names():
-        raise RecipeError(
+        raise SchemaError(
             f"there is no recipe {name!r}.{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; your "
             "own is a path that ends in .yaml"
         )
@@ -83,32 +80,40 @@ def header(name: str) -> str:
     return "\n".join(line.lstrip("# ") for line in lines)
 
 
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+@functools.cache
+def _flat_form(kind: type) -> tuple[type, dict[str, str]]:
+    """A dataclass of all options of `kind` without their groups, and the group of each option ("": none)."""
+    types: dict[str, Any] = {}
+    home: dict[str, str] = {}
+    for name, hint in _hints(kind).items():
+        group = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+        inside = _hints(group) if dataclasses.is_dataclass(group) else {name: hint}
+        types |= inside
+        home |= dict.fromkeys(inside, name if dataclasses.is_dataclass(group) else "")
+    return dataclasses.make_dataclass("Settings", types.items()), home
+
+
 def apply(options: T, values: Mapping[str, Any], where: str) -> T:
-    """A copy of `options` with flat `values` put into the group that owns each name; types are checked."""
-    groups: dict[str, Any] = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    groups = {name: group for name, group in groups.items() if dataclasses.is_dataclass(group)}
-    owner = {name: hint for name, hint in typing.get_type_hints(type(options)).items() if name not in groups}
-    home = dict.fromkeys(owner, "")
-    for name, group in groups.items():
-        owner.update(typing.get_type_hints(type(group), include_extras=False))
-        home.update({f.name: name for f in dataclasses.fields(group)})
-    values = dict(values)
+    """A copy of `options` with flat `values` put into the group that owns each name; types and ranges are checked."""
+    form, home = _flat_form(type(options))
     for key in values:
         if key not in home:
-            raise RecipeError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
-    for key in _DICTS:  # `hard:` without settings is `hard: {}`
-        if isinstance(values.get(key), Mapping) and typing.get_origin(owner[key]) is dict and key != "model_kwargs":
-            values[key] = {name: {} if fields is None else fields for name, fields in values[key].items()}
-        elif key in values and values[key] is None:
-            values[key] = {}
-    kind = dataclasses.make_dataclass("Settings", [(key, owner[key]) for key in values])
-    checked: Any = schema.parse(kind, values, where)
-    changes = {key: getattr(checked, key) for key in values}
-    top: dict[str, Any] = {key: value for key, value in changes.items() if not home[key]}
-    for name, group in groups.items():
-        inside = {key: value for key, value in changes.items() if home[key] == name}
-        top |= {name: dataclasses.replace(group, **inside)} if inside else {}
-    return dataclasses.replace(options, **top)
+            raise SchemaError(f"{where}: there is no option {key!r}.{did_you_mean(key, home)}")
+    values = {key: {} if value is None and key in _DICTS else value for key, value in values.items()}
+    for key in ("objectives", "mixing"):
+        if isinstance(inner := values.get(key), Mapping):  # `hard:` without settings is `hard: {}`
+            values[key] = {name: {} if fields is None else fields for name, fields in inner.items()}
+    checked: Any = schema.parse(form, {**flat(options), **values}, where)
+    new: dict[str, Any] = {name: getattr(checked, name) for name, group in home.items() if not group}
+    for group in set(home.values()) - {""}:
+        inside = {name: getattr(checked, name) for name in home if home[name] == group}
+        new[group] = dataclasses.replace(getattr(options, group), **inside)
+    return dataclasses.replace(options, **new)
 
 
 def check_settings(kind: type, settings: Mapping[str, Any], where: str) -> None:
@@ -135,6 +140,17 @@ def flat(options: Any) -> dict[str, Any]:
     return values
 
 
+def flat_names(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested values under names such as `objectives.token_labeling.beta`."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            out |= flat_names(value, f"{before}{key}.")
+        else:
+            out[f"{before}{key}"] = value
+    return out
+
+
 def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, Any]:
     """`objectives.drloc.weight=0.1` -> nested values, merged into what `base` holds for that name.
 
@@ -144,21 +160,19 @@ def overrides(assignments: Iterable[str], base: Mapping[str, Any]) -> dict[str, 
     for text in assignments:
         path, sign, raw = text.partition("=")
         if not sign:
-            raise RecipeError(f"{text!r} should be NAME=VALUE, for example objectives.drloc.weight=0.1")
+            raise SchemaError(f"{text!r} should be NAME=VALUE, for example objectives.drloc.weight=0.1")
         value = schema.read_yaml(raw, text)
         first, *rest = path.split(".")
         if not rest:
             values[first] = value
             continue
         if first not in _DICTS:
-            raise RecipeError(f"{text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
+            raise SchemaError(f"{text}: only {', '.join(_DICTS)} have inner names.{did_you_mean(first, _DICTS)}")
         node = values.setdefault(first, copy.deepcopy(dict(base.get(first) or {})))
         for name in rest[:-1]:
-            inner = node.get(name)
-            if inner is not None and not isinstance(inner, dict):
-                raise RecipeError(f"{text}: {name} is {inner!r} and has no inner names")
-            if inner is None:
-                node[name] = {}
+            node[name] = {} if node.get(name) is None else node[name]
+            if not isinstance(node[name], dict):
+                raise SchemaError(f"{text}: {name} is {node[name]!r} and has no inner names")
             node = node[name]
         if value is None:
             node.pop(rest[-1], None)

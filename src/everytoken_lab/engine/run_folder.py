@@ -5,7 +5,6 @@ config.json       of a classifier: what timm needs to open the folder (`local-di
 batch.jpg         the first training batch, with what is learnt from it
 environment.json  versions, machine and command of each start
 metrics.jsonl     a row per logged update (kind "step") and per epoch or validation (kind "epoch")
-metrics.csv       the rows of kind "epoch" as a table
 log.txt           what was logged
 checkpoints/      see checkpoint.py
 best.safetensors  the weights with the best validation score, as a plain timm model
@@ -18,8 +17,6 @@ read is named in `Run.troubles`, and never keeps a run from being continued or l
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import logging
 import math
@@ -41,19 +38,14 @@ from everytoken.errors import EverytokenError, did_you_mean
 from everytoken.files import BusyError, Lock, append, make_inside, plain_json, remove_temporary, write_atomically
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, NAMED, SUBSET, network_address
+from everytoken_lab.engine.options import how_to_run
+from everytoken_lab.engine.recipe import flat_names
 
 if TYPE_CHECKING:
     from everytoken_lab.engine.track import Tracker
     from everytoken_lab.evaluation.run import LoadedModel
 
 logger = logging.getLogger(__name__)
-
-# Options that do not change what is learned, or that name the run.
-NOT_SETTINGS = {
-    *("seed", "out", "resume", "device", "threads", "workers", "log_interval", "keep", "checkpoint_minutes"),
-    *("checkpoint_steps", "tensorboard", "wandb", "mlflow", "val_interval", "val_batch_size", "bad_loss_limit"),
-    "deterministic",
-}
 PUBLISHED = ("timm:", "registry:", "hf-hub:", "local-dir:")
 """How the names of weights that are no paths begin; they were not trained on a folder of the user's."""
 CROSS_VALIDATED = "cross-validation"
@@ -61,16 +53,11 @@ CROSS_VALIDATED = "cross-validation"
 _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
 
 
-class RunBusyError(EverytokenError):
-    """Another process is training in the folder."""
-
-
 @dataclass(frozen=True)
 class Run:
     """One run, as far as its folder can be read.
 
     Attributes:
-        path, name: the folder, and what to call it.
         config: options, flat.
         steps, epochs: rows of metrics.jsonl by kind.
         summary: of a finished run, else empty.
@@ -143,15 +130,13 @@ class Run:
 
     @property
     def classifies(self) -> bool:
-        """Whether it is a classifier's; one of several labels has mAP as detectors do, and F1."""
-        columns = {name for row in self.epochs for name in row}
-        return self.metric not in ("mIoU", "mAP") or "val_f1" in columns
+        """Whether it is a classifier's; a multi-label one has mAP as detectors do, and F1."""
+        return self.metric not in ("mIoU", "mAP") or any("val_f1" in row for row in self.epochs)
 
     @property
     def scores(self) -> list[tuple[float, float]]:
         """(epoch, validation score in percent), of the averaged weights where there are any."""
-        averaged = self.curve("ema_score", "epoch")
-        return averaged or self.curve("score", "epoch")
+        return self.curve("ema_score", "epoch") or self.curve("score", "epoch")
 
     @property
     def score(self) -> float | None:
@@ -172,18 +157,15 @@ class Run:
     @property
     def terms(self) -> list[str]:
         """Names of the loss terms, the total first."""
-        others = {"kind", "step", "epoch", "lr", "images_per_second", "waiting", "grad_norm", "loss"}
+        others = {"kind", "step", "epoch", "lr", "images_per_second", "waiting", "grad_norm"}
         terms = dict.fromkeys(k for row in self.steps for k, v in row.items() if k not in others and _is_number(v))
-        return [*(["loss"] if any("loss" in row for row in self.steps) else []), *terms]
+        return sorted(terms, key=lambda name: name != "loss")
 
     def curve(self, name: str, kind: str = "step") -> list[tuple[float, float]]:
         """(epoch, value) of one column; rows without a finite number are left out."""
         rows = self.steps if kind == "step" else self.epochs
-        return [
-            (float(row["epoch"]), float(row[name]))
-            for row in rows
-            if _is_number(row.get("epoch")) and _is_number(row.get(name))
-        ]
+        good = [row for row in rows if _is_number(row.get("epoch")) and _is_number(row.get(name))]
+        return [(float(row["epoch"]), float(row[name])) for row in good]
 
     def last(self, name: str) -> float | None:
         """The last value of a column of the steps."""
@@ -196,14 +178,15 @@ class Run:
         return sum(values) / len(values) if values else None
 
     def settings(self) -> dict[str, Any]:
-        """The options that decide what is learned, `objectives.token_labeling.beta` and the like as single names."""
-        return {k: v for k, v in _flat(self.config).items() if k.split(".", 1)[0] not in NOT_SETTINGS}
+        """The options that decide what is learnt, but for the seed; inner ones as `objectives.drloc.weight`."""
+        others = {"seed", *how_to_run()}
+        return {k: v for k, v in flat_names(self.config).items() if k.split(".", 1)[0] not in others}
 
     # -- where the data was ---------------------------------------------------------------------------------------
 
     @property
     def val_split(self) -> float:
-        """The part that is held out of data without validation images."""
+        """The fraction that is held out of data without validation images."""
         value = self.config.get("val_split")
         return float(value) if _is_number(value) and value else DEFAULT_VAL_SPLIT
 
@@ -254,12 +237,13 @@ def read_run(path: Path, name: str = "") -> Run:
     """One run folder."""
     troubles: list[str] = []
     config = _read(path / "config.yaml", dict[str, Any], troubles)
-    summary = _read(path / "summary.json", dict[str, Any], troubles, optional=True)
-    starts = _read(path / "environment.json", list[dict[str, Any]], troubles, optional=True)
-    rows = _rows(path / "metrics.jsonl", troubles)
-    skipped = {str(row.get("key")): str(row.get("reason")) for row in _rows(path / "skipped-images.jsonl", troubles)}
+    rows, skipped, bad = (_rows(path / f"{f}.jsonl", troubles) for f in ("metrics", "skipped-images", "bad-updates"))
+    summary = _read(path / "summary.json", dict[str, Any], troubles)
+    starts = _read(path / "environment.json", list[dict[str, Any]], troubles)
     if not is_run(path):
         troubles = [f"{path} holds no run: none of {', '.join(_FILES)} is in it"]
+    elif not (path / "config.yaml").exists():
+        troubles.append("config.yaml is missing")
     return Run(
         path,
         name or path.name,
@@ -268,8 +252,8 @@ def read_run(path: Path, name: str = "") -> Run:
         [row for row in rows if row.get("kind") == "epoch"],
         summary or {},
         starts or [],
-        skipped,
-        len(_rows(path / "bad-updates.jsonl", troubles)),
+        {str(row.get("key")): str(row.get("reason")) for row in skipped},
+        len(bad),
         troubles,
     )
 
@@ -286,7 +270,11 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         inside = sorted(p for p in path.iterdir() if p.is_dir() and is_run(p))
         folders += inside if inside and not is_run(path) else [path]
     folders = list({folder.resolve(): folder for folder in folders}.values())
-    return [read_run(folder, name) for folder, name in zip(folders, _short_names(folders), strict=True)]
+    parts = [folder.resolve().parts for folder in folders]
+    depth = 1  # of the names: as much of the paths as it takes to tell the runs apart
+    while len({p[-depth:] for p in parts}) < len(parts):
+        depth += 1
+    return [read_run(folder, "/".join(p[-depth:])) for folder, p in zip(folders, parts, strict=True)]
 
 
 def run_of(source: str | Path) -> Run | None:
@@ -332,7 +320,7 @@ class RunFolder:
             self._opened = True
             return lock
         except BusyError as error:
-            raise RunBusyError(
+            raise EverytokenError(
                 f"another process is training in {self.path}; wait for it, or choose another output.\n{error}"
             ) from error
         except OSError as error:
@@ -353,10 +341,10 @@ class RunFolder:
     def write_config(self, options: Mapping[str, Any], timm_config: Mapping[str, Any] | None = None) -> None:
         """`config.yaml`; `config.json`, if timm can open the weights; the environment, added to `environment.json`."""
         if self.writable:
-            starts = self.read().starts
             self.write("config.yaml", yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True))
             if timm_config is not None:
                 self.write("config.json", plain_json(dict(timm_config)))
+            starts = _read(self.path / "environment.json", list[dict[str, Any]], []) or []
             self.write("environment.json", json.dumps([*starts, environment()], indent=1))
 
     def log(self, text: str) -> None:
@@ -383,17 +371,13 @@ class RunFolder:
             append(self.path / name, f"{plain_json(dict(row), None)}\n".encode())
 
     def record(self, row: dict[str, Any]) -> None:
-        """A line in metrics.jsonl; rows of kind "epoch" also renew metrics.csv."""
-        if not self.writable:
-            return
+        """A line in metrics.jsonl, and in the trackers."""
         self.append("metrics.jsonl", row)
         for tracker in list(self.trackers):
             with self.surviving(f"{type(tracker).__name__}, which gets no more rows"):
                 tracker.record(row)
                 continue
             self.trackers.remove(tracker)
-        if row.get("kind") == "epoch":
-            self._write_csv(self.rows())
 
     def close_trackers(self) -> None:
         """Finish the records of the trackers."""
@@ -407,25 +391,13 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of updates that a resumed run will do again, and lines that cannot be read."""
-        if not self.writable:
-            return
-        troubles: list[str] = []
-        rows = [
-            r for r in _rows(self.path / "metrics.jsonl", troubles) if _is_number(r.get("step")) and r["step"] <= step
-        ]
-        for trouble in troubles:
-            self.log(f"note: {trouble}")
-        self.write("metrics.jsonl", "".join(plain_json(row, None) + "\n" for row in rows))
-        self._write_csv(rows)
-
-    def _write_csv(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        rows = [row for row in rows if row.get("kind") == "epoch"]
-        columns = list(dict.fromkeys(key for row in rows for key in row if key != "kind"))
-        table = io.StringIO(newline="")
-        writer = csv.DictWriter(table, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-        self.write("metrics.csv", table.getvalue())
+        if self.writable:
+            troubles: list[str] = []
+            rows = _rows(self.path / "metrics.jsonl", troubles)
+            for trouble in troubles:
+                self.log(f"note: {trouble}")
+            kept = [row for row in rows if _is_number(row.get("step")) and row["step"] <= step]
+            self.write("metrics.jsonl", "".join(plain_json(row, None) + "\n" for row in kept))
 
 
 def environment() -> dict[str, Any]:
@@ -441,10 +413,7 @@ def environment() -> dict[str, Any]:
         "folder": os.getcwd(),  # where relative paths in config.yaml start
         "everytoken": version(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "numpy": numpy.__version__,
+        **{module.__name__: module.__version__ for module in (torch, torchvision, timm, numpy)},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
@@ -459,33 +428,30 @@ def _git_commit() -> str | None:
     (core.fsmonitor, filters), so that training inside a downloaded folder would run its code.
     """
     for folder in (Path.cwd(), *Path.cwd().parents):
-        head = folder / ".git" / "HEAD"
+        git = folder / ".git"
         try:
-            commit = head.read_text().strip()
-            if commit.startswith("ref: "):
-                name = commit.removeprefix("ref: ")
-                loose = head.parent / name
-                if loose.is_file():
-                    commit = loose.read_text().strip()
+            text = (git / "HEAD").read_text().strip()
+            if text.startswith("ref: "):
+                name = text.removeprefix("ref: ")
+                if (git / name).is_file():
+                    text = (git / name).read_text().strip()
                 else:
-                    lines = (head.parent / "packed-refs").read_text().splitlines()
-                    commit = next((line.split()[0] for line in lines if line.endswith(f" {name}")), "")
-        except (OSError, UnicodeDecodeError, IndexError):
+                    found = re.search(rf"^(\S+) {re.escape(name)}$", (git / "packed-refs").read_text(), re.MULTILINE)
+                    text = found[1] if found else ""
+        except (OSError, UnicodeDecodeError):
             continue
-        return commit if re.fullmatch("[0-9a-f]{40,64}", commit) else None
+        return text if re.fullmatch("[0-9a-f]{40,64}", text) else None
     return None
 
 
-def _read(path: Path, kind: Any, troubles: list[str], optional: bool = False) -> Any:
-    """A YAML or JSON file of the run, or None with a sentence in `troubles`."""
-    if not path.exists():
-        if not optional:
-            troubles.append(f"{path.name} is missing")
-        return None
+def _read(path: Path, kind: Any, troubles: list[str]) -> Any:
+    """A YAML or JSON file of the run; None if it is not there, or cannot be read, which is added to `troubles`."""
     try:
         if path.suffix == ".json":
-            return schema.read_json(path, kind)
+            return schema.read_json(path, kind) if path.exists() else None
         return schema.parse(kind, schema.read_yaml(path.read_bytes(), str(path)), str(path))
+    except FileNotFoundError:
+        return None
     except (OSError, schema.SchemaError) as error:
         troubles.append(f"{path.name} cannot be read ({str(error).removeprefix(f'{path}: ').rstrip('.')[:120]})")
         return None
@@ -515,24 +481,5 @@ def _rows(path: Path, troubles: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as much of the path before them as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    depth = 1
-    while len({p[-depth:] for p in parts}) < len(parts) and depth < max(map(len, parts)):
-        depth += 1
-    return ["/".join(p[-depth:]) for p in parts]
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{before}{key}.")
-        else:
-            flat[f"{before}{key}"] = {} if isinstance(value, Mapping) else value
-    return flat

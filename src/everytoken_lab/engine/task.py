@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from timm.utils.model import unwrap_model
 from torch import Tensor, nn
 
 from everytoken.files import write_picture
-from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.datasets import DataSet, network_address
 from everytoken_lab.data.loader import BadImages, BatchReader, Loader
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import LoopOptions
@@ -36,9 +37,7 @@ class Task(TrainingTask):
 
     Args:
         module: what is trained; `module(batch)` in training mode gives {"loss": scalar, further terms}.
-        options: of the run.
         world: this process among its peers; the module is moved to its device.
-        folder: of the run.
 
     Attributes:
         batches_per_epoch: of this process.
@@ -106,6 +105,12 @@ class Task(TrainingTask):
     def finish(self, module: nn.Module) -> None:
         """Write tables and pictures of a finished run, on rank 0; `module` is in evaluation mode."""
 
+    def report(self, path: Path, **options: Any) -> None:
+        """Write the page of a finished run; options: those of `lab.report`."""
+        data = network_address(getattr(self.options, "data", ""))
+        device, workers = self.world.device.type, self.options.dataset.workers
+        self.folder.read().report(path, **{"data": data, "device": device, "workers": workers, **options})
+
     def picture(self, batch: Any) -> Image.Image | None:
         """The first training batch, as a picture for people; None: there is nothing to see."""
         return None
@@ -128,7 +133,7 @@ class Task(TrainingTask):
     def loader(
         self, data: DataSet | BatchReader[Any], transform: Any = None, batch_size: int = 1, *, train: bool, **more: Any
     ) -> Loader:
-        """A loader of this process's share of `data`; bad images are handled as the options say."""
+        """A loader of this process's part of `data`; bad images are handled as the options say."""
         log = self.folder.path / "skipped-images.jsonl" if self.folder.writable else None
         loader = Loader(
             data,

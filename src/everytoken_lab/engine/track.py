@@ -1,8 +1,8 @@
 """TensorBoard, Weights & Biases and MLflow, by option. The run folder's own files are always written; these are copies.
 
-Runs are called <folder>-<id> there. The id is drawn once for each run folder and kept in its trackers.json, so that a
-resumed run continues its record, and a run of the same name elsewhere has another one. A tracker that cannot be
-reached at the start is an error; one that fails later is left out with a line in the log, and training goes on.
+Runs are called <folder>-<id> there; the id is kept in the folder's trackers.json, so that a resumed run continues its
+record. A tracker that cannot be reached at the start is an error; one that fails later is left out with a line in the
+log, and training goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from everytoken.errors import EverytokenError, MissingExtraError, need
 from everytoken.files import make_inside, plain_json, write_atomically
-from everytoken_lab.engine.options import LoopOptions
+from everytoken_lab.engine.options import RunOptions
 
 
 class TensorBoard:
@@ -30,12 +30,10 @@ class TensorBoard:
         self.writer = SummaryWriter(str(make_inside(folder, "tensorboard")))
 
     def record(self, row: Mapping[str, Any]) -> None:
-        """One row."""
         for name, value in _numbers(row).items():
             self.writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Flush."""
         self.writer.close()
 
 
@@ -57,11 +55,9 @@ class WandB:
         )
 
     def record(self, row: Mapping[str, Any]) -> None:
-        """One row."""
         self.run.log(_numbers(row), step=row["step"])
 
     def close(self) -> None:
-        """Finish the run."""
         self.run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
 
 
@@ -86,7 +82,6 @@ class MLflow:
             self.client.log_batch(self.run, params=parameters[start : start + 100])
 
     def record(self, row: Mapping[str, Any]) -> None:
-        """One row."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -94,7 +89,6 @@ class MLflow:
         self.client.log_batch(self.run, metrics=metrics)
 
     def close(self) -> None:
-        """Mark the run as finished, or as killed if an error ends it."""
         self.client.set_terminated(self.run, "FINISHED" if sys.exc_info()[0] is None else "KILLED")
 
 
@@ -119,20 +113,17 @@ def _ids(folder: Path) -> dict[str, str]:
     return ids
 
 
-def build_trackers(options: LoopOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
+def build_trackers(run: RunOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
     """Those that were asked for."""
-    run = options.run
-    wanted: dict[str, Callable[[], Tracker]] = {}
-    if run.tensorboard:
-        wanted["tensorboard"] = lambda: TensorBoard(folder)
-    if run.wandb:
-        wanted["wandb"] = lambda: WandB(run.wandb, folder, config)
-    if run.mlflow:
-        wanted["mlflow"] = lambda: MLflow(run.mlflow, folder, config)
+    kinds: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(folder),
+        "wandb": lambda: WandB(run.wandb, folder, config),
+        "mlflow": lambda: MLflow(run.mlflow, folder, config),
+    }
     trackers: list[Tracker] = []
-    for name, build in wanted.items():
+    for name in (name for name in kinds if getattr(run, name)):
         try:
-            trackers.append(build())
+            trackers.append(kinds[name]())
         except MissingExtraError:
             raise
         except Exception as error:  # each library has its own

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.engine.options import OptimOptions, RunOptions
+from everytoken_lab.engine.options import HOW, Fraction, OptimOptions, Positive, RunOptions
 from everytoken_lab.machine import Workers, default_workers
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class BackboneOptions:
     weights: str = ""
     """Start from trained weights: a run folder, a file, timm:NAME, timm (of the model), registry:efficientnet_lite0|1|2
     or hf-hub:USER/NAME. Empty: from scratch."""
-    drop_path: float = 0.1
+    drop_path: Fraction = 0.1
     """Stochastic depth, rising linearly to this rate in the last block."""
     taps: tuple[int, ...] = ()
     """Blocks of a plain transformer whose features are used, counted from 0; default: four blocks, every third one up
@@ -46,9 +46,9 @@ class BackboneOptions:
 class BatchOptions:
     """Images and batches."""
 
-    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 16
+    batch_size: Annotated[Positive, tyro.conf.arg(aliases=["-b"])] = 16
     """Images per step and process."""
-    workers: Workers = field(default_factory=default_workers)
+    workers: Annotated[Workers, HOW] = field(default_factory=default_workers)
     """Loader processes per training process; 0 loads in the main process."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with unreadable images or masks. skip: they are logged and counted; training stops if more than 1 %

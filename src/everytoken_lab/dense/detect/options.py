@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken_lab.engine.options import OptimOptions
+from everytoken_lab.engine.options import Fraction, OptimOptions
 from everytoken_lab.training.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions
 
 
@@ -52,7 +52,7 @@ class CocoOptions:
     """detect train: COCO json of the validation part; default: found below DATA."""
     val_images: str = ""
     """detect train: folder of its images; default: as for images."""
-    val_split: float = 0.0
+    val_split: Fraction = 0.0
     """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
 
 

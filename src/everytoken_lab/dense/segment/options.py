@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken_lab.engine.options import OptimOptions, RunOptions
+from everytoken_lab.engine.options import Fraction, OptimOptions, RunOptions
 from everytoken_lab.training.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions, SourceOptions
 
 
@@ -50,7 +50,7 @@ class MaskOptions:
     """Mask values to ignore: such pixels count neither in the loss nor in the metrics."""
     reduce_zero_label: bool | None = None
     """Ignore value 0 and number the classes from 1. Default: depends on the layout (true for ADE20K)."""
-    val_split: float = 0.0
+    val_split: Fraction = 0.0
     """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
 
 
