@@ -25,7 +25,9 @@ def default_workers() -> int:
     return min(4, cores())
 
 
-Workers = Annotated[int, Interval(ge=0), tyro.conf.arg(aliases=["-j"], help_behavior_hint="(default: one per core, at most 4)")]
+Workers = Annotated[
+    int, Interval(ge=0), tyro.conf.arg(aliases=["-j"], help_behavior_hint="(default: one per core, at most 4)")
+]
 """The option --workers; its help is the same on every machine."""
 
 
