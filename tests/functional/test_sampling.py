@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.ops import roi_align
 
-from everytoken.errors import EverytokenError
 from everytoken.functional import SampledMaps, collate_maps, plan_sampling, sample_maps, spread
 
 fractions = st.floats(0.02, 0.98)
@@ -304,5 +303,5 @@ def test_a_plan_serves_the_image_label_and_is_remade_for_another_grid(make):
 
 def test_a_placement_of_the_wrong_shape_is_named(make):
     maps = make.maps(np.random.default_rng(0), n=2)
-    with pytest.raises(EverytokenError, match=r"\[2, 2, 3\], got \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"\[2, 2, 3\], got \[1, 2, 3\]"):
         sample_maps(maps, make.batch([make.crop(0, 0, 1, 1)]), (2, 2))

@@ -43,10 +43,7 @@ def compact_cross_entropy(
         weight: [B, ...], or [B] for whole images, instead of the target's own.
     """
     if logits.shape[:-1] != target.shape or logits.shape[-1] != target.num_classes:
-        raise EverytokenError(
-            f"logits of shape {list(logits.shape)} do not fit a target of shape {list(target.shape)} over "
-            f"{target.num_classes} classes."
-        )
+        raise ValueError(f"logits {list(logits.shape)} do not fit a target {[*target.shape, target.num_classes]}")
     B, K, U = len(target), logits.shape[-1], target.classes.shape[1]
     rows = compact_rows(
         logits.reshape(B, -1, K), target.classes, target.mass.reshape(B, -1, U), target.background.reshape(B, -1)
@@ -112,7 +109,7 @@ def distillation_loss(
         reduction: as in `compact_cross_entropy`.
     """
     if kind not in ("soft", "hard"):
-        raise EverytokenError(f"distillation is 'soft' or 'hard', not '{kind}'.")
+        raise ValueError(f"distillation is 'soft' or 'hard', not {kind!r}")
     if kind == "soft":
         log_p, log_q = _log_softmax_pair(logits, teacher_logits, temperature)
         rows = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1) * temperature**2
@@ -124,14 +121,10 @@ def distillation_loss(
     return _reduce(rows, weight, reduction)
 
 
-def participating(
-    shape: torch.Size, rate: float, generator: torch.Generator | None, device: torch.device | str
-) -> Tensor:
+def participating(shape: torch.Size, rate: float, generator: torch.Generator, device: torch.device | str) -> Tensor:
     """[B, ...] of 0 and 1: round(rate · tokens) tokens of each image, at least one, drawn without replacement."""
     if not 0 < rate <= 1:
         raise EverytokenError(f"the token participation rate must be in (0, 1], got {rate}.")
-    if generator is None:
-        raise EverytokenError("a token participation rate below 1 needs a generator to choose the tokens with.")
     tokens = shape[1:].numel()
     order = torch.rand((shape[0], tokens), generator=generator, device=generator.device).argsort(dim=1)
     return (order < max(1, round(rate * tokens))).to(torch.float32).to(device).view(shape)
@@ -148,9 +141,7 @@ def _log_softmax_pair(logits: Tensor, teacher_logits: Tensor, temperature: float
 
 def _check_same_shape(logits: Tensor, teacher_logits: Tensor) -> None:
     if logits.shape != teacher_logits.shape:
-        raise EverytokenError(
-            f"the student's logits {list(logits.shape)} and the teacher's {list(teacher_logits.shape)} differ in shape."
-        )
+        raise ValueError(f"logits {list(logits.shape)} and the teacher's {list(teacher_logits.shape)} differ in shape")
 
 
 def _reduce(rows: Tensor, weight: Tensor | None, reduction: Reduction) -> Tensor:
@@ -161,18 +152,13 @@ def _reduce(rows: Tensor, weight: Tensor | None, reduction: Reduction) -> Tensor
     if weight.shape != rows.shape:
         if weight.dim() == 1:  # per image, whatever the number of tokens
             weight = weight.view(-1, *(1,) * (rows.dim() - 1))
-        try:
-            weight = weight.expand(rows.shape)
-        except RuntimeError:
-            raise EverytokenError(
-                f"a weight of shape {list(weight.shape)} does not fit losses of shape {list(rows.shape)}."
-            ) from None
+        weight = weight.expand(rows.shape)
     # The loss of a row without a label must not count even when it is not finite.
     total = torch.where(weight > 0, rows * weight, 0).sum()
     if reduction == "sum":
         return total
     if reduction != "mean":
-        raise EverytokenError(f"reduction is 'mean', 'sum' or 'none', not '{reduction}'.")
+        raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
     weights = weight.sum()
     return total / torch.where(weights > 0, weights, 1)
 

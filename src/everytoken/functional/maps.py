@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,24 +19,11 @@ from torch import Tensor
 
 from everytoken.errors import EverytokenError
 
+if TYPE_CHECKING:
+    from everytoken.maps import ScoreMap
+
 # A rectangle that no image reaches: an image without a map gets it, and so its weight is 0 everywhere.
 NOWHERE = (2.0, 2.0, 3.0, 3.0)
-
-
-class ScoreMapLike(Protocol):
-    """What `everytoken.maps.ScoreMap` offers; any object with these attributes will do."""
-
-    @property
-    def scores(self) -> np.ndarray:
-        """[h, w, k] float, the k best scores of each cell."""
-
-    @property
-    def classes(self) -> np.ndarray:
-        """[h, w, k] integer, their classes; distinct within a cell."""
-
-    @property
-    def area(self) -> tuple[float, float, float, float]:
-        """(x0, y0, x1, y1) of the grid in fractions of the image."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +85,8 @@ def vocabulary(classes: np.ndarray, num_classes: int | None = None) -> tuple[np.
     lowest, highest = int(flat.min(initial=0)), int(flat.max(initial=0))
     if lowest < 0 or highest >= num_classes:
         raise EverytokenError(
-            f"a score map names class {lowest if lowest < 0 else highest}, but there are only {num_classes} classes "
-            f"(0 to {num_classes - 1}). The map is of another annotator or damaged: "
-            "`everytoken maps verify` checks its store."
+            f"a score map names class {lowest if lowest < 0 else highest}, but there are only {num_classes} classes: "
+            "it is of another annotator or damaged (`everytoken maps verify`)."
         )
     present[flat] = True
     words = np.flatnonzero(present)
@@ -109,7 +95,7 @@ def vocabulary(classes: np.ndarray, num_classes: int | None = None) -> tuple[np.
     return words, table.take(flat).reshape(classes.shape)
 
 
-def collate_maps(maps: Sequence[ScoreMapLike | None], num_classes: int, multiple: int = 8) -> MapBatch:
+def collate_maps(maps: Sequence[ScoreMap | None], num_classes: int, multiple: int = 8) -> MapBatch:
     """Stack the records of a batch, with vocabularies filled up to one length.
 
     Args:
@@ -120,10 +106,7 @@ def collate_maps(maps: Sequence[ScoreMapLike | None], num_classes: int, multiple
     """
     shapes = {m.scores.shape for m in maps if m is not None}
     if len(shapes) > 1:
-        raise EverytokenError(
-            f"one batch has score maps of different shapes {sorted(shapes)}; a store has one grid for all its images, "
-            "so these maps are of different stores. Annotate all images into one store."
-        )
+        raise EverytokenError(f"one batch has score maps of different shapes {sorted(shapes)}, so of different stores.")
     h, w, k = shapes.pop() if shapes else (1, 1, 1)
     vocabularies = [None if m is None else vocabulary(m.classes, num_classes) for m in maps]
     longest = max((len(v[0]) for v in vocabularies if v is not None), default=0)

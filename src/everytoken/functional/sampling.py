@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everytoken.errors import EverytokenError
 from everytoken.functional.maps import MapBatch
 from everytoken.functional.targets import CompactTarget, from_scores
 
@@ -42,7 +41,7 @@ Rows = Tensor | slice  # some images of a batch
 TOLERANCE = 1e-5
 # The part of a rotated token that has a label is measured with this many points per axis.
 _PROBES = 4
-# Share of the nearest labelled point where no sample of a rotated token has a label.
+# Weight of the nearest labelled point where no sample of a rotated token has a label.
 _FAINT = 1e-9
 # Numbers of spread maps that a CPU works on at a time: 2 MB stay in a core's cache.
 CPU_CHUNK = 2**19
@@ -127,12 +126,8 @@ def label_tokens(
     """Targets for every token and for the whole crop: `sample_maps`, then `from_scores`.
 
     Args:
-        maps: score maps of B images.
-        placement: [B, 2, 3] float, network input to source image, in fractions.
-        grid: (H, W), the network's token grid.
-        plan: from `plan_sampling`; see `sample_maps`.
-        temperature, top_k: see `from_scores`.
-        smoothing: label smoothing s.
+        maps, placement, grid, plan: see `sample_maps`.
+        temperature, top_k, smoothing: see `from_scores`.
         released: as the released code: exchanged crop coordinates and targets that sum to 1 + s/K.
     """
     how = (temperature, top_k, smoothing, released)
@@ -152,10 +147,8 @@ def plan_sampling(placement: Tensor, area: Tensor, map_size: Size, grid: Size, r
     """Look at the placements of a batch and fix the number of sample points. Call it before they go to the GPU.
 
     Args:
-        placement: [B, 2, 3] network input to source image, in fractions.
-        area: [B, 4] what each map covers.
-        map_size: (h, w) of the maps.
-        grid: (H, W), the network's token grid.
+        placement, area: [B, 2, 3] network input to source image, and [B, 4] what each map covers, in fractions.
+        map_size, grid: (h, w) of the maps and (H, W) of the network's tokens.
         released: plan for the released code's exchanged coordinates.
     """
     (h, w), (H, W) = map_size, grid
@@ -201,9 +194,9 @@ def _sample(
     """Images of the batch and what was sampled for them: on a CPU a few at a time, elsewhere all at once."""
     B = len(maps)
     if B == 0:
-        raise EverytokenError("there are no score maps to sample: the batch is empty.")
+        raise ValueError("there are no score maps to sample: the batch is empty")
     if placement.shape != (B, 2, 3):
-        raise EverytokenError(f"{B} score maps need a placement of shape [{B}, 2, 3], got {list(placement.shape)}.")
+        raise ValueError(f"{B} score maps need a placement of shape [{B}, 2, 3], got {list(placement.shape)}")
     if plan is not None and plan.grid != grid and grid == (1, 1):
         plan = plan._replace(grid=grid, tokens=plan.image)  # one token is the whole image
     if released:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everytoken.errors import EverytokenError
 from everytoken.functional.losses import compact_cross_entropy
 from everytoken.functional.targets import CompactTarget, blend, from_labels, smoothing_factors
 
@@ -137,10 +136,7 @@ def aligned_target(own: CompactTarget, partner: CompactTarget, shares: Tensor) -
     The second is token labeling with alignment: a token's label follows what the token holds, not where it stands.
     """
     if shares.shape != own.shape:
-        raise EverytokenError(
-            f"shares of shape {list(shares.shape)} do not fit targets of shape {list(own.shape)}; shares.image goes "
-            "with image targets and shares.grid with token targets."
-        )
+        raise ValueError(f"shares {list(shares.shape)} do not fit targets {list(own.shape)}")
     shares = shares.detach()
     return blend(own, shares, partner, 1 - shares)
 
@@ -171,7 +167,7 @@ def aligned_cross_entropy(
         own, partner = own.smooth(smoothing), partner.smooth(smoothing)
     if isinstance(own, CompactTarget) and isinstance(partner, CompactTarget):
         return compact_cross_entropy(logits, aligned_target(own, partner, shares))
-    raise EverytokenError(f"both labels must be of one kind, got {type(own).__name__} and {type(partner).__name__}.")
+    raise TypeError(f"both labels must be of one kind, got {type(own).__name__} and {type(partner).__name__}")
 
 
 def token_presence(weights: Tensor) -> Tensor:
@@ -202,10 +198,7 @@ def target_rmse(ratio: Tensor, shares: Tensor, differ: Tensor | None = None, num
 
 
 def similarity_shares(mixed: Tensor, own: Tensor, partner: Tensor) -> Tensor:
-    """Reference shares by likeness (Figure 4), [..., N]: what a token of the mixed image looks like.
-
-    Args:
-        mixed, own, partner: [..., N, D] tokens of one layer for the mixed image and for its two sources, unmixed.
+    """Reference shares by likeness (Figure 4), [..., N], of tokens [..., N, D] of the mixed image and its two sources.
 
     The share is s_own / (s_own + s_partner) with s the cosine, negative ones counting as 0; 1/2 where neither is like.
     """

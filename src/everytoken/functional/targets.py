@@ -72,7 +72,7 @@ class CompactTarget:
     def flip(self, dim: int) -> CompactTarget:
         """Mirror a token target: dim 1 swaps top and bottom, dim 2 left and right."""
         if not 1 <= dim < self.background.dim():
-            raise EverytokenError(f"cannot flip dimension {dim} of a target of shape {list(self.shape)}.")
+            raise ValueError(f"cannot flip dimension {dim} of a target of shape {list(self.shape)}")
         return replace(
             self, mass=self.mass.flip(dim), background=self.background.flip(dim), weight=self.weight.flip(dim)
         )
@@ -127,7 +127,7 @@ def from_scores(
         smoothing, released: as in `CompactTarget.smooth`.
     """
     if logits.shape[0] != classes.shape[0] or logits.shape[-1] != classes.shape[1]:
-        raise EverytokenError(f"logits {list(logits.shape)} do not fit a vocabulary of shape {list(classes.shape)}.")
+        raise ValueError(f"logits {list(logits.shape)} do not fit a vocabulary of shape {list(classes.shape)}")
     if temperature <= 0:
         raise EverytokenError(f"the temperature must be above 0, got {temperature}.")
     if top_k is not None and top_k < 1:
@@ -197,10 +197,7 @@ def blend(a: CompactTarget, ra: Tensor | float, b: CompactTarget, rb: Tensor | f
     (ra·wa·a + rb·wb·b) / (ra·wa + rb·wb), and its weight is ra·wa + rb·wb.
     """
     if a.num_classes != b.num_classes or a.shape != b.shape:
-        raise EverytokenError(
-            f"cannot blend targets of shape {list(a.shape)} over {a.num_classes} classes and of shape {list(b.shape)} "
-            f"over {b.num_classes} classes."
-        )
+        raise ValueError(f"cannot blend targets {list(a.shape)}, {a.num_classes} and {list(b.shape)}, {b.num_classes}")
     part_a, part_b = _ratio(ra, a) * a.weight, _ratio(rb, b) * b.weight
     weight = part_a + part_b
     total = torch.where(weight > 0, weight, 1)
@@ -230,7 +227,7 @@ def mix_with_truth(
     stands alone.
     """
     if target.background.dim() != 1:
-        raise EverytokenError(f"the truth is known per image, but this target has shape {list(target.shape)}.")
+        raise ValueError(f"the truth is known per image, but this target has shape {list(target.shape)}")
     ratio: Tensor | float = rho if rho is not None else torch.where(target.top_class() == labels, 0.5, 0.9)
     truth = from_labels(labels, target.num_classes, smoothing)
     mixed = blend(target, ratio, truth, 1 - ratio)

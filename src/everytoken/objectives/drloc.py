@@ -234,18 +234,6 @@ class Drloc(Objective):
             grids = self.taps.grids((batch.images.shape[-2], batch.images.shape[-1]))
         return grids, [None if mix is None else mix.at((g.shape[1], g.shape[2])) for g in grids]
 
-    def grid_loss(self, grid: Tensor, generator: torch.Generator, mask: Tensor | None = None, level: int = 0) -> Tensor:
-        """The loss of one grid, without λ and schedule.
-
-        Args:
-            grid: tokens [B, h, w, d].
-            generator: for the pairs, on the grid's device.
-            mask: [B or 1, h, w], 1 = own image: leave out pairs that cross.
-            level: which MLP.
-        """
-        grid = self._pooled(grid)
-        return self._loss(grid, self._pairs(grid, generator), mask, level)
-
     def _pooled(self, grid: Tensor) -> Tensor:
         pooled = grid
         if self.pool is not None:
