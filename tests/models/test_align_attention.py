@@ -346,7 +346,7 @@ def test_mistakes_of_the_caller_are_named():
         Aligner(model, Alignment(layers=(4,)))
     aligner = Aligner(model)
     with (
-        pytest.raises(EverytokenError, match="mask"),
+        pytest.raises(ValueError, match="mask"),
         aligner.watch(SimpleNamespace(mask=mix.mask[0], ratio=mix.ratio)),
     ):
         model(images)

@@ -223,10 +223,8 @@ def test_a_level_of_one_token_is_left_out_beside_larger_ones():
     seen = model(images)
     grids = objective.taps.grids((32, 32))
     assert [tuple(g.shape[1:3]) for g in grids] == [(8, 8), (4, 4), (2, 2), (1, 1)]
-    ones = [
-        grid_loss(objective, g, StepKey().torch_generator(f"drloc/{i}", "cpu"), level=i)
-        for i, g in enumerate(grids[:3])
-    ]
+    draws = [StepKey().torch_generator(f"drloc/{i}", "cpu") for i in range(3)]
+    ones = [grid_loss(objective, grids[i], draws[i], level=i) for i in range(3)]
     seen = model(images)
     got = objective(seen, Batch(images=images, key=StepKey()))["l1"]
     assert float(got.detach()) == pytest.approx(float(sum(ones).detach()), rel=1e-4)

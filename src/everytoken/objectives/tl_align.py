@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
 from everytoken.functional import compact_cross_entropy
-from everytoken.functional.shares import aligned_cross_entropy, aligned_target
+from everytoken.functional.shares import aligned_target
 from everytoken.mixing.mix import Mix, placed_token_targets
 from everytoken.models import TokenModel
 from everytoken.models.align import AlignedPass, Aligner, Alignment, Shares
@@ -122,33 +122,6 @@ class TransMix(TLAlign):
         super().__init__(model, layers, patches_only=patches_only, **settings)
 
 
-class AlignedShares:
-    """What `aligned` yields: the shares of the pass, once the `with` block has ended."""
-
-    def __init__(self, mix: Mix, followed: AlignedPass) -> None:
-        self.mix, self._followed = mix, followed
-
-    @property
-    def shares(self) -> Shares:
-        """Shares of what the head reads (`.image` [B]) and of the tokens (`.grid` [B, h, w])."""
-        return self._followed.shares
-
-    def cross_entropy(self, logits: Tensor | TokenView, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Equation (12), a scalar. Call it after the `with` block.
-
-        Args:
-            logits: [B, K], or the view that a TokenModel returned.
-            labels: of the images before they were mixed: classes [B], or distributions [B, K].
-            smoothing: label smoothing, of distributions too.
-        """
-        logits = logits if isinstance(logits, Tensor) else logits.logits
-        if labels.shape not in ((len(logits),), logits.shape):
-            raise ValueError(f"labels {list(labels.shape)} do not fit logits {list(logits.shape)}: [B] or [B, K]")
-        shares = self.shares
-        loss = aligned_cross_entropy(logits, labels, labels[self.mix.partner], shares.image, smoothing)
-        return loss * shares.total
-
-
 @contextmanager
 def aligned(
     model: nn.Module,
@@ -157,7 +130,7 @@ def aligned(
     residual: bool = True,
     normalise: bool = True,
     patches_only: bool = False,
-) -> Iterator[AlignedShares]:
+) -> Iterator[AlignedPass]:
     """Follow the labels of mixed images through one pass of any timm model (TL-Align); one block per pass.
 
     Args:
@@ -177,6 +150,6 @@ def aligned(
     aligner = Aligner(backbone, _alignment(layers, residual, normalise, patches_only))
     try:
         with aligner.watch(mix) as followed:
-            yield AlignedShares(mix, followed)
+            yield followed
     finally:
         aligner.remove()

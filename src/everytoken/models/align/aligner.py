@@ -4,7 +4,7 @@ Paper: "Token-Label Alignment for Vision Transformers", equations (4) to (12); a
     aligner = Aligner(model)
     with aligner.watch(mix) as aligned:
         logits = model(images)                    # or a compiled or DDP wrapper of it
-    loss = aligned_cross_entropy(logits, labels, labels[mix.partner], aligned.shares.image)
+    loss = aligned.cross_entropy(logits, labels)
 Evaluation and passes outside of `watch` are the plain model's; `remove()` removes the hooks.
 What we do differently: one share per token instead of a K-wide label (exact, see `everytoken.functional.shares`).
 Cost: see `fused`, `attention`, `convolution`.
@@ -15,32 +15,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
+from everytoken.functional.shares import aligned_cross_entropy
+from everytoken.mixing.mix import Mix
 from everytoken.models.align.attention import InterceptAttention
 from everytoken.models.align.rules import HookBuilder
 from everytoken.models.align.state import ShareState
 from everytoken.models.families import Family, UnsupportedModelError, family_of
+
+if TYPE_CHECKING:
+    from everytoken.models.token_model import TokenView
 
 # Classifier, pooling and what belongs to them: how they read tokens is in `Aligner.read`.
 HEADS = frozenset(
     {"head", "head_dist", "head_drop", "aux_head", "fc", "fc_norm", "classifier", "flatten"}
     | {"global_pool", "pooling", "attn_pool"}
 )
-
-
-class MixLike(Protocol):
-    """What alignment needs of a mix: `mask` [B or 1, h, w], 1 = own image, and `ratio` [B]."""
-
-    @property
-    def mask(self) -> Tensor: ...
-
-    @property
-    def ratio(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -97,19 +92,33 @@ class Shares:
 
 
 class AlignedPass:
-    """The result of a watched pass; filled when the `with` block ends."""
+    """What `watch` and `everytoken.aligned` yield: the shares of the pass, once the `with` block has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, mix: Mix) -> None:
+        self.mix = mix
         self._shares: Shares | None = None
 
     @property
     def shares(self) -> Shares:
-        """The shares after the pass."""
+        """Shares of what the head reads (`.image` [B]) and of the tokens (`.grid` [B, h, w])."""
         if self._shares is None:
-            raise EverytokenError(
-                "no shares yet: run the model inside the `with` block of aligned(model, mix) or aligner.watch(mix)."
-            )
+            raise EverytokenError("no shares yet: run the model inside the `with` block, and ask after it.")
         return self._shares
+
+    def cross_entropy(self, logits: Tensor | TokenView, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Equation (12), a scalar. Call it after the `with` block.
+
+        Args:
+            logits: [B, K], or the view that a TokenModel returned.
+            labels: of the images before they were mixed: classes [B], or distributions [B, K].
+            smoothing: label smoothing, of distributions too.
+        """
+        logits = logits if isinstance(logits, Tensor) else logits.logits
+        if labels.shape not in ((len(logits),), logits.shape):
+            raise ValueError(f"labels {list(labels.shape)} do not fit logits {list(logits.shape)}: [B] or [B, K]")
+        shares = self.shares
+        loss = aligned_cross_entropy(logits, labels, labels[self.mix.partner], shares.image, smoothing)
+        return loss * shares.total
 
 
 class Aligner:
@@ -131,10 +140,7 @@ class Aligner:
         counting = self._attach(ShareState(), None)  # a first walk counts the layers
         counting.remove()
         if layers is not None and not counting.count:
-            raise EverytokenError(
-                f"layers={layers}: {type(backbone).__name__} has no attention or token-mixing layers to choose from; "
-                "leave `layers` out for convolutional backbones."
-            )
+            raise EverytokenError(f"layers={layers}: {type(backbone).__name__} has no token-mixing layers.")
         numbers = None if layers is None else _layer_numbers(layers, counting.count)
         self.state = ShareState(self.options.residual, self.options.history, self.options.patches_only)
         self._hooks = self._attach(self.state, numbers)
@@ -144,9 +150,8 @@ class Aligner:
     def _attach(self, state: ShareState, layers: frozenset[int] | None) -> HookBuilder:
         embed = None if self.is_map else self.family.embed
         if not self.is_map and embed is None:
-            raise UnsupportedModelError(
-                f"token-label alignment does not know where {type(self.backbone).__name__} embeds its patches"
-            )
+            name = type(self.backbone).__name__
+            raise UnsupportedModelError(f"token-label alignment does not know where {name} embeds its patches")
         builder = HookBuilder(state, embed, layers)
         self._from_pixels = self.is_map
         try:
@@ -166,7 +171,7 @@ class Aligner:
         self._hooks.remove()
 
     @contextmanager
-    def watch(self, mix: MixLike) -> Iterator[AlignedPass]:
+    def watch(self, mix: Mix) -> Iterator[AlignedPass]:
         """Follow one pass of the model, or of a wrapper of it, over mixed images.
 
         Args:
@@ -174,7 +179,7 @@ class Aligner:
                 image, 0 = partner) and `ratio` [B]. Its `level`, if it has one, says whether tokens are mixed instead
                 of pixels, behind the patch embedding.
         """
-        aligned = AlignedPass()
+        aligned = AlignedPass(mix)
         self._begin(mix)
         try:
             with self._intercept:
@@ -183,7 +188,7 @@ class Aligner:
         finally:
             self.state.clear()
 
-    def run(self, forward: Callable[[Tensor], Tensor], images: Tensor, mix: MixLike) -> tuple[Tensor, Shares]:
+    def run(self, forward: Callable[[Tensor], Tensor], images: Tensor, mix: Mix) -> tuple[Tensor, Shares]:
         """The same as one call, which can be compiled as a whole: (forward(images), shares)."""
         self._begin(mix)
         try:
@@ -193,7 +198,7 @@ class Aligner:
         finally:
             self.state.clear()
 
-    def _begin(self, mix: MixLike) -> None:
+    def _begin(self, mix: Mix) -> None:
         state = self.state
         state.clear()
         # blocks that run again in the backward pass run without shares then, so they should make the plain call now
@@ -202,12 +207,9 @@ class Aligner:
         mask, ratio = mix.mask.detach(), mix.ratio.detach().float()
         if tokens is not None:  # pixels and then tokens: what a token shows is known behind the patch embedding
             finer = max(mask.shape[1:], tokens.mask.shape[1:])
-            mask = mix.at((finer[0], finer[1]))  # type: ignore[attr-defined]
+            mask = mix.at((finer[0], finer[1]))
         if mask.dim() != 3 or ratio.dim() != 1 or mask.shape[0] not in (1, ratio.shape[0]):
-            raise EverytokenError(
-                f"a mix of B images needs a mask [B or 1, h, w] and a ratio [B]; got mask {list(mask.shape)} and ratio "
-                f"{list(ratio.shape)}."
-            )
+            raise ValueError(f"mask {list(mask.shape)} and ratio {list(ratio.shape)} are not [B or 1, h, w] and [B]")
         state.mask, state.ratio = mask.expand(ratio.shape[0], -1, -1), ratio
         tokens_mixed = tokens is not None or getattr(mix, "level", "pixels") == "tokens"
         state.on_pixels = self.is_map or (self._from_pixels and not tokens_mixed)
