@@ -1,4 +1,4 @@
-"""`python -m everytoken` is the console script; `torchrun -m everytoken ...` uses it too."""
+"""`python -m everytoken_lab` is the console script; `torchrun -m everytoken_lab ...` uses it too."""
 
 import sys
 

@@ -156,7 +156,7 @@ def test_images_that_are_whole_stay_whole_whatever_the_padding():
 def test_unknown_layers_and_wishes_are_refused():
     with pytest.raises(UnsupportedModelError, match="BlurPool2d"):
         Aligner(timm.create_model("resnetblur50"))
-    with pytest.raises(EverytokenError, match="leave `layers` out"):
+    with pytest.raises(EverytokenError, match="no token-mixing layers"):
         Aligner(resnet(BasicBlock), Alignment(layers=(1,)))
     with pytest.raises(UnsupportedModelError, match="alignment"):
         Aligner(timm.create_model("densenet121"))

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from everytoken.errors import EverytokenError, did_you_mean, no_telemetry
+from everytoken.errors import EverytokenError, did_you_mean, install_command, no_telemetry
 from everytoken.files import disk_error
-from everytoken_lab.machine import keep_freed_memory
 
 GROUPS: dict[str, dict[str, str]] = {  # in the order of use
     "Begin": {
@@ -60,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     show_log()
     no_telemetry()
-    keep_freed_memory()
     try:
+        from everytoken_lab.machine import keep_freed_memory
+
+        keep_freed_memory()
         with machine_errors():
             if argv[:1] in (["-V"], ["--version"]):
                 from everytoken._version import version
@@ -74,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code is not None:  # a run that was asked to stop, and has said so
             return code
         print(f"everytoken: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:  # a package of the extra `lab`
+        if not error.name or error.name.startswith("everytoken"):
+            raise
+        print(f"everytoken: {error.name} is not installed. Install: {install_command('lab')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("everytoken: interrupted", file=sys.stderr)
