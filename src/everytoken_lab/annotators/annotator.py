@@ -106,8 +106,12 @@ class NetworkAnnotator(Annotator):
     def accelerate(self) -> None:
         """ONNX Runtime, on the CPU."""
         device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-        noise = torch.randn(3, 3, *self.preprocessing.size, generator=torch.Generator().manual_seed(0))
-        self.forward = faster(self.module, noise.to(device))
+        self.forward = faster(self.module, noise(self.preprocessing.size, device))
+
+
+def noise(size: Size, device: torch.device) -> Tensor:
+    """Three images, for a network to be tried on."""
+    return torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def weights_hash(module: nn.Module) -> str:
@@ -226,9 +230,7 @@ class FunctionAnnotator(Annotator):
 def from_python(spec: str, size: tuple[int, int] | None = None, weights: str = "") -> Annotator:
     """Your own function from images to score maps: `module:name` is imported (the working directory counts).
 
-        # my_labels.py
         def score(images):                  # float32 [B, 3, H, W], RGB, 0..1
-            ...
             return logits                   # [B, rows, columns, classes], a tensor or an array
 
         score.class_names = ["cat", "dog"]  # needed

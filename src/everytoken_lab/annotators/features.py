@@ -5,10 +5,9 @@
     choice = choose_backbone(data, candidates(), Path("features"), seconds=60)
     choice.backbone.with_head(choice.fit.head, data.class_names)             # a plain timm classifier
 
-Features are kept by the content of the image, in one folder per backbone and view (`KEY/part-*.safetensors`, half
-precision), so that renamed images and images that were added later cost nothing extra; a job that was killed goes on
-after its last part of 256 images.
-Cost: one forward pass per image and candidate; see docs/photos.md.
+Features are kept by the content of the image, in one folder per backbone and preprocessing (`KEY/part-*.safetensors`,
+half precision), so that renamed images and images that were added later cost nothing extra; a job that was killed goes
+on after its last part of 256 images.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from everytoken.files import make_inside, write_atomically
 from everytoken.keyed import uniform
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
-from everytoken_lab.annotators.annotator import AnnotatorError, CellScores, weights_hash
+from everytoken_lab.annotators.annotator import AnnotatorError, CellScores, noise, weights_hash
 from everytoken_lab.annotators.linear import FOLDS, LinearFit, LinearHead, fit_linear, stratified_folds
 from everytoken_lab.annotators.reading import ImageReader, read_batches
 from everytoken_lab.data.augment import EvalTransform, eval_view
@@ -72,7 +71,7 @@ class Candidate:
 
 
 def available_weights() -> list[str]:
-    """Pretrained backbones that can be had without a network: installed packages, then those in the hub's cache."""
+    """Pretrained backbones already on this machine: installed packages, then those in the hub's cache."""
     names = {name: name.removeprefix("timm:").partition(".")[0] for name in weights_at_hand()}
     return [name for name, model in names.items() if model == name or family_of_name(model) is not None]
 
@@ -92,7 +91,7 @@ class FrozenBackbone:
         squash: resize photos to the input as a whole, instead of as the network was trained.
 
     Attributes:
-        info: architecture, size, crop and normalisation of its view.
+        info: architecture, size, crop and normalisation.
         dim: number of features.
         key: changes with everything that the features depend on.
     """
@@ -139,19 +138,14 @@ class FrozenBackbone:
         """Normalised images [B, 3, H, W] -> features [B, h, w, D]."""
         return self._cells(images)
 
-    def accelerated(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """`module`, a part of this network, for many images: faster after a second or two, see `models.inference`."""
-        noise = torch.randn(3, 3, *self.info.img_size, generator=torch.Generator().manual_seed(0))
-        return faster(module, noise.to(self.device))
-
     @cached_property
     def fast_pooled(self) -> Callable[[Tensor], Tensor]:
-        """`pooled` for many images."""
-        return self.accelerated(self.model.backbone)
+        """`pooled`, faster after a second or two."""
+        return faster(self.model.backbone, noise(self.info.img_size, self.device))
 
     def accelerate_cells(self) -> None:
-        """Make `cells` faster."""
-        self._cells = self.accelerated(CellScores(self.model).eval())
+        """Spend a second or two on making `cells` faster."""
+        self._cells = faster(CellScores(self.model).eval(), noise(self.info.img_size, self.device))
 
     def with_head(self, head: LinearHead, class_names: Sequence[str]) -> tuple[nn.Module, Description]:
         """A copy of the timm model with `head` as its classifier, and its description."""
@@ -186,7 +180,7 @@ class Features:
         values: [n, D] float32; zeros where an image cannot be read.
         digests: of the content of each image; "" where it cannot be read.
         failures: index -> why the image cannot be read.
-        seconds: that it took to compute what was not kept, for how many images.
+        seconds, computed: time for the images that were not in the cache, and their number.
     """
 
     values: np.ndarray
@@ -301,13 +295,8 @@ def compute_features(
 
 @dataclass(frozen=True)
 class Trial:
-    """How one candidate did on the images that backbones are compared on.
-
-    Attributes:
-        accuracy, loss: out of fold.
-        seconds_per_image: of its features; training_seconds: of training on one image, estimated.
-        images: that it was tried on.
-    """
+    """How one candidate did on the images that backbones are compared on: accuracy and loss are out of fold, seconds
+    those of an image, for its features and (estimated) for training on it."""
 
     candidate: Candidate
     accuracy: float
@@ -324,12 +313,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backbone that cross-validation chose, its features of all images and the head on them.
-
-    Attributes:
-        trials: every candidate that was tried; skipped: why others were not.
-        fit: over the readable images, `features.readable`.
-    """
+    """The backbone that cross-validation chose, its features of all images and the head fitted on the readable ones;
+    every candidate that was tried, and those that were skipped for lack of time."""
 
     backbone: FrozenBackbone
     features: Features
@@ -367,7 +352,6 @@ def choose_backbone(
     started, skipped = time.perf_counter(), list[str]()
     tried: list[tuple[Trial, FrozenBackbone, LinearFit | None]] = []
     subset, some = data.subset(few), [digests[i] for i in few]
-    fast = len(few) >= _MANY
 
     def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
         features = compute_features(subset, backbone, cache, digests=some, workers=workers)
@@ -380,32 +364,28 @@ def choose_backbone(
     def late(rate: float) -> bool:
         return rate * len(data) > seconds - (time.perf_counter() - started)
 
-    for candidate in offered:
-        fixed, backbone = (
-            candidate.img_size,
-            FrozenBackbone(candidate.name, candidate.img_size, device, candidate.squash),
-        )
-        candidate = replace(candidate, img_size=backbone.info.img_size[0])
+    for offer in offered:
+        backbone = FrozenBackbone(offer.name, offer.img_size, device, offer.squash)
+        candidate = replace(offer, img_size=backbone.info.img_size[0])
         if len(offered) == 1:
             tried.append((Trial(candidate, 0.0, 0.0, 0.0), backbone, None))
             break
-        rate = _seconds_per_image(backbone, backbone.fast_pooled if fast else backbone.pooled)
-        if not tried and late(rate) and not fixed and candidate.img_size > _SMALL:
+        rate = _seconds_per_image(backbone, backbone.fast_pooled if len(few) >= _MANY else backbone.pooled)
+        if late(rate) and (tried or (not offer.img_size and candidate.img_size > _SMALL)):
             skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
+            if tried:
+                continue
             candidate = replace(candidate, img_size=_SMALL)
             backbone = FrozenBackbone(candidate.name, _SMALL, device)
-        if tried and late(rate):
-            skipped.append(f"{candidate} (about {rate * len(data):.0f} s)")
-            continue
         probe(candidate, backbone, rate)
     if len(offered) > 1:
         best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
         squashed = replace(best_trial.candidate, squash=True)
-        if not late(best_trial.seconds_per_image):
+        if late(best_trial.seconds_per_image):
+            skipped.append(str(squashed))
+        else:
             backbone = FrozenBackbone(squashed.name, squashed.img_size, device, squash=True)
             probe(squashed, backbone, best_trial.seconds_per_image)
-        else:
-            skipped.append(str(squashed))
     trials = tuple(trial for trial, _, _ in tried)
     tried.sort(key=lambda row: row[0].loss)
     best: Choice | None = None
@@ -415,8 +395,7 @@ def choose_backbone(
         ):
             continue
         features = compute_features(data, backbone, cache, digests=digests, workers=workers, progress=progress)
-        whole = first if first is not None and len(few) == len(data) else None
-        fit = whole or fit_features(features, data, folds, seed)
+        fit = first if first and len(few) == len(data) else fit_features(features, data, folds, seed)
         if best is None or fit.loss < best.fit.loss:
             best = Choice(backbone, features, fit, trials, tuple(skipped))
     assert best is not None

@@ -9,12 +9,11 @@ fold, which was not fitted on it: a head that knows an image gives it a label th
 
 The heads are kept in the store's folder (`annotator/linear.safetensors` and `.json`), with the features, and the whole
 classifier as a plain timm model (`annotator/best.safetensors`).
-Cost: one pass over the images for the features, some hundred images for each backbone that is tried, and one pass for
-the maps.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass, field
@@ -81,13 +80,7 @@ class LinearAnnotator(Annotator):
 
 
 def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
-    """Fit what is not fitted yet, and return the annotator.
-
-    Args:
-        out: the store's folder; what was fitted is kept in `out/annotator`.
-        options: of the annotation.
-        world: its processes; the first fits the heads.
-    """
+    """Fit what is not fitted yet, by the first process, keep it in `out/annotator`, and return the annotator."""
     if data.multi_label:
         raise EverytokenError(
             f"`fit` learns one class per image, and images of {data.name} have several labels. Use an annotator that "
@@ -208,16 +201,16 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
     )
     settings = {
         "fit": {key: value for key, value in plan.items() if key != "data_sha256"},
-        "weights_sha256": [backbone.weights_sha256, *(_hash(head) for head in heads)],
+        "weights_sha256": [
+            backbone.weights_sha256,
+            *(
+                hashlib.sha256(head.weight.numpy().tobytes() + head.bias.numpy().tobytes()).hexdigest()
+                for head in heads
+            ),
+        ],
         "held_out_accuracy": round(accuracy, 4),
     }
     return LinearAnnotator("fit", backbone.preprocessing, ClassList(len(names), names), settings, backbone, heads, part)
-
-
-def _hash(head: LinearHead) -> str:
-    import hashlib
-
-    return hashlib.sha256(head.weight.numpy().tobytes() + head.bias.numpy().tobytes()).hexdigest()
 
 
 def kept_network(store: Path) -> tuple[nn.Module, EvalTransform, tuple[str, ...]]:

@@ -91,7 +91,7 @@ class ArchiveReader:
         if unpacked > limit:
             raise ImageError(
                 f"{self.where(i)}: unpacks to {unpacked:,} bytes, more than the limit of {limit:,}, 4 for each pixel "
-                f"of the largest allowed image. If you trust it, raise that (max_pixels; {LIMIT_VARIABLE})."
+                f"of the largest allowed image. If you trust it, raise that (--max-pixels; {LIMIT_VARIABLE})."
             )
         data = self._exactly(number, size, offset + _LOCAL_HEADER.size + name_length + extra_length, i)
         try:

@@ -1,41 +1,37 @@
-"""Augmentation: one view of an image, random or fixed, and the placement that says what the view shows.
+"""Augmentation: what the network sees of an image, random or fixed, and the placement that says where it is.
 
 The training view has the distribution of timm's training transform: random resized crop, flips, RandAugment or colour
 jitter, erasing; the field names of `AugmentOptions` are timm's flags. The order of work differs: everything random is
 drawn first, the geometric steps become one matrix, `warp.render` makes the pixels from the source once, and colour
-operations and erasing follow on the small image. See `warp` and `randaugment` for what that changes. Everything random
-comes from the generator that is passed in; the loader keys it by (seed, epoch, sample, "augment").
+operations and erasing follow on the small image. Everything random comes from the generator that is passed in; the
+loader keys it by (seed, epoch, sample, "augment").
 
 Random erasing (Zhong et al., 2017) and CutOut (DeVries and Taylor, 2017) have the rectangles of timm's `RandomErasing`:
 with probability `reprob`, 1..`recount` rectangles, each of 2 % to a third of the image (divided by their number) with
 an aspect ratio in 0.3..3.3; `const` fills with the mean colour (CutOut), `rand` with one random colour, `pixel` with
-noise. What differs: it is done per sample on uint8, before the batch, so the same sample is erased alike on every
-device; the noise is N(mean, std) of the normalisation, as in timm, but in 256 levels and within 0..255.
+noise. It is done per sample on uint8; the noise is N(mean, std) of the normalisation, as in timm, in 256 levels.
 
-The evaluation view is timm's resize and centre crop, bit for bit. The whole image is resized with Pillow, and then the
-centre is cut out. Giving Pillow only the centre's box would save 10-40 % of the work, but it keeps boxes in single
-precision and the pixels then differ; for the same reason nothing of the training view's faster resizing is used. The
-image is upright by EXIF first, which timm leaves undone.
-
-Cost, one core, 640 x 480 JPEG to 224 px with `rand-m9-mstd0.5-inc1`: 1.1 ms besides 2.3 ms of decoding (timm: 2.7 ms
-besides 2.6 ms); 0.15 ms for erasing.
+The evaluation view is timm's resize and centre crop, bit for bit, of the image that is upright by EXIF, which timm
+leaves undone. The whole image is resized with Pillow before the crop: boxes in single precision would change pixels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Interval
 from PIL import Image
 
 from everytoken.data import placement as pl
 from everytoken.data import randaugment
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken_lab import schema
 from everytoken_lab.data.decode import Picture
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -48,7 +44,9 @@ FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 CROP_MODES = ("center", "squash", "border")
-ERASE_MODES = ("const", "rand", "pixel")
+_Chance = Annotated[float, Interval(ge=0, le=1)]
+_Area = Annotated[float, Interval(gt=0, le=1)]
+_Ratio = Annotated[float, Interval(gt=0, lt=math.inf)]
 _ATTEMPTS = 10  # for a crop or rectangle that fits
 _ERASED_AREA = (0.02, 1 / 3)
 _ERASED_LOG_ASPECT = (math.log(0.3), math.log(1 / 0.3))
@@ -59,23 +57,23 @@ _LARGE = 50_000_000  # pixels of a resized image; a 1 x 1000 image becomes 256 x
 class AugmentOptions:
     """Augmentation."""
 
-    scale: tuple[float, float] = (0.08, 1.0)
-    """Area of the random crop, as part of the image."""
-    ratio: tuple[float, float] = (0.75, 4 / 3)
+    scale: tuple[_Area, _Area] = (0.08, 1.0)
+    """Area of the random crop, as a fraction of the image."""
+    ratio: tuple[_Ratio, _Ratio] = (0.75, 4 / 3)
     """Proportions of the random crop."""
-    hflip: float = 0.5
+    hflip: _Chance = 0.5
     """Chance of a left-right flip."""
-    vflip: float = 0.0
+    vflip: _Chance = 0.0
     """Chance of an up-down flip."""
     aa: str = "rand-m9-mstd0.5-inc1"
     """RandAugment in timm's notation; empty for none."""
     color_jitter: float = 0.0
     """Strength of brightness, contrast and saturation jitter; only without RandAugment or with its 3-Augment sets."""
-    reprob: float = 0.25
+    reprob: _Chance = 0.25
     """Chance of erasing a rectangle."""
     remode: Literal["const", "rand", "pixel"] = "pixel"
     """What erased pixels become: the mean colour, one random colour, or noise."""
-    recount: int = 1
+    recount: Annotated[int, Interval(ge=1)] = 1
     """Number of rectangles."""
     train_interpolation: Literal["random", "bilinear", "bicubic"] = "random"
     """Resampling in training."""
@@ -88,19 +86,11 @@ class AugmentOptions:
 
     def check(self) -> None:
         """Raise an error that names the first field with a value that makes no sense."""
-        for name, highest in (("scale", 1.0), ("ratio", math.inf)):
-            first, second = getattr(self, name)
-            if not 0 < first <= second <= highest:
-                raise EverytokenError(
-                    f"{name} must be two numbers with 0 < first <= second <= {highest}, got ({first}, {second})."
-                )
-        for name in ("hflip", "vflip", "reprob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise EverytokenError(f"{name} is a probability, 0..1, got {getattr(self, name)}.")
-        _check_choice("remode", self.remode, ERASE_MODES)
-        _check_choice("train_interpolation", self.train_interpolation, ("random", "bilinear", "bicubic"))
-        if self.recount < 1:
-            raise EverytokenError(f"recount must be at least 1, got {self.recount}.")
+        schema.parse(AugmentOptions, asdict(self), "augmentation")
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise EverytokenError(f"{name} must be two numbers, the smaller one first, got ({low}, {high}).")
         if self.aa:
             randaugment.parse(self.aa)
 
@@ -184,15 +174,7 @@ class TrainTransform:
             for step in colours:
                 small = randaugment.recolour(small, step)
             pixels = np.array(small)
-        erase(
-            pixels,
-            rng,
-            prob=options.reprob,
-            mode=options.remode,
-            count=options.recount,
-            mean=self.mean,
-            std=self.std,
-        )
+        erase(pixels, rng, options.reprob, options.remode, options.recount, self.mean, self.std)
         return pixels, pl.from_pixels(used, (width, height), picture.size)
 
 
@@ -225,7 +207,6 @@ def random_crop(
 def erase(
     pixels: np.ndarray,
     rng: np.random.Generator,
-    *,
     prob: float,
     mode: str,
     count: int,

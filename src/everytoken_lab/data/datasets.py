@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import io
 import logging
 import os
 import re
@@ -45,7 +44,7 @@ from everytoken_lab.data.labels import NAME as LABELS_NAME
 from everytoken_lab.data.labels import Row, check_relative, find_labels, read_labels, read_text, unusable_labels
 from everytoken_lab.data.remote import RemoteFile, fetch, find_remote, is_remote
 
-__all__ = ["DataError", "DataSet", "ImageSet", "ReaderSet", "Strings", "Subset", "open_dataset", "open_splits"]
+__all__ = ["DataError", "DataSet", "ReaderSet", "Strings", "Subset", "open_dataset", "open_splits"]
 
 EXTENSIONS = frozenset(
     (
@@ -271,24 +270,6 @@ class ReaderSet(DataSet):
     def open_bytes(self, i: int) -> bytes:
         """The image file of sample i."""
         return self.reader.read(int(self._positions[i]))
-
-
-class ImageSet(DataSet):
-    """Samples that exist as Pillow images rather than as files; a subclass says how to get one."""
-
-    @abstractmethod
-    def image(self, i: int) -> Image.Image:
-        """Sample i."""
-
-    def open_bytes(self, i: int) -> bytes:
-        """The image as a PNG file (lossless)."""
-        file = io.BytesIO()
-        self.image(i).save(file, "PNG")
-        return file.getvalue()
-
-    def picture(self, i: int) -> Picture:
-        """Sample i, without a detour through a file."""
-        return Picture(self.image(i), self.where(i))
 
 
 # Opening ------------------------------------------------------------------------------------------------------------

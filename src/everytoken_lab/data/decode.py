@@ -5,12 +5,10 @@ Pillow reads the header, with a list of allowed formats. Grey and RGB pixels of 
 What simplejpeg refuses gets a second chance with Pillow, which passes over harmless damage and raises on truncated
 files; the pixels of both are the same.
 
-What happens to unusual images (`docs/data.md` has the table): EXIF rotation is applied; grey, palette, CMYK and 1-bit
-become RGB; transparency is composited over white; 16-bit grey is scaled to 8 bits (Pillow alone would clip it to
-white); of an animation the first frame is taken. Truncated and corrupt files and float pixels raise `ImageError`, and
-so do images of more than `MAX_PIXELS` (or of as many as the environment variable `EVERYTOKEN_MAX_PIXELS` allows) and
-JPEG files too short for the pixels that they promise, before any memory is taken. Nothing is ever replaced by something
-else. Memory: up to 12 bytes per pixel of the stored image.
+`docs/data.md` has the table of what happens to unusual images: EXIF rotation, grey, palette, CMYK, transparency (over
+white), 16-bit grey, animations (first frame). Truncated and corrupt files and float pixels raise `ImageError`, and so
+do images of more than `MAX_PIXELS` (or of as many as the environment variable `EVERYTOKEN_MAX_PIXELS` allows) and JPEG
+files too short for the pixels that they promise, before any memory is taken. Up to 12 bytes per stored pixel are used.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _ORIENTATIONS: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, i
 }
 
 
-_SMALLER = f"Make a smaller copy, or raise the limit if you trust the file (max_pixels; {LIMIT_VARIABLE})."
+_SMALLER = f"Make a smaller copy, or raise the limit if you trust the file (--max-pixels; {LIMIT_VARIABLE})."
 
 
 class ImageError(EverytokenError):
@@ -78,8 +76,6 @@ def naming_errors(where: str) -> Iterator[None]:
     """Turn what Pillow raises about a file into an `ImageError` about that file."""
     try:
         yield
-    except ImageError:
-        raise
     except FileNotFoundError as error:
         raise ImageError(f"{where}: the file is not there.") from error
     except (PermissionError, IsADirectoryError) as error:
@@ -101,7 +97,6 @@ class Picture:
     Args:
         source: the bytes of an image file, its path, or a Pillow image.
         where: what to call it in messages.
-        max_pixels: larger images are refused before they are decoded; None: `pixel_limit`.
 
     Attributes:
         size: (width, height) of the upright image, in pixels.
@@ -109,21 +104,18 @@ class Picture:
         orientation: EXIF orientation, 1 to 8.
         image: the stored image as Pillow opened it.
         to_raw: float64 [2, 3], upright pixel position -> stored pixel position (identity without EXIF rotation).
-        where: what to call it in messages.
     """
 
-    def __init__(
-        self, source: bytes | str | Path | Image.Image, where: str = "image", *, max_pixels: int | None = None
-    ) -> None:
+    def __init__(self, source: bytes | str | Path | Image.Image, where: str = "image") -> None:
         self.where = where
         self._data = b""
         with naming_errors(where):
             if isinstance(source, Image.Image):
                 self.image = source
-                _check_pixels(source.size, where, max_pixels)
+                _check_pixels(source.size, where)
             else:
                 self._data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
-                self.image = open_image(io.BytesIO(self._data), where, max_pixels)
+                self.image = open_image(io.BytesIO(self._data), where)
             self.orientation = _orientation(self.image)
         width, height = self.raw_size = self.image.size
         self._jpeg = bool(self._data) and self.image.format in ("JPEG", "MPO") and self.image.mode in ("RGB", "L")
@@ -190,15 +182,9 @@ def turn_upright(stored: np.ndarray, orientation: int) -> np.ndarray:
     return stored[:: -1 if b + e < 0 else 1, :: -1 if a + d < 0 else 1]
 
 
-def open_image(source: Path | io.BytesIO, where: str, max_pixels: int | None = None) -> Image.Image:
-    """An image file whose header is read; of the formats, and of the size, that are allowed.
-
-    Args:
-        source: a path, or a whole file.
-        where: what to call it in messages.
-        max_pixels: see `Picture`.
-    """
-    limit = max_pixels or pixel_limit()
+def open_image(source: Path | io.BytesIO, where: str) -> Image.Image:
+    """An image file whose header is read; of the formats, and of the size, that are allowed."""
+    limit = pixel_limit()
     if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limit  # somebody wants larger ones
     with naming_errors(where), warnings.catch_warnings():
@@ -207,7 +193,7 @@ def open_image(source: Path | io.BytesIO, where: str, max_pixels: int | None = N
         if not size:
             raise ImageError(f"{where}: the file is empty.")
         image = Image.open(source, formats=FORMATS)
-        _check_pixels(image.size, where, limit)
+        _check_pixels(image.size, where)
         if image.format in ("JPEG", "MPO") and image.width * image.height > size * _PIXELS_PER_BYTE:
             raise ImageError(
                 f"{where}: the file is truncated, or its header is wrong: {size} bytes cannot hold a JPEG image of "
@@ -218,17 +204,17 @@ def open_image(source: Path | io.BytesIO, where: str, max_pixels: int | None = N
         return image
 
 
-def read_header(path: Path, where: str, max_pixels: int | None = None) -> tuple[tuple[int, int], int]:
+def read_header(path: Path, where: str) -> tuple[tuple[int, int], int]:
     """((width, height) as stored, EXIF orientation) of an image file, of which the header alone is read.
 
     Refuses what `Picture` refuses at opening, with the same words.
     """
-    with open_image(path, where, max_pixels) as image, naming_errors(where):
+    with open_image(path, where) as image, naming_errors(where):
         return image.size, _orientation(image)
 
 
-def _check_pixels(size: tuple[int, int], where: str, max_pixels: int | None) -> None:
-    limit = max_pixels or pixel_limit()
+def _check_pixels(size: tuple[int, int], where: str) -> None:
+    limit = pixel_limit()
     if size[0] * size[1] > limit:
         raise ImageError(f"{where}: {size[0]} x {size[1]} pixels are more than the limit of {limit}. {_SMALLER}")
 
@@ -246,12 +232,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def to_rgb(image: Image.Image, where: str = "image") -> Image.Image:
-    """8-bit RGB of a loaded image in any of Pillow's modes; transparency is composited over white.
-
-    Args:
-        image: loaded.
-        where: what to call it in messages.
-    """
+    """8-bit RGB of a loaded image in any of Pillow's modes; transparency is composited over white."""
     mode = image.mode
     if mode == "RGB" and "transparency" not in image.info:
         return image

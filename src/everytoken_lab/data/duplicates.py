@@ -3,7 +3,6 @@
 Near duplicates are found by a difference hash: the image as 9 x 8 grey cells, one bit for each pair of neighbours that
 says which is brighter. Two images are candidates when 3 of 64 bits differ at most (they then agree in one of four bands
 of 16 bits, by which they are found), and near duplicates when their 16 x 16 thumbnails also differ by 3 % at most.
-Cost: decoding each image; 1 KB of memory per image.
 """
 
 from __future__ import annotations

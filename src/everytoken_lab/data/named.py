@@ -12,6 +12,7 @@ images, those of Hugging Face as the encoded bytes they are stored as.
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,39 +21,38 @@ import numpy as np
 from PIL import Image
 
 from everytoken.errors import did_you_mean, need
-from everytoken_lab.data.datasets import DataError, DataSet, ImageSet
+from everytoken_lab.data.datasets import DataError, DataSet
 from everytoken_lab.data.decode import ImageError, Picture
 
 # what the splits are called elsewhere, in the order of preference
-_TORCHVISION_SPLITS = {
-    "train": ("train", "trainval", "train-standard"),
-    "val": ("val", "valid", "test"),
-    "test": ("test",),
-}
-_HF_SPLITS = {
-    "train": ("train", "training"),
+_SPLITS = {
+    "train": ("train", "training", "trainval", "train-standard"),
     "val": ("validation", "val", "valid", "dev", "test"),
     "test": ("test",),
 }
 _DEFAULT_ROOT = "~/.cache/everytoken/datasets"
+_HOLD_OUT = "hold some images out with val_split, such as 0.1."
 
 
 def open_named(spec: str, split: str, download: bool) -> DataSet:
     """Open one split ("train", "val" or "test") of a dataset by its name."""
     kind, _, name = spec.partition(":")
-    if split not in _TORCHVISION_SPLITS:
-        raise DataError(f"{spec}: the split {split!r} is none of {', '.join(_TORCHVISION_SPLITS)}.")
+    if split not in _SPLITS:
+        raise DataError(f"{spec}: the split {split!r} is none of {', '.join(_SPLITS)}.")
     if kind == "hf":
         return _open_hf(name, split)
     name, _, folder = name.partition(":")
     return _open_torchvision(name, split, Path(folder or _DEFAULT_ROOT).expanduser(), download)
 
 
-class NumberedSet(ImageSet):
-    """Samples of a split that are known by their numbers."""
+class NamedSet(DataSet):
+    """One split of such a dataset: `data` is what its library returned; a sample is known by its number."""
 
-    def __init__(self, name: str, split: str, data: Any) -> None:
-        self.name, self.split, self.data = name, split, data
+    def __init__(self, name: str, split: str, data: Any, labels: Any, class_names: Iterable[Any] | None) -> None:
+        self.name, self.split, self.data, self.labels = name, split, data, np.asarray(labels, dtype=np.int64)
+        names = [", ".join(name) if isinstance(name, (tuple, list)) else str(name) for name in class_names or ()]
+        top = int(self.labels.max(initial=-1))
+        self.class_names = names if len(names) > top else [str(k) for k in range(top + 1)]
 
     def key(self, i: int) -> str:
         """split/number"""
@@ -63,13 +63,8 @@ class NumberedSet(ImageSet):
         return f"{self.name}, {self.split} image {i}"
 
 
-class TorchvisionSet(NumberedSet):
-    """A torchvision dataset."""
-
-    def __init__(self, name: str, split: str, data: Any) -> None:
-        super().__init__(f"torchvision:{name}", split, data)
-        self.labels = np.asarray(_torchvision_labels(data), dtype=np.int64)
-        self.class_names = _class_names(getattr(data, "classes", None), self.labels)
+class TorchvisionSet(NamedSet):
+    """A torchvision dataset: Pillow images."""
 
     def image(self, i: int) -> Image.Image:
         """Sample i."""
@@ -81,6 +76,16 @@ class TorchvisionSet(NumberedSet):
             raise DataError(f"{self.name} gives {type(image).__name__} instead of images; it cannot be used here.")
         return image
 
+    def open_bytes(self, i: int) -> bytes:
+        """The image as a PNG file (lossless)."""
+        file = io.BytesIO()
+        self.image(i).save(file, "PNG")
+        return file.getvalue()
+
+    def picture(self, i: int) -> Picture:
+        """Sample i, without a detour through a file."""
+        return Picture(self.image(i), self.where(i))
+
 
 def _open_torchvision(name: str, split: str, root: Path, download: bool) -> DataSet:
     from torchvision import datasets
@@ -91,23 +96,16 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
     name = names[name.lower()]
     make = getattr(datasets, name)
     accepted = inspect.signature(make).parameters
-    options: dict[str, Any] = {}
-    if "root" in accepted:
-        options["root"] = str(root)
-    if "download" in accepted:
-        options["download"] = download
-        if download:
-            root.mkdir(parents=True, exist_ok=True)
+    options = {key: value for key, value in (("root", str(root)), ("download", download)) if key in accepted}
+    if download:
+        root.mkdir(parents=True, exist_ok=True)
+    choices: list[dict[str, Any]] = [{}]
     if "train" in accepted:
-        choices: list[dict[str, Any]] = [{"train": split == "train"}]
+        choices = [{"train": split == "train"}]
     elif "split" in accepted:
-        choices = [{"split": spelling} for spelling in _TORCHVISION_SPLITS[split]]
-    elif split == "train":
-        choices = [{}]
-    else:
-        raise DataError(
-            f"torchvision:{name} is not divided into splits; hold some images out with val_split, such as 0.1."
-        )
+        choices = [{"split": spelling} for spelling in _SPLITS[split]]
+    elif split != "train":
+        raise DataError(f"torchvision:{name} is not divided into splits; {_HOLD_OUT}")
     refusal: Exception | None = None
     for choice in choices:
         try:
@@ -116,13 +114,13 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
             refusal = error
             continue
         except (RuntimeError, FileNotFoundError) as error:
-            raise DataError(
-                f"torchvision:{name} is not in {root}: {error}{'' if download else _ways(name, split, root)}"
-            ) from error
+            ways = "" if download else _ways(name, split, root)
+            raise DataError(f"torchvision:{name} is not in {root}: {error}{ways}") from error
         except Exception as error:  # wants other arguments, or its files are damaged: many kinds
             raise DataError(f"torchvision:{name} cannot be opened in {root} ({error}).") from error
         try:
-            return TorchvisionSet(name, str(choice.get("split", split)), data)
+            labels, classes = _torchvision_labels(data), getattr(data, "classes", None)
+            return TorchvisionSet(f"torchvision:{name}", str(choice.get("split", split)), data, labels, classes)
         except (TypeError, ValueError, AttributeError) as error:
             raise DataError(f"torchvision:{name} has no class for each image, so it cannot be used here.") from error
     raise DataError(f"torchvision:{name} has no images for {split}: {refusal}")
@@ -131,7 +129,7 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
 def _ways(name: str, split: str, root: Path) -> str:
     """How to get a dataset that is not there."""
     spec = f"torchvision:{name}" if root == Path(_DEFAULT_ROOT).expanduser() else f"torchvision:{name}:{root}"
-    code = f"from everytoken.data import open_dataset; open_dataset({spec!r}, {split!r}, download=True)"
+    code = f"from everytoken_lab.data.datasets import open_dataset; open_dataset({spec!r}, {split!r}, download=True)"
     return (
         f"\nIf you have it, name the folder that holds it: torchvision:{name}:FOLDER. To download it, once:\n"
         f'  python -c "{code}"'
@@ -150,52 +148,27 @@ def _torchvision_labels(data: Any) -> Sequence[int] | np.ndarray:
     return [int(data[i][1]) for i in range(len(data))]  # decodes everything once; the last resort
 
 
-def _class_names(given: Iterable[Any] | None, labels: np.ndarray) -> list[str]:
-    names = [", ".join(name) if isinstance(name, (tuple, list)) else str(name) for name in given or ()]
-    top = int(labels.max(initial=-1))
-    return names if len(names) > top else [str(k) for k in range(top + 1)]
-
-
-class HuggingFaceSet(NumberedSet):
-    """One split of a Hugging Face dataset, with an image column and a label column."""
+class HuggingFaceSet(NamedSet):
+    """One split of a Hugging Face dataset, with an image column and a label column: image files."""
 
     def __init__(self, name: str, split: str, data: Any, library: Any) -> None:
-        super().__init__(f"hf:{name}", split, data)
         kinds = {column: type(feature).__name__ for column, feature in data.features.items()}
-        self.image_column = self._column(kinds, "Image", ("image", "img", "jpg", "png"))
-        label_column = self._column(kinds, "ClassLabel", ("label", "labels", "fine_label", "cls"))
-        self.labels = np.asarray(data[label_column], dtype=np.int64)
-        self.class_names = _class_names(getattr(data.features[label_column], "names", None), self.labels)
-        if kinds[self.image_column] == "Image":  # keep the bytes as they are stored
-            self.data = data.cast_column(self.image_column, library.Image(decode=False))
-
-    def _column(self, kinds: dict[str, str], kind: str, usual: tuple[str, ...]) -> str:
-        columns = [column for column, value in kinds.items() if value == kind] or [c for c in usual if c in kinds]
-        if not columns:
-            raise DataError(f"{self.name} has no {kind} column; its columns are {', '.join(kinds)}.")
-        return columns[0]
-
-    def _stored(self, i: int) -> Any:
-        value = self.data[int(i)][self.image_column]
-        if isinstance(value, dict):
-            return value["bytes"] if value.get("bytes") else Path(value["path"]).read_bytes()
-        return value
+        images, labels = (
+            [column for column, kind in kinds.items() if kind == wanted or column == usual]
+            for wanted, usual in (("Image", ""), ("ClassLabel", "label"))
+        )
+        if not images or not labels:
+            raise DataError(f"hf:{name} needs an Image and a ClassLabel column; its columns are {', '.join(kinds)}.")
+        names = getattr(data.features[labels[0]], "names", None)
+        super().__init__(f"hf:{name}", split, data, data[labels[0]], names)
+        self.column = images[0]
+        self.data = data.cast_column(self.column, library.Image(decode=False))  # keep the bytes as they are stored
 
     def open_bytes(self, i: int) -> bytes:
-        """The stored file, or a PNG of a decoded image."""
-        value = self._stored(i)
-        return value if isinstance(value, bytes) else super().open_bytes(i)
-
-    def image(self, i: int) -> Image.Image:
-        """Sample i, decoded by the library."""
-        value = self._stored(i)
-        return value if isinstance(value, Image.Image) else Image.fromarray(np.asarray(value, dtype=np.uint8))
-
-    def picture(self, i: int) -> Picture:
-        """From the stored bytes if there are any."""
-        if isinstance(self._stored(i), bytes):
-            return DataSet.picture(self, i)
-        return super().picture(i)
+        """The stored file."""
+        value = self.data[int(i)][self.column]
+        stored: bytes = value["bytes"] or Path(value["path"]).read_bytes()
+        return stored
 
 
 def _open_hf(name: str, split: str) -> DataSet:
@@ -211,12 +184,9 @@ def _open_hf(name: str, split: str) -> DataSet:
         raise DataError(f"hf:{name} cannot be opened: {error}") from error
     if not hasattr(splits, "keys"):  # a single one
         if split != "train":
-            raise DataError(f"hf:{name} is not divided into splits; hold some images out with val_split, such as 0.1.")
+            raise DataError(f"hf:{name} is not divided into splits; {_HOLD_OUT}")
         return HuggingFaceSet(name, "train", splits, library)
-    for spelling in _HF_SPLITS[split]:
-        if spelling in splits.keys():  # noqa: SIM118
-            return HuggingFaceSet(name, spelling, splits[spelling], library)
-    raise DataError(
-        f"hf:{name} has no images for {split}; its splits are {', '.join(splits.keys())}. Hold some images out with "
-        "val_split, such as 0.1."
-    )
+    spelling = next((spelling for spelling in _SPLITS[split] if spelling in splits), None)
+    if spelling is None:
+        raise DataError(f"hf:{name} has no images for {split}; its splits are {', '.join(splits)}. Or {_HOLD_OUT}")
+    return HuggingFaceSet(name, spelling, splits[spelling], library)
