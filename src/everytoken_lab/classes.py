@@ -10,7 +10,6 @@ the labels. Nothing would fail if class 7 of one were not class 7 of the other, 
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
 import json
 import pkgutil
@@ -94,7 +93,8 @@ def _by_number(numbers: Sequence[int], classes: ClassList) -> list[int | None]:
     if classes.names:  # ImageNet's, perhaps in another order
         return [classes.find(wnids()[number]) if number < IMAGENET else None for number in numbers]
     if max(numbers) >= classes.count and len(set(numbers)) == classes.count:  # such as 1 to 10
-        return [sorted(numbers).index(number) for number in numbers]
+        position = {number: i for i, number in enumerate(sorted(numbers))}
+        return [position[number] for number in numbers]
     return [number if number < classes.count else None for number in numbers]
 
 
@@ -332,20 +332,15 @@ def plan_classes(
 
 def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str], numbers: Sequence[int | None]) -> str:
     unclear = [name for name, number in zip(names, numbers, strict=True) if number is None]
+    why = f"If both have the same order, say so with the class map {SAME_ORDER!r}."
+    if classes.names:
+        why = "Several of these have the same name in the annotator."
     if classes.names and unclear:
         why = f"{_some(unclear)}: the name of none or several of the annotator's classes.{classes.near(unclear[0])}"
-    elif classes.names:
-        why = "Several of these have the same name in the annotator."
-    else:
-        why = f"If both have the same order, say so with the class map {SAME_ORDER!r}."
-    example = difflib.get_close_matches(names[0], classes.names, n=1, cutoff=0)[0] if classes.names else 0
     return (
-        f"{annotator} and {data} do not have the same classes, so scores would land on wrong ones.\n"
-        f"  {annotator} has {classes.count}: {_some(classes.names) or 'without names'}.\n"
-        f"  {data} has {len(names)}: {_some(names)}.\n"
-        f"{why}\nOne of these helps:\n"
-        "  class_map          a csv, json or yaml file that says for each class of the dataset which of the\n"
-        f"                     annotator's classes it is, by name or number: {names[0]},{example}\n"
+        f"{annotator} ({classes.count} classes: {_some(classes.names) or 'without names'}) and {data} ({len(names)}: "
+        f"{_some(names)}) do not have the same classes. {why}\nOne of these helps:\n"
+        "  class_map          a csv, json or yaml file: class of the dataset, class of the annotator (name or number)\n"
         "  foreign_classes    keep the annotator's own classes; the token head then has those\n"
         "  the annotator fit  train an annotator on the dataset's own classes first"
     )

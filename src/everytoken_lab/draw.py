@@ -26,7 +26,6 @@ PALETTE = (
 OTHER = "#8a8a8a"
 INK, FAINT, PAPER, CARD, RED, GREEN = "#1c1c1e", "#6b6b70", "#f2f2f4", "#ffffff", "#c62828", "#2e7d32"
 OWN, PARTNER, HALF = "#d55e00", "#0072b2", "#f4f2ee"  # of two mixed images
-DIFFERENT = "#e66100"
 Area = tuple[float, float, float, float]
 WHOLE: Area = (0.0, 0.0, 1.0, 1.0)
 PANEL, GAP, LEGEND, PAD, LINE = 232, 10, 250, 16, 20  # pixels: side of a panel, between panels, width of a legend
@@ -118,13 +117,6 @@ def heat_overlay(photo: Image.Image, values: NDArray[np.floating]) -> Image.Imag
     return _image(_on_grey(photo, heat_colours(smooth), (0.45 + 0.3 * smooth)[..., None]))
 
 
-def difference_overlay(photo: Image.Image, same: NDArray[np.bool_], inside: NDArray[np.bool_]) -> Image.Image:
-    """The photo in grey, with colour on the cells [h, w] where two maps differ; dark where there is only one map."""
-    cells, _ = cells_of(photo.size, same.shape)
-    strength = (0.7 * (inside & ~same)).ravel()[cells][..., None]
-    return _image(_on_grey(photo, np.array(rgb(DIFFERENT)), strength, inside.ravel()[cells]))
-
-
 def share_picture(values: NDArray[np.floating], size: tuple[int, int]) -> Image.Image:
     """Shares [h, w]: orange is the first image's, blue the second's, light is half and half."""
     cells, _ = cells_of(size, values.shape)
@@ -188,7 +180,7 @@ def mask_overlay(
 
 
 def mask_legend(masks: Sequence[NDArray[np.integer]], names: Sequence[str]) -> list[Entry]:
-    """The classes in masks, the largest first, with their share of all pixels."""
+    """The classes in masks, the largest first, with their fraction of all pixels."""
     counts = np.bincount(np.concatenate([mask.ravel() for mask in masks]) + 1, minlength=len(names) + 1)[1:]
     order = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i]]
     colours = ["#" + bytes(colour).hex() for colour in class_palette(len(names))]
@@ -400,7 +392,7 @@ def draw_sheet(title: str, subtitle: str, cards: Sequence[Card], columns: int = 
     sections: dict[str, list[Image.Image]] = {}
     for card in cards:
         sections.setdefault(card.section, []).append(draw_card(card))
-    return stack(title, subtitle, sections, min(columns, len(cards)))
+    return stack(title, subtitle, sections, max(1, min(columns, len(cards))))
 
 
 def stack(title: str, subtitle: str, sections: Mapping[str, Sequence[Image.Image]], columns: int = 1) -> Image.Image:

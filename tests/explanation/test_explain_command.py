@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 from everytoken_lab.cli import main
 from everytoken_lab.models.open import Description
 
-from .test_tokens import write_store
-
 NAMES = ("cat", "dog", "cow", "hen")
 
 
@@ -35,7 +33,7 @@ def save_model(path, name, token_names=(), **arguments):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """Two models, three images, a store with maps of the first image."""
+    """Two models and three images."""
     root = tmp_path_factory.mktemp("explain")
     small = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
     save_model(root / "vit.safetensors", "vit_tiny_patch16_224", NAMES, **small)
@@ -46,7 +44,6 @@ def here(tmp_path_factory):
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
         Image.fromarray(pixels).convert("L" if name.startswith("grey") else "RGB").save(path)
-    write_store(root / "maps", rng.integers(0, 4, (6, 6)), NAMES)
     return root
 
 
@@ -56,23 +53,19 @@ def run(here, *argv):
 
 def test_cards_an_overview_and_numbers_are_written_and_named(here, tmp_path, capsys):
     images = [here / "photos/train/cat/one.png", here / "photos/two.jpg", here / "photos/grey.png"]
-    assert run(here, here / "vit.safetensors", *images, "--maps", here / "maps", "--out", tmp_path) == 0
+    assert run(here, here / "vit.safetensors", *images, "--out", tmp_path) == 0
     printed = [line.rsplit("/", 1)[-1] for line in capsys.readouterr().out.split()]
     assert printed == ["01-one.png", "02-two.png", "03-grey.png", "overview.png", "explain.json"]
     facts = json.loads((tmp_path / "explain.json").read_text())
     assert facts["models"][0]["method"] == "attention"
-    first, second, _ = (image["models"][0] for image in facts["images"])
+    first = facts["images"][0]["models"][0]
     assert first["tokens"]["from"] == "token head"
     assert np.shape(first["tokens"]["classes"]) == np.shape(first["tokens"]["confidence"]) == (8, 8)
-    assert first["tokens"]["annotator"]["key"] == "train/cat/one.png"
-    assert first["tokens"]["annotator"]["agreement"] == np.mean(first["tokens"]["annotator"]["same"])
-    assert "annotator" not in second["tokens"]  # the store has no map of it, and the card says so
     assert len(first["relevance"]) == 2
     assert [r["index"] for r in first["relevance"]] == [t["index"] for t in first["top"][:2]]
     assert np.shape(first["relevance"][0]["grid"]) == (8, 8)
     assert sum(t["probability"] for t in first["top"]) == pytest.approx(1, abs=1e-4)
     sizes = [Image.open(tmp_path / name).size for name in printed[:4]]
-    assert sizes[0][0] > sizes[1][0]  # the annotator's panels
     assert sizes[3][1] > sum(height for _, height in sizes[:3])
 
 
@@ -142,12 +135,10 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
 @pytest.mark.parametrize(("more", "message"), [
     (["--class", "dgo"], "has no class 'dgo'. Did you mean 'dog'"),
     (["--class", "4"], "a number from 0 to 3"),
-    (["--maps", "MAPS"], "has no map of any of the images"),
     (["--mix"], "exactly two images, got 1"),
     (["--weights", "x.pt"], "go with timm:NAME"),
 ])  # fmt: skip
 def test_mistakes_are_told_with_the_way_out(here, tmp_path, capsys, more, message):
-    more = [here / "maps" if word == "MAPS" else word for word in more]
     assert run(here, here / "vit.safetensors", here / "photos/two.jpg", *more, "--out", tmp_path) == 2
     assert message in capsys.readouterr().err
 

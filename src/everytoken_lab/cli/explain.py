@@ -18,7 +18,6 @@ class ExplainCommand(ExplainOptions):
 
     Examples:
         everytoken explain runs/first photos/val/cat/1.jpg photos/val/dog/7.jpg --out pictures
-        everytoken explain runs/first photos/train/cat/*.jpg --maps maps --out pictures
         everytoken explain runs/first cat.jpg --compare runs/plain --class cat --class dog --out pictures
         everytoken explain registry:efficientnet_lite0 cat.jpg --out pictures
         everytoken explain runs/first cat.jpg dog.jpg --mix --out pictures

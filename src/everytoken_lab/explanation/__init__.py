@@ -31,8 +31,6 @@ class ExplainOptions:
     """attention: gradient-weighted attention relevance. lrp: relevance propagated through layers, as in the papers'
     pictures (ViT, DeiT, LV-ViT). rollout: attention rollout. cam: Grad-CAM. auto: attention for transformers with a
     class token, else cam."""
-    maps: Path | None = None
-    """A store of score maps: the annotator's map beside what the tokens say, and where they differ."""
     compare: str = ""
     """A second model, shown next to the first on the same images and classes."""
     mix: bool = False

@@ -1,6 +1,5 @@
-"""Every image becomes a card (a PNG): for each model what it sees, what its tokens say, how sure they are, the
-annotator's map beside it and where both differ, and which regions support each class. `overview.png` has all cards,
-`mix.png` the story of a mixture, `explain.json` all numbers.
+"""Every image becomes a card (a PNG): for each model what it sees, what its tokens say, how sure they are, and which
+regions support each class. `overview.png` has all cards, `mix.png` the story of a mixture, `explain.json` all numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,13 @@ from PIL import Image
 from everytoken._version import version
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
-from everytoken.maps import Maps
 from everytoken_lab import draw
 from everytoken_lab.classes import read_class_names, shown_name
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.explanation import ExplainOptions
 from everytoken_lab.explanation.mixed import draw_box, follow_mix
-from everytoken_lab.explanation.model import ExplainedModel, name_of, open_explained
+from everytoken_lab.explanation.model import ExplainedModel, name_of, open_explained, token_probabilities
 from everytoken_lab.explanation.saliency import Method, choose_method, evaluating, relevance
-from everytoken_lab.explanation.tokens import (
-    AnnotatorMap,
-    compare_with_map,
-    find_key,
-    summarize_cells,
-    token_probabilities,
-    translation,
-)
-from everytoken_lab.maps.summary import MapSummary
 from everytoken_lab.models.open import OpenModel
 
 METHODS = {
@@ -95,14 +83,6 @@ def explain_files(
 def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], options: ExplainOptions) -> Explanation:
     if not files:
         raise EverytokenError("there is nothing to explain: name at least one image file.")
-    maps = None if options.maps is None else Maps(options.maps, partial=True)
-    keys = {} if maps is None else {file: key for file in files if (key := find_key(maps, file)) is not None}
-    if maps is not None and not keys:
-        raise EverytokenError(
-            f"{maps.path} has no map of any of the images. Its keys are paths relative to the annotated folder, such "
-            f"as {maps.key(0)!r}; {files[0]} ends in none of them. Only annotated images (usually those of train) have "
-            "maps."
-        )
     methods = [choose_method(model.model, options.method) for model in models]
     colours = draw.ClassColours([shown_name(name) for name in models[0].token_classes.names])
     cards, facts = [], []
@@ -110,7 +90,7 @@ def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], opti
         rows, of_models = [], []
         classes: list[str] = list(options.classes)
         for model, method in zip(models, methods, strict=True):
-            row, fact, classes = _explain_image(model, file, method, classes, maps, keys.get(file), colours)
+            row, fact, classes = _explain_image(model, file, method, classes, colours)
             rows.append(row)
             of_models.append(fact)
         cards.append(draw.draw_card(draw.Card(file, rows)))
@@ -128,8 +108,6 @@ def _explain_image(
     file: str,
     method: Method,
     wanted: Sequence[str],
-    maps: Maps | None,
-    key: str | None,
     colours: draw.ClassColours,
 ) -> tuple[draw.Row, dict[str, Any], list[str]]:
     """A row of panels, its numbers, and the classes that were explained (for the next model)."""
@@ -139,14 +117,25 @@ def _explain_image(
     best = probabilities.topk(min(5, len(probabilities))).indices.tolist()
     chosen = [model.find_class(text) for text in wanted] if wanted else best[:2]
     cells, from_head = token_probabilities(model.model, seen.images)
-    tokens, annotated = summarize_cells(cells[0]), None
-    if maps is not None and key is not None:
-        annotated = compare_with_map(maps, key, tokens, seen.area, translation(maps, model.token_classes))
+    sure, top = (values.cpu().numpy() for values in cells[0].max(-1))
     heat = relevance(model.model, seen.images, chosen, method)[0].cpu().numpy()
 
+    numbers, counts = np.unique(top, return_counts=True)
+    names = {c: name_of(model.token_classes, c) for c in numbers.tolist()}
+    main = numbers[np.argsort(-counts, kind="stable")].tolist()
+    legend = colours.choose([shown_name(names[c]) for c in main])
+    fractions = {shown_name(names[c]): count / top.size for c, count in zip(numbers.tolist(), counts, strict=True)}
+    entries = [draw.Entry(colour, name, fractions[name]) for name, colour in legend.items()]
+    rest = 1 - sum(fractions[name] for name in legend)
+    entries += [draw.Entry(draw.OTHER, "others", rest)] if rest > 0.001 else []
+    paint = {c: legend[shown_name(name)] for c, name in names.items() if shown_name(name) in legend}
     source = "token head" if from_head else "classifier at every cell"
     photo = draw.fit_photo(Image.fromarray(seen.pixels))
-    panels, legend = _token_panels(model, photo, tokens, source, annotated, colours)
+    panels = [
+        draw.Panel("what the model sees", photo),
+        draw.Panel("what the tokens say", draw.class_overlay(photo, top, sure, paint), source),
+        draw.Panel("how sure they are", draw.confidence_overlay(photo, sure), f"{sure.min():.0%} to {sure.max():.0%}"),
+    ]
     for c, values in zip(chosen, heat, strict=True):
         title, caption = f"for {shown_name(name_of(model.classes, c))}", f"says {probabilities[c]:.1%} · by {method}"
         if method == "rollout":
@@ -156,73 +145,24 @@ def _explain_image(
             break
     says = " · ".join(f"{shown_name(name_of(model.classes, c))} {probabilities[c]:.1%}" for c in best[:3])
     bars = [("unsure", "sure", "heat"), ("irrelevant", "relevant", "heat")]
-    remark = "" if maps is None or key else "no map of this image in the store"
-    row = draw.Row(f"{model.name}   says: {says}", panels, legend, bars, remark)
+    row = draw.Row(f"{model.name}   says: {says}", panels, entries, bars)
 
     def about(c: int) -> dict[str, Any]:
         return {"class": name_of(model.classes, c), "index": c, "probability": _round(probabilities[c])}
 
-    fact: dict[str, Any] = {
+    fact = {
         "name": model.name,
         "view": _round(seen.area),
         "top": [about(c) for c in best],
         "tokens": {
             "from": source,
-            "classes": tokens.top.tolist(),
-            "confidence": _round(tokens.confidence),
-            "names": {str(c): name_of(model.token_classes, c) for c in np.unique(tokens.top).tolist()},
+            "classes": top.tolist(),
+            "confidence": _round(sure),
+            "names": {str(c): name for c, name in names.items()},
         },
         "relevance": [{**about(c), "method": method, "grid": _round(v)} for c, v in zip(chosen, heat, strict=True)],
     }
-    if annotated is not None:
-        fact["tokens"]["annotator"] = {
-            "key": annotated.key,
-            "agreement": annotated.agreement,
-            "same": annotated.same.tolist(),
-        }
     return row, fact, list(wanted) or [name_of(model.classes, c) if model.classes.names else str(c) for c in chosen]
-
-
-def _token_panels(
-    model: ExplainedModel,
-    photo: Image.Image,
-    tokens: MapSummary,
-    source: str,
-    annotated: AnnotatorMap | None,
-    colours: draw.ClassColours,
-) -> tuple[list[draw.Panel], list[draw.Entry]]:
-    names = {} if annotated is None else annotated.names
-
-    def name(number: int) -> str:
-        return shown_name(names.get(number) or name_of(model.token_classes, number))
-
-    fractions = dict(tokens.shares)
-    others = [] if annotated is None else [c for c, _ in annotated.summary.shares]
-    both = [c for c in chain(*zip_longest(fractions, others)) if c is not None]  # the main classes of both, in turns
-    classes = list(dict.fromkeys(both))[: len(draw.PALETTE)]
-    chosen = colours.choose([name(c) for c in classes])
-    legend = {c: chosen[name(c)] for c in classes}
-    sure = f"{tokens.confidence.min():.0%} to {tokens.confidence.max():.0%}"
-    panels = [
-        draw.Panel("what the model sees", photo),
-        draw.Panel("what the tokens say", draw.class_overlay(photo, tokens.top, tokens.confidence, legend), source),
-        draw.Panel("how sure they are", draw.confidence_overlay(photo, tokens.confidence), sure),
-    ]
-    entries = [draw.Entry(legend[c], name(c), fractions.get(c, 0.0)) for c in classes]
-    rest = 1 - sum(fractions.get(c, 0.0) for c in classes)
-    if rest > 0.001:
-        entries.append(draw.Entry(draw.OTHER, "others", rest))
-    if annotated is not None:
-        summary = annotated.summary
-        overlay = draw.class_overlay(photo, summary.top, summary.confidence, legend, annotated.area)
-        panels.append(draw.Panel("what the annotator says", overlay, annotated.key))
-        caption = "they have no classes in common"
-        if annotated.agreement is not None:
-            caption = f"same class in {annotated.agreement:.0%} of the tokens"
-            entries.append(draw.Entry(draw.DIFFERENT, "tokens and annotator differ"))
-        difference = draw.difference_overlay(photo, annotated.same, annotated.inside)
-        panels.append(draw.Panel("where they differ", difference, caption))
-    return panels, entries
 
 
 def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options: ExplainOptions) -> Explanation:

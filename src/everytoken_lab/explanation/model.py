@@ -19,6 +19,7 @@ from everytoken_lab.data.decode import Picture
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, probabilities
 from everytoken_lab.evaluation.run import open_with
+from everytoken_lab.explanation.saliency import evaluating
 from everytoken_lab.models.open import Description, OpenModel
 
 Area = tuple[float, float, float, float]
@@ -91,6 +92,19 @@ class ExplainedModel:
 def name_of(classes: ClassList, number: int) -> str:
     """A class's name."""
     return classes.names[number] if number < len(classes.names) else f"class {number}"
+
+
+@torch.no_grad()
+def token_probabilities(model: TokenModel, images: Tensor) -> tuple[Tensor, bool]:
+    """(probabilities [B, h, w, C] of every cell, whether they are the token head's).
+
+    A model without one is asked with its own classifier at every cell, for which it was not trained unless its head
+    reads the mean of the tokens.
+    """
+    with evaluating(model):
+        logits = model(images).token_logits
+        cells = model.cell_logits(images) if logits is None else logits
+    return cells.float().softmax(-1), logits is not None
 
 
 def open_explained(

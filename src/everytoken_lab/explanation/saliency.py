@@ -94,13 +94,12 @@ def choose_method(model: nn.Module, method: Method = "auto") -> Method:
         return "cam"
     try:
         attention_layers(backbone)
-        pooled = read_tokens(backbone) == "avg"
     except NoAttentionError:
         if method == "auto":
             return "cam"
         raise
     if method == "auto":
-        return "cam" if pooled else "attention"
+        return "cam" if read_tokens(backbone) == "avg" else "attention"
     if method == "lrp":
         check(backbone)
     return method
@@ -140,13 +139,10 @@ def _rollout_step(attention: Tensor, softmax: bool) -> Tensor:
 
 def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
     """The patches' part of what the head reads, [B, h, w]."""
-    kind = read_tokens(backbone)
-    family = family_of(backbone)
-    prefix = int(backbone.num_prefix_tokens) if family.prefix is None else family.prefix  # type: ignore[arg-type]
-    if kind == "avg":
-        row = result[:, prefix:].mean(1)
-    else:
-        row = result[:, : 2 if kind == "both" else 1].mean(1)
+    kind, prefix = read_tokens(backbone), family_of(backbone).prefix
+    if prefix is None:
+        prefix = int(backbone.num_prefix_tokens)  # type: ignore[arg-type]
+    row = result[:, {"avg": slice(prefix, None), "both": slice(2), "token": slice(1)}[kind]].mean(1)
     patches = row[:, prefix:].clamp(min=0)
     return patches.unflatten(1, grid_shape(patches.shape[1], size))
 
@@ -234,16 +230,13 @@ def attention_layers(backbone: nn.Module) -> list[nn.Module]:
     Raises `NoAttentionError` for hierarchical, convolutional and MLP backbones, and `UnsupportedModelError` that names
     the layer where it is not known how a layer mixes tokens.
     """
-    family = family_of(backbone)
-    name = type(backbone).__name__
-    if family.layout != "tokens":
-        raise NoAttentionError(f"{name} ({family.title}) has no attention over all tokens of one grid. {WAY_OUT}")
+    family, name = family_of(backbone), type(backbone).__name__
     layers: list[nn.Module] = []
 
     def walk(module: nn.Module, path: str) -> None:
-        if path == family.embed:
+        rule, what = rule_of(module), f"{type(module).__name__} ({type(module).__module__}, at {path!r} of {name})"
+        if path == family.embed or rule == "tokenwise":
             return
-        rule = rule_of(module)
         if rule in (self_attention, talking_heads):
             layers.append(module)
         elif rule == "container":
@@ -251,29 +244,21 @@ def attention_layers(backbone: nn.Module) -> list[nn.Module]:
                 if path or child_name not in HEADS:
                     walk(child, f"{path}.{child_name}" if path else child_name)
         elif rule is None:
-            raise UnsupportedModelError(
-                f"it is not known how {type(module).__name__} ({type(module).__module__}, at {path or 'the top'!r} of "
-                f"{name}) mixes tokens, so its attention cannot be followed. {WAY_OUT} Or add the class to "
-                "everytoken.models.align.RULES."
-            )
-        elif rule != "tokenwise":
-            raise NoAttentionError(
-                f"{type(module).__name__} (at {path!r} of {name}) does not mix tokens by attention over one grid. "
-                f"{WAY_OUT}"
-            )
+            or_add = "Or add the class to everytoken.models.align.RULES."
+            raise UnsupportedModelError(f"it is not known how {what} mixes tokens. {WAY_OUT} {or_add}")
+        else:
+            raise NoAttentionError(f"{what} does not mix tokens by attention over one grid. {WAY_OUT}")
 
-    walk(backbone, "")
+    if family.layout == "tokens":
+        walk(backbone, "")
     if not layers:
-        raise NoAttentionError(f"{name} has no attention layers. {WAY_OUT}")
+        raise NoAttentionError(f"{name} ({family.title}) has no attention over all tokens of one grid. {WAY_OUT}")
     return layers
 
 
 def read_tokens(backbone: nn.Module) -> str:
     """Which tokens the class head reads: "token" (class token), "both" (class and distillation token) or "avg"."""
-    try:
-        kind = pooling(backbone)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}. {WAY_OUT}") from error
+    kind = pooling(backbone)
     return "both" if kind == "token" and hasattr(backbone, "head_dist") else kind
 
 

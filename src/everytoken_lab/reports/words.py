@@ -50,10 +50,8 @@ def _interval(group: Group, e: Estimate, report: Report) -> str:
 
 
 def details(report: Report) -> list[str]:
-    """What stands below the headline: differences seed by seed, or each group; why others are not compared."""
+    """What stands below the headline: differences seed by seed, and why others are not compared."""
     lines = [_how_sure(difference) for difference in report.differences]
-    if not lines and len(report.runs) > 1:
-        lines = [f"{group.name}: {_result(group)}" for group in report.groups]
     run, classes = report.runs[0], report.classes[0] if report.classes else None
     if len(report.runs) == 1 and classes is not None and (run.score is None or run.best != run.score):
         e = classes.score
@@ -80,14 +78,6 @@ def _how_sure(difference: Difference) -> str:
         return f"{text}. No interval: {'one seed' if len(e.values) < 2 else 'equal values'}; train more seeds of each."
     text += f"; mean {e.value:+.2f}, 95 % interval {e.low:+.2f} to {e.high:+.2f}."
     return text if e.clear else f"{text} The interval includes zero; more seeds would narrow it."
-
-
-def _result(group: Group) -> str:
-    e, left = group.accuracy, len(group.runs) - len(group.finished)
-    unfinished = f"; {left} of {len(group.runs)} runs not finished" if left else ""
-    return (
-        f"{_estimate(e)} % over {len(e.values)} seeds{unfinished}" if e is not None else f"no finished run{unfinished}"
-    )
 
 
 def caution(report: Report) -> str:
@@ -238,7 +228,7 @@ def class_table(report: Report, most: int = 60) -> Table:
         row = {"class": first["class"], "images": f"{first['images']:.0f}"}
         row |= {f"{what} %: {c.group.name}": number(r[key], ".1f") for c, r in zip(same, rows, strict=True)}
         if len(same) > 1:
-            row["difference"] = number(final[key] - first[key], "+.1f")
+            row["difference"] = "–" if None in (final[key], first[key]) else f"{final[key] - first[key]:+.1f}"
         if last.multi_label:
             row[f"recall %: {last.group.name}"] = number(final["recall"], ".1f")
         row[f"precision %: {last.group.name}"] = number(final["precision"], ".1f")
