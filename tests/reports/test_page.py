@@ -3,11 +3,14 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from everytoken_lab.cli import main
 from everytoken_lab.draw import rgb
@@ -15,6 +18,7 @@ from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.evaluation.calibrated import validation_set
 from everytoken_lab.reports.charts import Series, line_chart, thin, ticks
 from everytoken_lab.reports.predictions import CACHE, predict_run
+from everytoken_lab.reports.samples import token_maps
 
 
 class Page(HTMLParser):
@@ -112,6 +116,20 @@ def test_predictions_are_those_of_eval_and_are_kept(trained, photos, capsys):
     (run.path / CACHE).write_bytes(b"torn")
     predict_run(run, "cpu", tell=lambda done, total: told.append(done))
     assert told[-1] == 12
+
+
+def test_samples_show_calibrated_probabilities_and_none_of_few_images(trained, photos):
+    found = predict_run(read_run(trained / "runs/token-seed1"), "cpu")
+    assert found.calibration is None  # of 12 images
+    opened = found.model()
+    for temperature in (0.1, 3.0):
+        calibrated = replace(found, calibration=SimpleNamespace(temperature=temperature))
+        picture, (sure,), _ = token_maps(calibrated, [5])
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (opened.info.mean, opened.info.std))
+        pixels = torch.from_numpy(np.array(picture[0])).permute(2, 0, 1) / 255
+        with torch.no_grad():
+            logits = opened.model(((pixels - mean) / std)[None]).logits
+        assert sure == pytest.approx((logits / temperature).softmax(-1).max().item(), rel=1e-4)
 
 
 def test_images_are_found_from_any_folder(trained, photos, tmp_path, monkeypatch):

@@ -86,9 +86,12 @@ class Sample:
 def data_address(image: Image.Image) -> str:
     """An image as `data:` text; small ones stay exact, larger ones become JPEG."""
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    file, kind = io.BytesIO(), "png" if max(image.size) <= 64 or image.mode == "RGBA" else "jpeg"
-    image.save(file, kind, optimize=True, quality=82)
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+    file, exact = io.BytesIO(), max(image.size) <= 64
+    if exact:
+        image.save(file, "PNG", optimize=True)
+    else:
+        image.convert("RGB").save(file, "JPEG", quality=82)
+    return f"data:image/{'png' if exact else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def choose(predicted: Sequence[PredictedRun], count: int = 12) -> list[tuple[int, str]]:
