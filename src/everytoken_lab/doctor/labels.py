@@ -159,7 +159,7 @@ def _write(images: Images, doubts: Sequence[Doubt], folder: Path, about: str, to
 
     cards = [
         {
-            "picture": data_address(images.splits[d.split].load(d.index)),
+            "picture": data_address(images.splits[d.split].load(d.index).convert("RGB")),
             "label": shown(d.label),
             "suggestion": shown(d.suggestion),
             "words": d.words,

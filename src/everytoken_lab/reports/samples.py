@@ -86,11 +86,11 @@ class Sample:
 def data_address(image: Image.Image) -> str:
     """An image as `data:` text; small ones stay exact, larger ones become JPEG."""
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    file, exact = io.BytesIO(), max(image.size) <= 64
+    file, exact = io.BytesIO(), max(image.size) <= 64 or image.mode == "RGBA"
     if exact:
         image.save(file, "PNG", optimize=True)
     else:
-        image.convert("RGB").save(file, "JPEG", quality=82)
+        image.save(file, "JPEG", quality=82)
     return f"data:image/{'png' if exact else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
