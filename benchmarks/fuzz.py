@@ -557,46 +557,6 @@ def coco(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
         yield f"coco with the file {name!r}", refuses
 
 
-def panoptic(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
-    """COCO's panoptic masks: read, and every mask looked at."""
-    from everytoken_lab.dense.segment.data import mask_of, open_masks
-
-    root = work / "panoptic"
-    for folder in ("images", "panoptic_train"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    root_images, root_masks = root / "train2017", root / "annotations" / "panoptic_train2017"
-    for folder in (root_images, root_masks):
-        folder.mkdir(parents=True, exist_ok=True)
-    for i in range(2):
-        photo((24, 20), i).save(root_images / f"{i}.png")
-        mask = np.zeros((20, 24, 3), np.uint8)
-        mask[4:9, 4:9, 0] = 7
-        mask[10:15, 4:9, 0] = 9
-        Image.fromarray(mask).save(root_masks / f"{i}.png")
-    content = {
-        "images": [{"id": i, "file_name": f"{i}.png", "width": 24, "height": 20} for i in range(2)],
-        "annotations": [
-            {"image_id": i, "file_name": f"{i}.png", "segments_info": [
-                {"id": 7, "category_id": 1, "iscrowd": 0}, {"id": 9, "category_id": 2}]}
-            for i in range(2)
-        ],
-        "categories": [{"id": 1, "name": "sky", "isthing": 0}, {"id": 2, "name": "dog", "isthing": 1}],
-    }  # fmt: skip
-
-    def look(text: bytes) -> bool:
-        (root / "annotations" / "panoptic_train2017.json").write_bytes(text)
-        data = open_masks(str(root), "all")
-        for i in range(len(data)):
-            with suppress(ImageError):
-                mask = mask_of(data, i, data.picture(i))
-                if mask.min() < -1 or mask.max() >= len(data.class_names):
-                    return False
-        return True
-
-    for i in range(count):
-        yield f"panoptic {i}", partial(look, bad_json(content, rng))
-
-
 def class_files(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
     """Class files of segmentation, class maps, class lists, labels in shards."""
     from everytoken_lab.classes import ClassList, read_class_map
@@ -985,7 +945,6 @@ def attacks(work: Path, share: float = 1.0, seed: int = 0, only: str = "") -> It
         ("texts: recipes", 200, partial(recipes, work=work, photos=photos, maps=maps)),
         ("texts: --set", 180, partial(settings, work=work, photos=photos, maps=maps)),
         ("texts: COCO", 100, partial(coco, work=work)),
-        ("texts: panoptic", 60, partial(panoptic, work=work)),
         ("texts: class files", 100, partial(class_files, work=work)),
         ("texts: weights", 100, partial(descriptions, work=work, weights=weights)),
         ("texts: manifests", 150, partial(manifests, work=work, maps=maps)),

@@ -1,8 +1,8 @@
 """Does a segmenter learn? A tiny backbone with UperNet overfits a handful of real images within minutes.
 
-    python benchmarks/overfit_segment.py COCO_PANOPTIC_FOLDER [--images 6] [--updates 400] [--out FOLDER]
+    python benchmarks/overfit_segment.py DATA [--images 6] [--updates 400] [--out FOLDER]
 
-Takes the images of a COCO panoptic folder whose smallest class is largest (tiny things cannot be drawn at this
+Takes the images of a folder of images and masks whose smallest class is largest (tiny things cannot be drawn at this
 resolution), trains on them from random weights with `everytoken segment train`, and evaluates on the same images at
 their own size. Expected: mIoU above 90. Exit code 1 if it is not. Measured: see docs/segment.md.
 """

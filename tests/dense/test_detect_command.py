@@ -17,8 +17,7 @@ from everytoken.models.weights import read_weights
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import build_features
 from everytoken_lab.dense.detect.data import open_instances
-from everytoken_lab.dense.detect.infer import Inference, draw_objects, truth_of
-from everytoken_lab.dense.detect.metrics import Detections, average_precision
+from everytoken_lab.dense.detect.infer import Detections, Inference, coco_scores, draw_objects, truth_of
 from everytoken_lab.dense.detect.model import Detector, load_detector
 from everytoken_lab.dense.detect.options import CocoOptions, DetectOptions, FindOptions
 from everytoken_lab.dense.detect.task import DetectTask, only_with_objects
@@ -59,7 +58,7 @@ def test_a_detector_learns_and_leaves_everything_in_its_folder(run, shapes, tmp_
     assert last["val_mask_AP50"] > 80
     assert len(only_with_objects(open_instances(str(shapes), "train"))) == 32  # the empty one is left out
     words = ["--json", "--results", str(tmp_path / "r.json"), "--pictures", str(tmp_path / "p.jpg")]
-    assert main(["detect", "eval", str(run), str(shapes), *CPU, *words, "--out", str(tmp_path / "n.json")]) == 0
+    assert main(["detect", "eval", str(run), str(shapes), *CPU, *words]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["mask AP"] == pytest.approx(last["val_mask_AP"], abs=1e-3)  # the file gives what the run measured
     assert numbers["images"] == 4
@@ -68,7 +67,7 @@ def test_a_detector_learns_and_leaves_everything_in_its_folder(run, shapes, tmp_
     assert {row["image_id"] for row in rows} <= {100, 101, 102, 103}
     assert max(Counter(row["image_id"] for row in rows).values()) <= 3  # as the run was validated
     assert min(row["score"] for row in rows) >= 0.1
-    assert {row["class"] for row in json.loads((tmp_path / "n.json").read_text())["classes"]} == {"disc", "square"}
+    assert {row["class"] for row in numbers["classes"]} == {"disc", "square"}
     assert Image.open(tmp_path / "p.jpg").width > 2 * 480
 
 
@@ -239,15 +238,14 @@ def test_mistakes_are_named(run, shapes, tmp_path, capsys):
     content["categories"] = [{"id": 12, "name": "cup"}]
     content["annotations"] = []
     (tmp_path / "bad.json").write_text(json.dumps(content))
-    images = ["--images", str(shapes / "val" / "images")]
-    text = error("detect", "eval", str(run), str(shapes), *CPU, "--annotations", str(tmp_path / "bad.json"), *images)
+    text = error("detect", "eval", str(run), str(shapes / "val"), *CPU, "--annotations", str(tmp_path / "bad.json"))
     assert "no class of the detector (disc, square" in text
 
 
 def test_perfect_answers_score_100_and_answers_in_crowds_do_not_count(shapes, tmp_path):
     data = open_instances(str(shapes), "val")
     perfect = {i: truth_of(data, i, True) for i in range(4)}
-    numbers, classes = average_precision(data, perfect)
+    numbers, classes = coco_scores(data, perfect)
     assert numbers["box AP"] == numbers["mask AP"] == pytest.approx(100)
     assert [row["objects"] for row in classes] == [3, 3]
     one = perfect[0]
@@ -258,12 +256,12 @@ def test_perfect_answers_score_100_and_answers_in_crowds_do_not_count(shapes, tm
         [*one.masks, *one.masks],
     )
     wrong_before_right = (67 + 34 * 0.75) / 1.01  # precision 1 up to recall 2/3, then 3/4, at 101 places
-    assert average_precision(data, {**perfect, 0: doubled})[0]["box AP"] == pytest.approx(wrong_before_right)
+    assert coco_scores(data, {**perfect, 0: doubled})[0]["box AP"] == pytest.approx(wrong_before_right)
     crowds = [[replace(o, crowd=True) for o in data.objects(i)] for i in range(4)]
     data.objects = lambda i: crowds[i]
-    assert average_precision(data, perfect)[0]["box AP"] == -1  # nothing to find, and nothing wrong
+    assert coco_scores(data, perfect)[0]["box AP"] == -1  # nothing to find, and nothing wrong
     nothing = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64), [])
-    assert average_precision(data, {0: nothing})[0]["mask AP50"] == 0
+    assert coco_scores(data, {0: nothing})[0]["mask AP50"] == 0
 
 
 def test_pictures_colour_the_masks_and_frame_the_boxes(shapes):

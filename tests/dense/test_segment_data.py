@@ -1,7 +1,5 @@
 """Images with masks: layouts, named errors, and views in which pixels and mask agree."""
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +19,7 @@ from everytoken_lab.dense.common import resized
 from everytoken_lab.dense.segment.augment import SegmentTransform, distort
 from everytoken_lab.dense.segment.data import (
     MaskError,
-    TrainViews,
-    WholeViews,
+    MaskReader,
     divided,
     open_masks,
     read_classes,
@@ -55,18 +52,6 @@ def test_a_pair_of_folders_with_a_class_file(tmp_path, make_shapes):
     assert len(open_masks(str(tmp_path), "all")) == 5
 
 
-def test_folders_below_each_part_and_other_names(tmp_path):
-    for split in ("training", "validation"):
-        picture(tmp_path / split / "photos" / "a.png")
-        save(tmp_path / split / "ids" / "a.png", np.full((4, 6), 7))
-    (tmp_path / "c.json").write_text(json.dumps({"7": "lake", "3": "hill"}))
-    options = MaskOptions(images="photos", masks="ids", classes=str(tmp_path / "c.json"))
-    data = open_masks(str(tmp_path), "val", options)
-    assert data.class_names == ["hill", "lake"]
-    assert (data.mask(0) == 1).all()
-    assert len(open_masks(str(tmp_path), "all", options)) == 2
-
-
 def test_without_a_validation_part_images_are_held_out_by_name(tmp_path):
     for i in range(30):
         picture(tmp_path / "images" / f"{i}.png")
@@ -77,14 +62,14 @@ def test_without_a_validation_part_images_are_held_out_by_name(tmp_path):
     assert not parts[0] & parts[1]
     assert len(parts[0] | parts[1]) == 30
     assert 3 <= len(parts[1]) <= 15
-    assert not divided(str(tmp_path), options)
+    assert not divided(str(tmp_path))
 
 
 def test_images_for_testing_are_never_trained_on(tmp_path):
     for split, count in (("train", 20), ("test", 10)):
         for i in range(count):
-            picture(tmp_path / split / "images" / f"{i}.png")
-            save(tmp_path / split / "masks" / f"{i}.png", np.zeros((4, 6)))
+            picture(tmp_path / "images" / split / f"{i}.png")
+            save(tmp_path / "masks" / split / f"{i}.png", np.zeros((4, 6)))
     (tmp_path / "classes.txt").write_text("one\ntwo")
     sizes = {s: len(open_masks(str(tmp_path), s)) for s in ("train", "val", "test", "all")}
     assert sizes["train"] + sizes["val"] == 20
@@ -113,59 +98,6 @@ def _four(folder: Path) -> Path:
     return folder / "four.txt"
 
 
-def test_pascal_voc_reads_lists_and_palettes(tmp_path):
-    root = tmp_path / "VOCdevkit" / "VOC2012"
-    picture(root / "JPEGImages" / "a.jpg")
-    picture(root / "JPEGImages" / "b.jpg")
-    image = Image.fromarray(np.array([[0, 0, 15, 15, 255, 255]] * 4, np.uint8))
-    image.putpalette(list(range(256)) * 3)
-    (root / "SegmentationClass").mkdir()
-    image.save(root / "SegmentationClass" / "a.png")
-    image.save(root / "SegmentationClass" / "b.png")
-    lists = root / "ImageSets" / "Segmentation"
-    lists.mkdir(parents=True)
-    (lists / "train.txt").write_text("a\n")
-    (lists / "val.txt").write_text("b\n")
-    data = open_masks(str(tmp_path), "val")
-    assert list(data.keys()) == ["JPEGImages/b.jpg"]
-    assert data.num_classes == 21
-    assert [data.class_names[c] if c >= 0 else "-" for c in data.mask(0)[0]] == [
-        *["background"] * 2, *["person"] * 2, *["-"] * 2,
-    ]  # fmt: skip
-    (lists / "val.txt").write_text("b\nc\n")
-    with pytest.raises(DataError, match=r"lists c, and there is no image .*/JPEGImages/c\.jpg"):
-        open_masks(str(tmp_path), "val")
-
-
-def coco(root: Path, segments=((1, 18), (300, 200)), file="p.jpg") -> Path:
-    picture(root / "images" / "val2017" / "p.jpg")
-    colours = {1: (1, 0, 0), 300: (44, 1, 0), 0: (0, 0, 0)}
-    row = [colours[i] for i in (1, 1, 300, 300, 0, 0)]
-    save(root / "panoptic" / "val2017" / "p.png", [row] * 4)
-    save(root / "semantic" / "val2017" / "p.png", [[18, 18, 200, 200, 0, 0]] * 4)
-    note = {"image_id": 5, "file_name": "p.png", "segments_info": [{"id": i, "category_id": c} for i, c in segments]}
-    names = [{"id": 18, "name": "dog"}, {"id": 200, "name": "rug"}, {"id": 1, "name": "person"}]
-    content = {"images": [{"id": 5, "file_name": file}], "annotations": [note], "categories": names}
-    (root / "panoptic_val2017.json").write_text(json.dumps(content))
-    return root
-
-
-def test_coco_panoptic_segments_become_classes(tmp_path):
-    data = open_masks(str(coco(tmp_path)), "val")
-    assert data.class_names == ["person", "dog", "rug"]
-    assert data.mask(0)[0].tolist() == [1, 1, 2, 2, -1, -1]
-    shutil.rmtree(tmp_path / "panoptic")  # then the semantic masks are read
-    assert open_masks(str(tmp_path), "val").mask(0)[0].tolist() == [1, 1, 2, 2, -1, -1]
-
-
-def test_an_annotation_for_a_missing_image_and_an_unknown_category_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"annotation for image 5, and .*val2017/gone\.jpg is not there"):
-        open_masks(str(coco(tmp_path / "a", file="gone.jpg")), "val")
-    data = open_masks(str(coco(tmp_path / "b", segments=((1, 18), (300, 77)))), "val")
-    with pytest.raises(MaskError, match=r"p\.png: segment 300 is of category 77"):
-        data.mask(0)
-
-
 # -- named errors -----------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +122,7 @@ def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path, ma
 def test_wrong_folders_and_class_files_are_named(tmp_path):
     with pytest.raises(DataError, match="is not a folder"):
         open_masks(str(tmp_path / "none"), "train")
-    with pytest.raises(DataError, match="no pair of folders"):
+    with pytest.raises(DataError, match="has no folders images/ and masks/"):
         open_masks(str(tmp_path), "train")
     picture(tmp_path / "images" / "a.png")
     save(tmp_path / "masks" / "a.png", np.zeros((4, 6)))
@@ -236,30 +168,11 @@ def test_class_files_may_begin_with_a_byte_order_mark(tmp_path):
         assert read_classes(tmp_path / name) == {0: "sky", 1: "sea"}
 
 
-def test_panoptic_files_are_checked(tmp_path):
-    root = coco(tmp_path)
-    original = json.loads((root / "panoptic_val2017.json").read_text())
-    for edit in (
-        lambda c: c["annotations"][0].update(file_name="../p.png"),
-        lambda c: c["images"][0].update(file_name="/p.jpg"),
-        lambda c: c["annotations"][0].pop("segments_info"),
-        lambda c: c["annotations"][0]["segments_info"][0].update(id="1"),
-        lambda c: c["categories"][0].update(id=70000),
-        lambda c: c.pop("images"),
-        lambda c: c.update(categories={}),
-    ):
-        content = json.loads(json.dumps(original))
-        edit(content)
-        (root / "panoptic_val2017.json").write_text(json.dumps(content))
-        with pytest.raises(EverytokenError):
-            open_masks(str(root), "val")
-
-
 def test_bad_masks_are_skipped_when_asked(tmp_path, make_shapes):
     make_shapes(tmp_path, train=4, val=1)
     save(tmp_path / "masks/train/2.png", np.full((48, 56), 9))
     data = open_masks(str(tmp_path), "train")
-    samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=16)), 0, skip=True)
+    samples = MaskReader(data, SegmentTransform(SegmentAugment(crop_size=16)), skip=True)
     from everytoken_lab.data.loader import BadImages
 
     loader = Loader(samples, batch_size=4, train=True, bad_images=BadImages("skip", quota=0.5))
@@ -354,7 +267,7 @@ def test_photometric_distortion_changes_colours_within_its_limits():
 
 def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path, make_shapes):
     data = open_masks(str(make_shapes(tmp_path, train=6, val=1)), "train")
-    samples = TrainViews(data, SegmentTransform(SegmentAugment(crop_size=24)), seed=5)
+    samples = MaskReader(data, SegmentTransform(SegmentAugment(crop_size=24)), seed=5)
     runs = []
     for workers in (0, 2):
         loader = Loader(samples, batch_size=2, train=True, seed=5, workers=workers)
@@ -371,6 +284,6 @@ def test_a_view_depends_on_seed_epoch_and_key_alone(tmp_path, make_shapes):
 
 def test_evaluation_sees_whole_images_at_their_own_size(tmp_path, make_shapes):
     data = open_masks(str(make_shapes(tmp_path, train=1, val=2, size=(40, 60))), "val")
-    batches = list(Loader(WholeViews(data), batch_size=1, train=False))
+    batches = list(Loader(MaskReader(data), batch_size=1, train=False))
     assert [tuple(b.images.shape) for b in batches] == [(1, 3, 60, 40)] * 2
     assert batches[1].targets.shape == (1, 60, 40)

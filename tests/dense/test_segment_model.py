@@ -16,8 +16,7 @@ import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import Features, build_features
-from everytoken_lab.dense.segment.infer import Inference, best_class, slide, starts
-from everytoken_lab.dense.segment.metrics import SegmentScore
+from everytoken_lab.dense.segment.infer import Inference, SegmentScore, best_class, slide, starts
 from everytoken_lab.dense.segment.model import (
     LVVIT,
     FcnHead,

@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from everytoken.files import plain_json, write_atomically
+from everytoken.files import plain_json
 from everytoken_lab.cli._parse import given_options, parse, values_of
 from everytoken_lab.cli.train import print_plan, resolve
 
@@ -38,10 +37,8 @@ class PrintFlags:
 
     table: int = 20
     """Rows of the class table, worst first; 0: none, -1: all."""
-    out: str = ""
-    """Write numbers and classes to this JSON file."""
     json: bool = False
-    """Print JSON instead of tables."""
+    """Print numbers and classes as JSON instead of tables."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,9 @@ def train(config: type[Any], plain: type[Any], name: str, argv: list[str], prog:
     """Recipe, then flags, then --set; then train the task called `name`, or print the plan."""
     options = resolve(config, argv, prog)
     task = importlib.import_module(f"everytoken_lab.dense.{name}.task")
-    what = plain(**values_of(options, plain)), given_options(argv), options.set
+    made = task.train(plain(**values_of(options, plain)), given_options(argv), options.set, options.dry_run)
     if options.dry_run:
-        print_plan(task.dry_run(*what))
-    else:
-        task.train(*what)
+        print_plan(made)
     return 0
 
 
@@ -73,14 +68,10 @@ def report(
         rows: of the table of numbers, the first one its header. order: column by which classes are sorted.
         columns: of the table of classes, title -> name in a row.
     """
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        content = plain_json({**result.numbers, "classes": result.classes})
-        write_atomically(Path(options.out), content.encode())
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(plain_json(result.numbers))
+        print(plain_json({**result.numbers, "classes": result.classes}))
         return
     from rich.console import Console
     from rich.table import Table

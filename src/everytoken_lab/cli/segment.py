@@ -33,7 +33,7 @@ class Eval(PrintFlags, SegmentEval):
     Examples:
         everytoken segment eval runs/segment ade20k
         everytoken segment eval runs/segment ade20k --mode slide --scales 0.75 1.0 1.25 1.5 1.75 --flip
-        everytoken segment eval runs/lvvit_s voc --head token --class-map voc.json --pictures voc.jpg
+        everytoken segment eval runs/lvvit_s photos --head token --class-map map.json --pictures check.jpg
     """
 
 

@@ -1,8 +1,7 @@
 """What segmentation and detection share: datasets of files, batches, weights that describe themselves, task, inference.
 
-A dense task is a `DenseTask` with its datasets, its network and its score. The
-weights file holds the whole network and a description of it (a subclass of `DenseInfo`), so `load_dense` needs nothing
-else, and a trained network is evaluated as its run was validated.
+A dense task is a `DenseTask` with its datasets, its network and its score. The weights file holds the whole network and
+a description of it (a subclass of `DenseInfo`), so a trained network is evaluated as its run was validated.
 """
 
 from __future__ import annotations
@@ -54,20 +53,19 @@ from everytoken_lab.training.options import DenseOptions, EvaluateOptions, Predi
 A = TypeVar("A")
 V = TypeVar("V")
 N = TypeVar("N", bound=nn.Module)
-PICTURES = 8  # of validation images, at the end of a run
-PICTURE_SIDE = 360  # pixels
-
+PICTURES = 8  # of validation images
+SIDE = 360  # of a picture, pixels
+SPLITS = {
+    "train": ("train", "training", "train2017"),
+    "val": ("val", "validation", "valid", "val2017"),
+    "test": ("test", "testing", "test2017"),
+}
 
 # -- datasets and batches ---------------------------------------------------------------------------------------------
 
 
 class FileSet(DataSet):
-    """Images of a folder, whose targets are not one class each.
-
-    Args:
-        root: the folder; images: paths below it.
-        class_names: of whatever the targets are made of.
-    """
+    """Images of a folder (paths below it), whose targets are not one class each."""
 
     def __init__(self, root: Path, images: Sequence[str], class_names: Sequence[str], name: str = "") -> None:
         self.root, self.name = root, name or str(root)
@@ -88,7 +86,7 @@ class FileSet(DataSet):
 
 
 def split_by_name(data: DataSet, split: str, fraction: float) -> DataSet:
-    """The training or the validation images of a dataset without parts. By name alone: the same for every seed."""
+    """The training or the validation images of an undivided dataset. By name alone: the same for every seed."""
     kept, aside = split_off(data, fraction or DEFAULT_VAL_SPLIT, seed=0)
     return data.subset(kept if split == "train" else aside)
 
@@ -115,7 +113,7 @@ class DenseInfo:
 
     Attributes:
         backbone: how its timm model was made, and the input's normalisation; img_size is that of training.
-        class_names: of the answers. taps: blocks of a plain transformer.
+        taps: blocks of a plain transformer.
     """
 
     METADATA: ClassVar[str]  # the key in the weights file
@@ -124,10 +122,6 @@ class DenseInfo:
     backbone: Description
     class_names: tuple[str, ...]
     taps: tuple[int, ...]
-
-    def to_metadata(self) -> dict[str, str]:
-        """As safetensors keeps it, in one entry."""
-        return {self.METADATA: json.dumps(asdict(self))}
 
 
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
@@ -165,11 +159,11 @@ class Score(Generic[A]):
             self.cards.append(self.card(batch, answer))
 
     def count(self, batch: Batch, answer: A) -> None:
-        """Compare an answer with the truth."""
+        """Compare an answer with the ground truth."""
         raise NotImplementedError
 
     def card(self, batch: Batch, answer: A) -> Card:
-        """Truth and answer."""
+        """Ground truth and answer."""
         raise NotImplementedError
 
     def join(self, world: World) -> None:
@@ -191,11 +185,11 @@ class Score(Generic[A]):
 
 
 class DenseTask(Task):
-    """Trains a dense task. Subclasses make views and network, and say how a network is used and scored.
+    """Trains a dense task. Subclasses make readers and network, and say how a network is used and scored.
 
     Args:
         step: turns a batch into loss terms; its attribute `network_name` is the network that is trained.
-        info: what the weights say about themselves. views: of training and validation images.
+        readers: of training and validation images.
     """
 
     command: ClassVar[str]
@@ -205,7 +199,7 @@ class DenseTask(Task):
         self,
         step: nn.Module,
         info: DenseInfo,
-        views: tuple[BatchReader[Any], BatchReader[Any]],
+        readers: tuple[BatchReader[Any], BatchReader[Any]],
         options: DenseOptions,
         world: World,
         folder: RunFolder,
@@ -217,15 +211,15 @@ class DenseTask(Task):
         super().__init__(step, options, world, folder)
         backbone = replace(info.backbone, amp=options.optim.amp_dtype if options.optim.amp else "")
         self.info = replace(info, backbone=backbone)
-        self.train_set, self.val_set = views[0].data, views[1].data
-        self.train_loader = self.loader(views[0], batch_size=options.dataset.batch_size, train=True)
-        self.val_loader = self.loader(views[1], train=False)
+        self.train_set, self.val_set = readers[0].data, readers[1].data
+        self.train_loader = self.loader(readers[0], batch_size=options.dataset.batch_size, train=True)
+        self.val_loader = self.loader(readers[1], train=False)
         self.batches_per_epoch = len(self.train_loader)
 
     @staticmethod
     def complete(options: Any) -> Any:
         """The options of a new run, with nothing left open."""
-        return options
+        raise NotImplementedError
 
     def inference(self, network: Any) -> Callable[[Batch], Any]:
         """How validation uses a network: batch of one image -> answer."""
@@ -233,6 +227,14 @@ class DenseTask(Task):
 
     def score(self, pictures: int) -> Score[Any]:
         """An empty score for the validation images."""
+        raise NotImplementedError
+
+    def network_words(self) -> str:
+        """The network in a few words."""
+        raise NotImplementedError
+
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
+        """Image i of a batch, uint8 [H, W, 3], and what is to be found in it."""
         raise NotImplementedError
 
     @property
@@ -280,7 +282,7 @@ class DenseTask(Task):
 
     def metadata(self) -> dict[str, str]:
         """What `load_dense` reads."""
-        return self.info.to_metadata()
+        return {self.info.METADATA: json.dumps(asdict(self.info))}
 
     def describe(self) -> str:
         """Data and model in a few words."""
@@ -290,45 +292,50 @@ class DenseTask(Task):
             f"{len(self.info.class_names)} classes; {self.network_words()}, {count / 1e6:.1f} M parameters"
         )
 
-    def network_words(self) -> str:
-        """The network in a few words."""
-        raise NotImplementedError
-
     def picture(self, batch: Batch) -> Image.Image:
         """Images of a batch with what is to be found in them."""
         info, count = self.info.backbone, min(IMAGES, len(batch))
         images = pixels_of(batch.images[:count], info.mean, info.std)
-        cards = [
-            Card(batch.keys[i], [self.truth(pixels, batch, i, PICTURE_SIDE)], side=PICTURE_SIDE)
-            for i, pixels in enumerate(images)
-        ]
+        cards = [Card(batch.keys[i], [self.truth(pixels, batch, i)], side=SIDE) for i, pixels in enumerate(images)]
         return draw_sheet(f"The first batch: {count} of {len(batch)} images", "", cards, 2)
 
-    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
-        """Image i of a batch, uint8 [H, W, 3], and what is to be found in it."""
-        raise NotImplementedError
+
+def open_parts(
+    open_data: Callable[[str, str, Any], DataSet], divided: bool, options: DenseOptions, folder: RunFolder
+) -> tuple[DataSet, DataSet]:
+    """Training and validation images; `divided`: whether the data has a validation part."""
+    part: Any = options.dataset
+    training, validation = (open_data(options.data, split, part) for split in ("train", "val"))
+    if list(training.class_names) != list(validation.class_names):
+        raise EverytokenError("the classes of the training and the validation part differ; they must be the same")
+    for images, name in ((training, "training"), (validation, "validation")):
+        if not len(images):
+            raise EverytokenError(f"{options.data} has no {name} images")
+    if not divided:
+        fraction = part.val_split or DEFAULT_VAL_SPLIT
+        folder.log(f"note: {options.data} has no validation part: {fraction:.0%} are held out (val_split)")
+    return training, validation
 
 
 def train_dense(
-    task_type: type[DenseTask], options: Any, asked: Set[str] = frozenset({"model"}), assignments: Sequence[str] = ()
-) -> Run:
+    task_type: type[DenseTask],
+    options: Any,
+    asked: Set[str] = frozenset({"model"}),
+    assignments: Sequence[str] = (),
+    dry_run: bool = False,
+) -> Run | dict[str, Any]:
     """Train a dense task, or continue the run in the output folder.
 
     Args:
         asked: names of the options that the user gave; others may be a recipe's, whose model the weights replace.
         assignments: of the kind `model_kwargs.depth=4`, which come last.
+        dry_run: give the plan instead, with the time from a few timed steps, and write nothing.
     """
     options, output = _completed(task_type, options, asked, assignments)
+    if dry_run:
+        quick = replace(options, dataset=replace(options.dataset, workers=0))
+        return plan(partial(task_type, quick), options, output)
     return run(partial(task_type, options), options, output)
-
-
-def plan_dense(
-    task_type: type[DenseTask], options: Any, asked: Set[str] = frozenset({"model"}), assignments: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What would be trained, and how long it would take from a few timed steps; nothing is written."""
-    options, output = _completed(task_type, options, asked, assignments)
-    quick = replace(options, dataset=replace(options.dataset, workers=0))
-    return plan(partial(task_type, quick), options, output)
 
 
 def _completed(
@@ -339,22 +346,12 @@ def _completed(
     asked = {*asked, *(text.partition("=")[0] for text in assignments)}
     options = replace(options, model=name_weights(options.model, "model" in asked))
     options = apply(options, overrides(assignments, flat(options)), "--set")
-    output = _checked_output(task_type, options)
-    optim = replace(options.optim, lr_scaling=default_scaling(options.optim, options.recipe))
-    return replace(options, optim=optim), output
-
-
-def _checked_output(task_type: type[DenseTask], options: DenseOptions) -> str:
-    """The run folder; raises on options that do not make a run."""
     if not options.data:
         raise EverytokenError(f"data is empty: name the images to train on (everytoken {task_type.command} train DATA)")
     check_rate(options.optim)
-    return options.run.out or default_output(options, task_type.command)
-
-
-def held_out_note(data: str, val_split: float) -> str:
-    """What to say where a part of the images is held out."""
-    return f"note: {data} has no validation part: {val_split or DEFAULT_VAL_SPLIT:.0%} are held out (val_split)"
+    output = options.run.out or default_output(options, task_type.command)
+    optim = replace(options.optim, lr_scaling=default_scaling(options.optim, options.recipe))
+    return replace(options, optim=optim), output
 
 
 # -- evaluation and prediction ----------------------------------------------------------------------------------------
@@ -377,13 +374,13 @@ class Evaluation:
 
 def answer_images(
     network: Callable[[Batch], A],
-    views: BatchReader[Any],
+    reader: BatchReader[Any],
     options: EvaluateOptions | PredictOptions,
     info: Description,
     bad_images: BadImages | None = None,
 ) -> Iterator[tuple[Batch, A]]:
     """Each image with the network's answer, in the precision that it was validated in; see `Description.amp_dtype`."""
-    loader = Loader(views, train=False, workers=options.workers, bad_images=bad_images or BadImages("raise"))
+    loader = Loader(reader, train=False, workers=options.workers, bad_images=bad_images or BadImages("raise"))
     device, dtype = torch.device(pick_device(options.device)).type, info.amp_dtype(options.amp)
     with contextlib.closing(loader):
         for batch in loader.epoch(0):
@@ -395,14 +392,15 @@ def answer_images(
 def evaluate_dense(
     options: EvaluateOptions,
     network: Callable[[Batch], A],
-    views: BatchReader[Any],
+    reader: BatchReader[Any],
     score: Score[A],
     info: Description,
     notes: list[str],
 ) -> Evaluation:
     """One pass over a dataset, an image at a time."""
     bad_images, images, started = BadImages(options.on_bad_image), 0, time.perf_counter()
-    for batch, answer in answer_images(network, views, options, info, bad_images):
+    score.pictures = PICTURES if options.pictures else 0
+    for batch, answer in answer_images(network, reader, options, info, bad_images):
         score.add(batch, answer)
         images += 1
     speed = {"images": images, "images_per_second": images / (time.perf_counter() - started)}
@@ -418,17 +416,17 @@ def open_unseen(
     open_data: Callable[[str, str, Any], DataSet],
     divided: bool,
     same: Callable[[Run], bool | None],
-    share: Callable[[Run], float] = lambda run: run.val_split,
+    fraction: Callable[[Run], float] = lambda run: run.val_split,
 ) -> tuple[DataSet, list[str]]:
-    """The part of the data that is asked for, and notes; of data without parts, the images that the run held out.
+    """The part of the data that is asked for, and notes; of undivided data, the images that the run held out.
 
     Args:
-        part: options of the data, with `val_split`. open_data: (data, split, part) -> dataset.
-        divided: whether the data has a validation part. same, share: see `held_out`.
+        part: options of the data, with `val_split`.
+        same, fraction: whether a run was trained on this data, and how much of it it held out; see `held_out`.
     """
     if options.split != "val" or part.val_split or divided:
         return open_data(options.data, options.split, part), []
-    origin = held_out([options.source], options.data, same, share)
+    origin = held_out([options.source], options.data, same, fraction)
     opened = open_data(options.data, "val" if origin.fraction else "all", replace(part, val_split=origin.fraction))
     note = origin.note(options.data, len(opened))
     return opened, [note] if note else []

@@ -104,9 +104,7 @@ class EvaluateOptions(SourceOptions):
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image or mask that cannot be read."""
     pictures: str = ""
-    """Write ground truth and predictions side by side to this JPEG."""
-    picture_count: int = 8
-    """Number of images in it."""
+    """Write ground truth and predictions of eight images side by side to this JPEG."""
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,30 @@
-"""Images with objects: COCO json, where it lies and what is in it; views and batches of them.
+"""Images with objects: COCO json, where it lies and what is in it; batches of them.
 
 COCO          {train2017,val2017}/ (or images/{train2017,val2017}/)  annotations/instances_{train2017,val2017}.json
 one folder    images/ (or the images themselves) and one json file with "images" and "annotations"
 parts         train/ and val/ (or valid/), each like that; annotations may also be train.json and val.json side by side
-a json file   images in images/ next to it, next to it, or where the option `images` says
+a json file   images in images/ next to it, or next to it
 
-What is wrong is an error that names the file and the annotation: a category that is not listed, an image that is not
-listed or not there, run lengths of another size than the image. Objects that are degenerate (no width or height,
+What is wrong is an error that names the file and the annotation. Objects that are degenerate (no width or height,
 outside of the image, polygons with fewer than three corners) are counted and left out, with a note.
 
-Objects are kept as text in one block of memory, so that a large dataset costs little and worker processes share it.
-Images of a batch have different sizes; they lie in the top left corner of a canvas that holds the largest. Training
-draws a crop, a short side (the papers: 480 to 800 in steps of 32) and a flip, keyed by (seed, epoch, key); the long
-side is at most 1333. Evaluation takes one size of the whole image.
+Objects are kept as text in one block of memory, which worker processes share. Images of a batch have different sizes;
+they lie in the top left corner of a canvas that holds the largest. Training draws a crop, a short side (the papers: 480
+to 800 in steps of 32) and a flip, keyed by (seed, epoch, key); the long side is at most 1333.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
-from annotated_types import Interval
+from annotated_types import Interval, Len, MinLen
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -39,19 +36,13 @@ from everytoken_lab.data.decode import Picture
 from everytoken_lab.data.labels import check_relative
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.warp import render
-from everytoken_lab.dense.common import FileSet, resized, split_by_name, whole_set
+from everytoken_lab.dense.common import SPLITS, FileSet, resized, split_by_name, whole_set
 from everytoken_lab.dense.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through
 from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 
-SPLITS = {
-    "train": ("train2017", "train", "training"),
-    "val": ("val2017", "val", "valid", "validation"),
-    "test": ("test2017", "test"),
-}
 CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
 CROP_LONGEST = 1333  # its long side is at most this
 CROP_SIZE = (384, 600)  # pixels of each side that a crop keeps
-_LARGEST = 2**20  # pixels along a side of an image
 
 
 @dataclass(frozen=True)
@@ -71,9 +62,8 @@ class InstanceSet(FileSet):
     """Images of a folder and their objects.
 
     Args:
-        root: the folder; images: paths below it. sizes: int64 [n, 2], (width, height) of each.
-        image_ids: of the images in `source`, the file of the annotations.
-        category_ids, class_names: of the classes.
+        root: the folder; images: paths below it. sizes: (width, height) of each.
+        image_ids, categories: of the images and (id -> name) of the classes in `source`, the file of the annotations.
         annotations: of each image, JSON of the fields of its objects; "" where there are none.
         notes: what the reader left out, in words.
     """
@@ -82,17 +72,16 @@ class InstanceSet(FileSet):
         self,
         root: Path,
         images: Sequence[str],
-        sizes: np.ndarray,
+        sizes: Sequence[tuple[int, int]],
         image_ids: Sequence[int],
-        category_ids: Sequence[int],
-        class_names: Sequence[str],
+        categories: Mapping[int, str],
         annotations: Sequence[str],
         source: str,
         notes: Sequence[str] = (),
     ) -> None:
-        super().__init__(root, images, class_names, source)
-        self.source, self.sizes, self.image_ids = source, sizes, np.array(image_ids, dtype=np.int64)
-        self.category_ids, self.notes, self.annotations = list(category_ids), list(notes), Strings(annotations)
+        super().__init__(root, images, list(categories.values()), source)
+        self.sizes, self.image_ids = np.array(sizes, np.int64).reshape(-1, 2), np.array(image_ids, dtype=np.int64)
+        self.category_ids, self.notes, self.annotations = list(categories), list(notes), Strings(annotations)
 
     def size(self, i: int) -> tuple[int, int]:
         """(width, height) of image i, as the annotations say."""
@@ -105,18 +94,12 @@ class InstanceSet(FileSet):
 
     def trained(self, i: int) -> list[Annotation]:
         """Objects of image i that are trained on: no crowds, and at least a pixel wide and high inside the image."""
-        width, height = self.size(i)
-        return [o for o in self.objects(i) if not o.crowd and min(_inside(o.box, width, height)) >= 1]
+        return [o for o in self.objects(i) if not o.crowd and min(_inside(o.box, *self.size(i))) >= 1]
 
     def run_lengths(self, i: int, annotation: Annotation) -> dict[str, Any]:
         """The mask of an object of image i, which is its box if it has no segmentation, as COCO's run lengths."""
         x0, y0, x1, y1 = annotation.box
-        shape = annotation.segmentation or [[x0, y0, x1, y0, x1, y1, x0, y1]]
-        return encode(shape, self.size(i), self.describe(annotation))
-
-    def describe(self, annotation: Annotation) -> str:
-        """File and annotation, for messages."""
-        return f"{self.source}: annotation {annotation.id}"
+        return encode(annotation.segmentation or [[x0, y0, x1, y0, x1, y1, x0, y1]], self.size(i))
 
     def check_size(self, i: int, picture: Picture) -> None:
         """The image must have the size that its annotations were made for."""
@@ -124,7 +107,7 @@ class InstanceSet(FileSet):
         if picture.size != (width, height):
             hint = " (the image is turned by its EXIF tag)" if picture.size == (height, width) else ""
             raise AnnotationError(
-                f"{self.where(i)} is {picture.size[0]} x {picture.size[1]} pixels, and {self.source} says {width} x "
+                f"{self.where(i)} is {picture.size[0]} x {picture.size[1]} pixels, and {self.name} says {width} x "
                 f"{height}{hint}. Boxes and masks would be in the wrong place; correct one of the two."
             )
 
@@ -156,7 +139,7 @@ def open_instances(data: str, split: str, options: CocoOptions | None = None) ->
 
     Args:
         data: its folder, or a json file.
-        split: "train", "val", "test" as the files have it, or "all": everything of data without parts. Without a
+        split: "train", "val", "test" as the files have it, or "all": everything of undivided data. Without a
             validation part, "train" and "val" divide the images by their names (`val_split`).
     """
     options = options or CocoOptions()
@@ -171,7 +154,7 @@ def divided(data: str, options: CocoOptions) -> bool:
 
 
 def whole_file(data: Path) -> Path:
-    """The json file of data without parts, so that a folder and the file in it are seen to be the same data."""
+    """The json file of undivided data, so that a folder and the file in it are seen to be the same data."""
     try:
         return (_find(data, "all") or data).resolve()
     except DataError:  # several: one of them was chosen by name
@@ -183,15 +166,14 @@ def _read(data: str, split: str, options: CocoOptions) -> InstanceSet:
     if not root.exists():
         raise DataError(f"there is no folder or file {data}")
     given = options.val_annotations if split == "val" and options.val_annotations else options.annotations
-    folder = options.val_images if split == "val" and options.val_images else options.images
     path = Path(given) if given else _find(root, split)
     if path is None:
         part = "" if split == "all" else f" for {split!r}"
         raise DataError(
-            f"{data} has no COCO json{part}: put annotations/instances_{SPLITS.get(split, SPLITS['train'])[0]}.json or "
-            "one json file next to the images, or name it with the option annotations"
+            f"{data} has no COCO json{part}: put annotations/instances_{SPLITS.get(split, SPLITS['train'])[-1]}.json "
+            "or one json file next to the images, or name it with the option annotations"
         )
-    return read_coco(path, _images(root, path, split, folder))
+    return read_coco(path, _images(root, path, split) or (root if given and root.is_dir() else path.parent))
 
 
 def _find(root: Path, split: str) -> Path | None:
@@ -199,10 +181,9 @@ def _find(root: Path, split: str) -> Path | None:
     if root.is_file():
         return root if split == "all" else None
     for name in SPLITS.get(split, ()):
-        for place in (root / "annotations", root):
-            for stem in (f"instances_{name}", name):
-                if (place / f"{stem}.json").is_file():
-                    return place / f"{stem}.json"
+        for stem in (f"annotations/instances_{name}", f"annotations/{name}", f"instances_{name}", name):
+            if (root / f"{stem}.json").is_file():
+                return root / f"{stem}.json"
         if (root / name).is_dir():
             return _only(root / name)
     return _only(root) if split == "all" else None
@@ -218,32 +199,26 @@ def _only(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _images(root: Path, path: Path, split: str, folder: str) -> Path:
-    """The folder that the names of images in a json file start from."""
-    if folder:
-        return Path(folder)
-    bases = [path.parent, *([root] if root.is_dir() else []), path.parent.parent]
-    parts = [n for names in SPLITS.values() for n in names if n in path.stem]
-    parts += SPLITS.get(split, ())
-    for base in bases:
-        folders = [place for n in parts for place in (base / n / "images", base / n, base / "images" / n)]
-        for place in (*folders, base / "images"):
-            if place.is_dir():
-                return place
-    return path.parent
+def _images(root: Path, path: Path, split: str) -> Path | None:
+    """The folder that the names of images in a json file start from, if it has one of the usual names."""
+    parts = [n for names in SPLITS.values() for n in names if n in path.stem] + list(SPLITS.get(split, ()))
+    names = [*(name for n in parts for name in (f"{n}/images", n, f"images/{n}")), "images"]
+    folders = [base / name for base in (path.parent, root, path.parent.parent) for name in names]
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 # -- what is in it ----------------------------------------------------------------------------------------------------
 
 
 _Id = Annotated[int, Interval(ge=-(2**53), le=2**53)]
+_Side = Annotated[float, Interval(ge=1, le=2**20)]
 
 
 class _Image(TypedDict):
     id: _Id
     file_name: str
-    width: float
-    height: float
+    width: _Side
+    height: _Side
 
 
 class _Category(TypedDict):
@@ -254,7 +229,7 @@ class _Category(TypedDict):
 class _Annotation(TypedDict):
     image_id: int
     category_id: int
-    bbox: list[float]
+    bbox: Annotated[list[float], Len(4, 4)]
     id: NotRequired[_Id]
     iscrowd: NotRequired[bool | int | None]
     area: NotRequired[float | None]
@@ -264,83 +239,62 @@ class _Annotation(TypedDict):
 class _Coco(TypedDict):
     images: list[_Image]
     annotations: list[_Annotation]
-    categories: list[_Category]
+    categories: Annotated[list[_Category], MinLen(1)]
 
 
 def read_coco(path: Path, images: Path) -> InstanceSet:
     """A COCO json file and its folder of images, checked."""
     content = schema.read_json(path, _Coco)
-    categories = sorted(content["categories"], key=lambda category: category["id"])
-    if not categories:
-        raise DataError(f"{path} lists no categories")
     rows = sorted(content["images"], key=lambda row: row["file_name"])
     files = [check_relative(row["file_name"], f"{path}: image {row['id']}") for row in rows]
-    category_ids, image_ids = [c["id"] for c in categories], [row["id"] for row in rows]
-    _check_unique(path, "images have the file_name", files)
-    _check_unique(path, "images have the id", image_ids)
-    _check_unique(path, "categories have the id", category_ids)
-    _check_present(path, images, files)
-    for row in rows:
-        if not all(1 <= side <= _LARGEST and side == int(side) for side in (row["width"], row["height"])):
-            raise DataError(
-                f"{path}: image {row['id']} is {row['width']:g} x {row['height']:g} pixels, which cannot be"
-            )
-    sizes = np.array([[row["width"], row["height"]] for row in rows], dtype=np.int64).reshape(-1, 2)
-    annotations, notes = _read_annotations(path, content["annotations"], image_ids, sizes, category_ids)
-    names = [str(c.get("name", c["id"])) for c in categories]
-    return InstanceSet(images, files, sizes, image_ids, category_ids, names, annotations, str(path), notes)
-
-
-def _check_unique(path: Path, what: str, values: Sequence[str] | Sequence[int]) -> None:
-    if len(set(values)) < len(values):
-        double = next(value for value, following in pairwise(sorted(values)) if value == following)
-        raise DataError(f"{path}: two {what} {double!r}")
-
-
-def _check_present(path: Path, images: Path, names: Sequence[str]) -> None:
-    """Every image that is listed has a file; folders are read once instead of asking for each."""
-    folders: dict[str, set[str]] = {}
-    missing = []
-    for name in names:
-        folder, _, file = name.rpartition("/")
-        if folder not in folders:
-            place = images / folder
-            folders[folder] = set(os.listdir(place)) if place.is_dir() else set()
-        if file not in folders[folder]:
-            missing.append(name)
+    ids = [row["id"] for row in rows]
+    categories = sorted(content["categories"], key=lambda c: c["id"])
+    for what, values in (
+        ("images have the file_name", files),
+        ("images have the id", ids),
+        ("categories have the id", [c["id"] for c in categories]),
+    ):
+        value, count = Counter[Any](values).most_common(1)[0] if values else ("", 0)
+        if count > 1:
+            raise DataError(f"{path}: two {what} {value!r}")
+    missing = [file for file in files if not (images / file).is_file()]
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DataError(
-            f"{path} lists the image {missing[0]!r}{more}, which is not in {images}. Add it, name the right folder "
-            "with the option images, or take it out of the file."
+            f"{path} lists the image {missing[0]!r}{more}, which is not in {images}. Add it, or remove its entry."
         )
+    sizes = {row["id"]: (int(row["width"]), int(row["height"])) for row in rows}
+    names = {c["id"]: str(c.get("name", c["id"])) for c in categories}
+    objects, left_out = _read_objects(path, content["annotations"], sizes, list(names))
+    texts = [json.dumps(objects[i]) if objects[i] else "" for i in ids]
+    notes = []
+    if left_out:
+        numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+        what = "annotations without width, height or area inside their image are left out"
+        notes.append(f"{path}: {len(left_out)} {what} ({numbers})")
+    return InstanceSet(images, files, list(sizes.values()), ids, names, texts, str(path), notes)
 
 
-def _read_annotations(
-    path: Path, rows: Sequence[_Annotation], image_ids: Sequence[int], sizes: np.ndarray, category_ids: Sequence[int]
-) -> tuple[list[str], list[str]]:
-    """The objects of each image, see `InstanceSet`, and what was left out."""
-    positions = {number: i for i, number in enumerate(image_ids)}
+def _read_objects(
+    path: Path, rows: Sequence[_Annotation], sizes: Mapping[int, tuple[int, int]], category_ids: Sequence[int]
+) -> tuple[dict[int, list[Any]], list[Any]]:
+    """The fields of the objects of each image, and the ids of those that were left out."""
     classes = {number: k for k, number in enumerate(category_ids)}
-    objects: list[list[Any]] = [[] for _ in image_ids]
+    objects: dict[int, list[Any]] = {number: [] for number in sizes}
     left_out: list[Any] = []
     for row in rows:
         number = row.get("id", "(without id)")
         where = f"{path}: annotation {number}"
-        if row["image_id"] not in positions:
+        if row["image_id"] not in sizes:
             raise DataError(
-                f"{where} is of image {row['image_id']!r}, which is not among the {len(positions)} images of the file"
+                f"{where} is of image {row['image_id']!r}, which is not among the {len(sizes)} images of the file"
             )
         if row["category_id"] not in classes:
             raise DataError(
                 f"{where} is of category {row['category_id']!r}, which is none of the {len(classes)} categories "
                 f"({category_ids[0]} to {category_ids[-1]})"
             )
-        if len(row["bbox"]) != 4:
-            raise DataError(f"{where}: bbox is [x, y, width, height], not {row['bbox']!r}")
-        i = positions[row["image_id"]]
-        size = (int(sizes[i][0]), int(sizes[i][1]))
-        segmentation = row.get("segmentation")
+        size, segmentation = sizes[row["image_id"]], row.get("segmentation")
         usable = check(segmentation, size, where) if segmentation else None
         x, y, width, height = row["bbox"]
         box, area = [x, y, x + width, y + height], row.get("area")
@@ -349,30 +303,21 @@ def _read_annotations(
             left_out.append(number)
             continue
         fields = (row.get("id", -1), box, classes[row["category_id"]], bool(row.get("iscrowd", 0)))
-        objects[i].append((*fields, width * height if area is None else area, usable))
-    texts = [json.dumps(of_image) if of_image else "" for of_image in objects]
-    if not left_out:
-        return texts, []
-    numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
-    note = f"{len(left_out)} annotations without width, height or area inside their image are left out ({numbers})"
-    return texts, [f"{path}: {note}"]
+        objects[row["image_id"]].append((*fields, width * height if area is None else area, usable))
+    return objects, left_out
 
 
-# -- views and batches ------------------------------------------------------------------------------------------------
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 
 class DetectTransform:
-    """A view of an image; random if it gets a generator.
-
-    Args:
-        options: sizes, crop, flip. fill: colour of what lies outside, which nothing does but rounding.
-    """
+    """An image at the size for the network; a random crop, size and flip if it gets a generator."""
 
     def __init__(self, options: DetectAugment, fill: tuple[int, int, int] = (124, 116, 104)) -> None:
         self.options, self.fill = options, fill
 
     def __call__(self, picture: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, pl.Affine]:
-        """(pixels uint8 [h, w, 3], matrix [2, 3]: pixel of the view -> pixel of the upright source)."""
+        """(pixels uint8 [h, w, 3], matrix [2, 3]: pixel of the result -> pixel of the upright source)."""
         options = self.options
         which, flip, crop, *draws = rng.random(8).tolist() if rng is not None else (0.0, 1.0, 1.0)
         left, top, width, height = (0.0, 0.0, *map(float, picture.size))
@@ -437,8 +382,8 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class _View:
-    """One image as it is seen, and its objects; source: (width, height)."""
+class _Sample:
+    """One image as the network gets it, and its objects; source: (width, height)."""
 
     pixels: np.ndarray
     boxes: np.ndarray
@@ -448,8 +393,8 @@ class _View:
     source: tuple[int, int]
 
 
-class ObjectViews(BatchReader[_View]):
-    """Views of images and their objects.
+class ObjectReader(BatchReader[_Sample]):
+    """Images and their objects.
 
     Args:
         seed: None: no randomness. masks: with masks of the objects. truth: with objects at all.
@@ -469,12 +414,12 @@ class ObjectViews(BatchReader[_View]):
         self.transform, self.seed = transform, seed
         self.masks, self.truth = masks and truth, truth
 
-    def view(self, request: Request, key: str) -> _View:
+    def view(self, request: Request, key: str) -> _Sample:
         """Of one image: boxes that have an area in it, and their masks."""
         rng = None if self.seed is None else keyed.generator(self.seed, request.epoch, key, "detect")
         picture = self.data.picture(request.sample)
         pixels, matrix = self.transform(picture, rng)
-        nothing = _View(pixels, np.zeros((0, 4)), np.zeros(0, np.int64), [], matrix, picture.size)
+        nothing = _Sample(pixels, np.zeros((0, 4)), np.zeros(0, np.int64), [], matrix, picture.size)
         if not self.truth:
             return nothing
         data, i = whole_set(self.data, request.sample, InstanceSet)
@@ -490,13 +435,13 @@ class ObjectViews(BatchReader[_View]):
         for o in objects if self.masks else ():
             if o.segmentation is None:
                 raise AnnotationError(
-                    f"{data.describe(o)} has no segmentation. With masks off, boxes alone are trained on."
+                    f"{data.name}: annotation {o.id} has no segmentation. With masks off, boxes alone are trained on."
                 )
-            masks.append(through(o.segmentation, picture.size, matrix, (height, width), data.describe(o)))
+            masks.append(through(o.segmentation, picture.size, matrix, (height, width)))
         labels = np.array([o.label + 1 for o in objects], dtype=np.int64)
-        return _View(pixels, boxes[inside], labels, masks, matrix, picture.size)
+        return _Sample(pixels, boxes[inside], labels, masks, matrix, picture.size)
 
-    def collate(self, views: list[_View]) -> tuple[np.ndarray, np.ndarray, Objects]:
+    def collate(self, views: list[_Sample]) -> tuple[np.ndarray, np.ndarray, Objects]:
         """All on one canvas."""
         sizes = [(view.pixels.shape[0], view.pixels.shape[1]) for view in views]
         height, width = (max((size[axis] for size in sizes), default=1) for axis in (0, 1))

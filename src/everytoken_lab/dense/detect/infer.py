@@ -1,14 +1,18 @@
 """From an image to objects, in pixels of the source, with masks as run lengths; `evaluate` and `predict`.
 
-A detector is used as its run was validated, unless the options say otherwise.
+A detector is used as its run was validated, unless the options say otherwise. Average precision is computed by COCO's
+own evaluator (pycocotools), in percent: AP is the mean over IoU 0.50, 0.55, ..., 0.95; AP50 and AP75 are at one IoU;
+APs, APm, APl are of objects up to 32 x 32, up to 96 x 96, and larger.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from everytoken.data.batch import Batch, normalise
-from everytoken.errors import EverytokenError
+from everytoken.errors import EverytokenError, need
 from everytoken.files import write_atomically, write_picture
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.dense.common import (
@@ -34,20 +38,61 @@ from everytoken_lab.dense.common import (
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,
+    ObjectReader,
     Objects,
-    ObjectViews,
     divided,
     open_instances,
     whole_file,
 )
-from everytoken_lab.dense.detect.masks import run_lengths, tool
-from everytoken_lab.dense.detect.metrics import Detections, average_precision
+from everytoken_lab.dense.detect.masks import compress, tool
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo, load_detector
 from everytoken_lab.dense.detect.options import NEW_RUN, DetectAugment, DetectEval, DetectPredict, FindOptions
 from everytoken_lab.draw import Card, Panel, Row, object_overlay
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.training.options import fill
+
+NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+SURE = 0.5  # score from which on objects of validation images are drawn
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Objects of one image, best first.
+
+    Attributes:
+        boxes: float64 [n, 4], x0, y0, x1, y1 in pixels of the source. scores: float64 [n].
+        labels: int64 [n], classes from 0.
+        masks: COCO run lengths at the source's size; None without masks.
+    """
+
+    boxes: np.ndarray
+    scores: np.ndarray
+    labels: np.ndarray
+    masks: list[dict[str, Any]] | None
+
+    def take(self, chosen: np.ndarray) -> Detections:
+        """Some of them; bool [n]."""
+        masks = None if self.masks is None else [self.masks[k] for k in np.flatnonzero(chosen)]
+        return Detections(self.boxes[chosen], self.scores[chosen], self.labels[chosen], masks)
+
+    def relabel(self, columns: Sequence[int]) -> Detections:
+        """With the class `columns[label]`; without those for which that is -1."""
+        labels = np.array(columns, dtype=np.int64)[self.labels]
+        return replace(self, labels=labels).take(labels >= 0)
+
+    def rows(self, image: int | str, classes: Sequence[int | str]) -> list[dict[str, Any]]:
+        """As COCO's result files have it. `classes`: what to call each class."""
+        rows = []
+        for k, (x0, y0, x1, y1) in enumerate(self.boxes.tolist()):
+            row: dict[str, Any] = {
+                "image_id": image,
+                "category_id": classes[int(self.labels[k])],
+                "bbox": [round(v, 3) for v in (x0, y0, x1 - x0, y1 - y0)],
+                "score": round(float(self.scores[k]), 5),
+            }
+            rows.append(row if self.masks is None else {**row, "segmentation": self.masks[k]})
+        return rows
 
 
 def resolve(find: FindOptions, augment: DetectAugment) -> FindOptions:
@@ -77,7 +122,7 @@ class Inference:
 
     @property
     def transform(self) -> DetectTransform:
-        """Makes the views that it needs."""
+        """Makes the images that it needs."""
         assert self.find.size is not None
         assert self.find.max_size is not None
         return DetectTransform(DetectAugment((self.find.size,), self.find.max_size))
@@ -94,12 +139,12 @@ class Inference:
         answers = self.model.detect(images, objects.sizes, self.find)
         for answer, matrix, size in zip(answers, objects.matrices, objects.sources, strict=True):
             boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)
-            scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # the view is upright
+            scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # images are upright here
             boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)
             masks = None
             if "masks" in answer:
                 pairs = zip(answer["masks"].cpu(), boxes.tolist(), strict=True)
-                masks = [run_lengths(paste(mask, box, size).numpy()[None])[0] for mask, box in pairs]
+                masks = [compress(paste(mask, box, size).numpy()) for mask, box in pairs]
             scores, labels = answer["scores"].cpu().numpy().astype(np.float64), answer["labels"].cpu().numpy() - 1
             detections.append(Detections(boxes, scores, labels, masks))
         return detections
@@ -144,22 +189,15 @@ def draw_objects(
     return object_overlay(pixels, detections.boxes, captions, masks, side)
 
 
-# -- evaluate, predict ------------------------------------------------------------------------------------------------
+# -- score ------------------------------------------------------------------------------------------------------------
 
 
 class DetectScore(Score[Detections]):
-    """COCO's average precision.
+    """COCO's average precision; objects with a score of at least `sure` are drawn."""
 
-    Args:
-        data: the truth. columns: class of the data for each class of the detector, -1 for none; default: the same.
-        sure: objects with at least this score are drawn.
-    """
-
-    def __init__(
-        self, data: DataSet, columns: Sequence[int] | None = None, pictures: int = 0, sure: float = 0.5
-    ) -> None:
+    def __init__(self, data: DataSet, pictures: int = 0, sure: float = SURE) -> None:
         super().__init__(pictures)
-        self.data, self.columns, self.sure = data, columns, sure
+        self.data, self.sure = data, sure
         self.whole = whole_set(data, 0, InstanceSet)[0]
         self.detections: dict[int, Detections] = {}  # by number of the image in `whole`
 
@@ -174,20 +212,66 @@ class DetectScore(Score[Detections]):
 
     def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """AP of masks first, if there are masks."""
-        numbers, classes = average_precision(self.whole, self.detections, self.columns)
+        numbers, classes = coco_scores(self.whole, self.detections)
         return dict(sorted(numbers.items(), key=lambda item: not item[0].startswith("mask"))), classes
 
     def card(self, batch: Batch, answer: Detections) -> Card:
         """The objects of an image and those that were detected, side by side."""
         i, names, side = next(reversed(self.detections)), self.whole.class_names, 480
-        shown = answer.better_than(self.sure)
-        if self.columns is not None:
-            shown = shown.take([k for k, label in enumerate(shown.labels.tolist()) if self.columns[label] >= 0])
-            shown = replace(shown, labels=np.array([self.columns[c] for c in shown.labels.tolist()], dtype=np.int64))
         pixels = np.asarray(self.whole.picture(i).upright())
-        truth = draw_objects(pixels, truth_of(self.whole, i, shown.masks is not None), names, scores=False, side=side)
-        panels = [Panel("truth", truth), Panel("answer", draw_objects(pixels, shown, names, side=side))]
-        return Card(self.whole.key(i), [Row("", panels)], side=side)
+        truth = draw_objects(pixels, truth_of(self.whole, i, answer.masks is not None), names, scores=False, side=side)
+        shown = draw_objects(pixels, answer.take(answer.scores >= self.sure), names, side=side)
+        return Card(self.whole.key(i), [Row("", [Panel("truth", truth), Panel("answer", shown)])], side=side)
+
+
+def coco_scores(
+    data: InstanceSet, detections: Mapping[int, Detections]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Compare detections, by number of the image in `data`, with the truth; other images do not count.
+
+    Returns:
+        "box AP", "box AP50", ..., "mask AP", ... in percent, -1 where no object is of that kind; and a row for each
+        class that occurs: class, objects, and AP and AP50 of boxes and masks.
+    """
+    api, evaluator = (need(f"pycocotools.{name}", "detect", "everytoken detect") for name in ("coco", "cocoeval"))
+    samples = sorted(detections)
+    masks = any(image.masks is not None for image in detections.values())
+    ids = range(1, data.num_classes + 1)
+    rows = [row for number, i in enumerate(samples, 1) for row in detections[i].rows(number, ids)]
+    numbers: dict[str, float] = {}
+    table: dict[int, dict[str, Any]] = {}
+    with contextlib.redirect_stdout(io.StringIO()):  # the evaluator talks
+        truth = api.COCO()
+        truth.dataset = data.as_coco(samples, masks)
+        truth.createIndex()
+        counts = Counter(row["category_id"] for row in truth.dataset["annotations"] if not row["iscrowd"])
+        table = {c: {"class": data.class_names[c - 1], "objects": counts[c]} for c in sorted(counts)}
+        for kind, what in (("box", "bbox"), ("mask", "segm")) if masks else (("box", "bbox"),):
+            numbers |= {f"{kind} {name}": 0.0 for name in NAMES}
+            for entry in table.values():
+                entry |= {f"{kind} AP": 0.0, f"{kind} AP50": 0.0}
+            if not rows:
+                continue
+            evaluation = evaluator.COCOeval(truth, truth.loadRes([dict(row) for row in rows]), what)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+            values = [100 * float(v) if v >= 0 else -1.0 for v in evaluation.stats[:6]]
+            numbers |= {f"{kind} {name}": value for name, value in zip(NAMES, values, strict=True)}
+            curves = evaluation.eval["precision"]  # [IoU, recall, class, area, limit]
+            for k, category in enumerate(evaluation.params.catIds):
+                if category in table:
+                    table[category][f"{kind} AP"] = _mean(curves[:, :, k, 0, -1])
+                    table[category][f"{kind} AP50"] = _mean(curves[0, :, k, 0, -1])
+    return numbers, list(table.values())
+
+
+def _mean(values: np.ndarray) -> float:
+    defined = values[values > -1]
+    return round(100 * float(defined.mean()), 3) if defined.size else -1.0
+
+
+# -- evaluate, predict ------------------------------------------------------------------------------------------------
 
 
 def class_columns(model_names: Sequence[str], data_names: Sequence[str], where: str) -> list[int]:
@@ -210,10 +294,10 @@ def evaluate(options: DetectEval) -> Evaluation:
         option = "annotations" if run.config.get("annotations") else "data"
         return run.names(coco.annotations or options.data, option, whole_file)
 
-    def share(run: Run) -> float:
+    def fraction(run: Run) -> float:
         return 0.0 if run.config.get("val_annotations") else run.val_split
 
-    data, notes = open_unseen(options, coco, open_instances, divided(options.data, coco), same, share)
+    data, notes = open_unseen(options, coco, open_instances, divided(options.data, coco), same, fraction)
     if not len(data):
         raise EverytokenError(f"{options.data} has no images for {options.split!r}")
     whole, _ = whole_set(data, 0, InstanceSet)
@@ -224,17 +308,17 @@ def evaluate(options: DetectEval) -> Evaluation:
     if unknown:
         notes.append(f"{unknown} of the {whole.num_classes} categories of the data are unknown to the detector")
     inference = Inference.of(detector.to(device), info, options.find)
-    views = ObjectViews(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
-    score = DetectScore(data, columns, options.picture_count if options.pictures else 0, options.sure)
-    evaluation = evaluate_dense(options, inference.on(device), views, score, info.backbone, notes)
+    network = inference.on(device)
+    reader = ObjectReader(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
+    score = DetectScore(data, sure=options.sure)
+    evaluation = evaluate_dense(
+        options, lambda batch: network(batch).relabel(columns), reader, score, info.backbone, notes
+    )
     if options.results:
-        ids = [whole.category_ids[c] if c >= 0 else None for c in columns]
-        rows = [
-            row for i, found in sorted(score.detections.items()) for row in found.rows(int(whole.image_ids[i]), ids)
-        ]
+        found = sorted(score.detections.items())
+        rows = [row for i, objects in found for row in objects.rows(int(whole.image_ids[i]), whole.category_ids)]
         Path(options.results).parent.mkdir(parents=True, exist_ok=True)
-        known = [row for row in rows if row["category_id"] is not None]
-        write_atomically(Path(options.results), json.dumps(known).encode())
+        write_atomically(Path(options.results), json.dumps(rows).encode())
     return evaluation
 
 
@@ -251,10 +335,10 @@ def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
     inference = Inference.of(detector.to(device), info, options.find)
     rows: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
-    views = ObjectViews(images, inference.transform, None, truth=False)
-    for batch, answer in answer_images(inference.on(device), views, options, info.backbone):
+    reader = ObjectReader(images, inference.transform, None, truth=False)
+    for batch, answer in answer_images(inference.on(device), reader, options, info.backbone):
         assert batch.indices is not None
-        key, shown = batch.keys[0], answer.better_than(options.sure)
+        key, shown = batch.keys[0], answer.take(answer.scores >= options.sure)
         picture = draw_objects(np.asarray(images.picture(int(batch.indices[0])).upright()), shown, names)
         write_picture(place(key, ".objects.jpg"), picture, quality=90)
         objects += answer.rows(key, names)

@@ -1,16 +1,12 @@
-"""Masks of objects: COCO's polygons and run lengths, at the source's size or through a view of it.
+"""Masks of objects: COCO's polygons and run lengths, at the source's size or through a crop of it.
 
 A segmentation is a list of polygons [[x0, y0, x1, y1, ...], ...] in continuous pixel coordinates, or run lengths
 {"size": [height, width], "counts": ...}: numbers of 0s, 1s, 0s, ... down the columns, as a list or as COCO's string.
 Rasterising and run lengths are pycocotools', so that masks are to the pixel what the evaluator thinks they are.
-
-In a view, polygons are moved and then drawn at the view's size; run lengths are decoded and sampled by the nearest
-neighbour. The view is the same matrix that the pixels went through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,9 +39,7 @@ def tool() -> Any:
 def check(segmentation: Any, size: tuple[int, int], where: str) -> Segmentation | None:
     """A segmentation that can be used, or None if nothing is in it (polygons with fewer than three corners).
 
-    Args:
-        size: (width, height) of the image.
-        where: file and annotation, for messages.
+    `size` is (width, height) of the image; `where` names file and annotation in messages.
     """
     if isinstance(segmentation, dict):
         runs = schema.parse(_RunLengths, segmentation, f"{where}: segmentation")
@@ -94,59 +88,42 @@ def _unpack(text: str, where: str) -> np.ndarray:
     return values
 
 
-def encode(segmentation: Segmentation, size: tuple[int, int], where: str) -> dict[str, Any]:
+def encode(segmentation: Segmentation, size: tuple[int, int]) -> dict[str, Any]:
     """COCO's compressed run lengths of a checked segmentation of an image of (width, height)."""
-    coco = tool()
-    try:
-        if isinstance(segmentation, list):
-            runs: dict[str, Any] = coco.merge(coco.frPyObjects(segmentation, size[1], size[0]))
-        elif isinstance(segmentation["counts"], list):
-            runs = coco.frPyObjects(segmentation, size[1], size[0])
-        else:
-            runs = {"size": [size[1], size[0]], "counts": segmentation["counts"]}
-            coco.area(runs)
-    except (ValueError, TypeError) as error:
-        raise AnnotationError(f"{where}: its segmentation cannot be read ({error})") from error
-    return runs
+    if isinstance(segmentation, dict) and isinstance(segmentation["counts"], str):
+        return segmentation
+    runs: Any = tool().frPyObjects(segmentation, size[1], size[0])
+    return tool().merge(runs) if isinstance(segmentation, list) else runs
 
 
-def decode(segmentation: Segmentation, size: tuple[int, int], where: str) -> np.ndarray:
+def decode(segmentation: Segmentation, size: tuple[int, int]) -> np.ndarray:
     """uint8 [height, width] of 0 and 1."""
-    runs = encode(segmentation, size, where)
-    try:
-        out: np.ndarray = tool().decode(runs)
-    except ValueError as error:
-        raise AnnotationError(f"{where}: its run lengths cannot be read ({error})") from error
+    out: np.ndarray = tool().decode(encode(segmentation, size))
     return out
 
 
-def through(
-    segmentation: Segmentation, size: tuple[int, int], matrix: pl.Affine, out: tuple[int, int], where: str
-) -> np.ndarray:
-    """A mask as a view shows it: uint8 [height, width].
+def compress(mask: np.ndarray) -> dict[str, Any]:
+    """A binary mask [height, width] as compressed run lengths that JSON can hold."""
+    runs = tool().encode(np.asfortranarray(mask.astype(np.uint8)))
+    return {"size": [int(v) for v in runs["size"]], "counts": runs["counts"].decode()}
+
+
+def through(segmentation: Segmentation, size: tuple[int, int], matrix: pl.Affine, out: tuple[int, int]) -> np.ndarray:
+    """A mask as a crop shows it: uint8 [height, width]. Polygons are moved and drawn, run lengths sampled.
 
     Args:
-        size: (width, height) of the source. out: (height, width) of the view.
-        matrix: [2, 3], pixel of the view -> pixel of the source.
+        size: (width, height) of the source. out: (height, width) of the crop.
+        matrix: [2, 3], pixel of the crop -> pixel of the source.
     """
     if isinstance(segmentation, list):
         back = pl.invert(matrix)
-        moved = [pl.apply(back, np.reshape(part, (-1, 2))).reshape(-1).tolist() for part in segmentation]
-        return decode(moved, (out[1], out[0]), where)
+        moved = [pl.apply(back, np.reshape(polygon, (-1, 2))).reshape(-1).tolist() for polygon in segmentation]
+        return decode(moved, (out[1], out[0]))
     placement = pl.from_pixels(matrix, (out[1], out[0]), size)
-    return sample_mask(decode(segmentation, size, where), placement, out, 0)
+    return sample_mask(decode(segmentation, size), placement, out, 0)
 
 
 def boxes_through(boxes: np.ndarray, matrix: pl.Affine) -> np.ndarray:
-    """Boxes [n, 4] (x0, y0, x1, y1) of the source as a view shows them; see `through`."""
+    """Boxes [n, 4] (x0, y0, x1, y1) of the source as a crop shows them; see `through`."""
     corners: np.ndarray = pl.apply(pl.invert(matrix), boxes.reshape(-1, 2, 2))
     return np.concatenate([corners.min(1), corners.max(1)], axis=1)
-
-
-def run_lengths(masks: Sequence[np.ndarray] | np.ndarray) -> list[dict[str, Any]]:
-    """Binary masks [n, height, width] as compressed run lengths that JSON can hold."""
-    coco, out = tool(), []
-    for mask in masks:
-        runs = coco.encode(np.asfortranarray(mask.astype(np.uint8)))
-        out.append({"size": [int(v) for v in runs["size"]], "counts": runs["counts"].decode()})
-    return out

@@ -2,24 +2,19 @@
 
 Backbones with stages (Swin, ConvNeXt, ResNet) get a feature pyramid (Lin et al. 2017); plain transformers a simple one
 from their last map (Li et al. 2022, section 3). Levels at strides 4 to 32 feed the heads; one more, at 64, is for
-proposals only. The papers' models come out with the parameters of their tables (millions; COCO's 80 classes): Cascade
-Mask R-CNN with Swin-T / S / B 86 / 107 / 145 (with boxes per class, as the recipes have it; class-agnostic boxes save
-1.0), Mask R-CNN with Swin-T / S 48 / 69. Tests count them.
+proposals only. The papers' models come out with the parameters of their tables; tests count them.
 
 Cai and Vasconcelos 2018 (Cascade R-CNN, section 4): stage t looks at the boxes that stage t - 1 refined, is trained on
-proposals that overlap an object by IoU 0.5, 0.6, 0.7, and regresses with finer steps: the differences (dx, dy, dw, dh)
-are divided by (.1, .1, .2, .2), (.05, .05, .1, .1), (.033, .033, .067, .067). The losses of the stages weigh 1, 0.5,
-0.25. Mask R-CNN (He et al. 2017) is the first stage alone. At test time class logits are averaged over the stages, each
-on its own boxes; the boxes are those of the last stage; masks are predicted in the final boxes by all stages and
-averaged.
+proposals that overlap an object by IoU 0.5, 0.6, 0.7, and regresses with finer steps. Mask R-CNN (He et al. 2017) is
+the first stage alone. At test time class logits are averaged over the stages, each on its own boxes; the boxes are
+those of the last stage; masks are predicted in the final boxes by all stages and averaged.
 
 Between the stages of a training step, the sampled regions are refined and sampled anew; true boxes, which are added to
 every stage's proposals, are not passed on. With boxes per class, a region is refined with the box of its true class, or
 of its likeliest class if it has none. No gradient flows through the refined boxes.
 
-Matching, RoIAlign, losses and initial weights are those of mmdet and of Swin's detectors, with which the papers'
-numbers were made; docs/detect.md lists what is not. Layers, sampling and coding of boxes are torchvision's. What is
-computed from box coordinates stays in float32 under mixed precision.
+Matching, RoIAlign, losses and initial weights are those of mmdet and of Swin's detectors; docs/detect.md lists what is
+not. What is computed from box coordinates stays in float32 under mixed precision.
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ from everytoken_lab.training.options import BackboneOptions, fill
 IOUS = (0.5, 0.6, 0.7)
 DEVIATIONS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
 LOSS_WEIGHTS = (1.0, 0.5, 0.25)
-POSITIVE = 0.25  # part of the sampled regions that may be objects
+POSITIVE = 0.25  # fraction of the sampled regions that may be objects
 RATIOS = (0.5, 1.0, 2.0)  # height / width of the anchors
 STRIDES = [4, 8, 16, 32]
 LEVELS = ["0", "1", "2", "3"]  # of the pyramid; the coarsest is for proposals only
@@ -211,12 +206,7 @@ class Sampled:
 
 
 class Stage(nn.Module):
-    """Class, box and mask of regions.
-
-    Args:
-        number: of the stage, from 0: its IoU and the deviations of its boxes.
-        classes: of objects. options: of the detector, nothing left open.
-    """
+    """Class, box and mask of regions. `number`, from 0, decides the IoU and the deviations of the boxes."""
 
     def __init__(self, number: int, classes: int, options: DetectorOptions) -> None:
         super().__init__()
@@ -283,11 +273,7 @@ class Stage(nn.Module):
 
 
 class CascadeHeads(nn.Module):
-    """All stages.
-
-    Args:
-        classes: of objects. options: of the detector, nothing left open.
-    """
+    """All stages; `options` have nothing left open."""
 
     def __init__(self, classes: int, options: DetectorOptions) -> None:
         super().__init__()
@@ -412,12 +398,7 @@ def _start_xavier(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 class SimplePyramid(nn.Module):
-    """Four levels from the last map: strides 1/4, 1/2, 1 and 2 times its own.
-
-    Args:
-        dims, strides: of the maps; only the last is used.
-        out: channels of every level.
-    """
+    """Four levels with `out` channels from the last map: strides 1/4, 1/2, 1 and 2 times its own."""
 
     def __init__(self, dims: Sequence[int], strides: Sequence[int], out: int = 256) -> None:
         super().__init__()
@@ -442,13 +423,7 @@ class SimplePyramid(nn.Module):
 
 
 class Detector(nn.Module):
-    """Images -> objects.
-
-    Args:
-        features: the backbone.
-        options: pyramid and heads.
-        classes: of objects.
-    """
+    """Images -> objects."""
 
     def __init__(self, features: Features, options: DetectorOptions, classes: int) -> None:
         super().__init__()

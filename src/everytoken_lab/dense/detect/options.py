@@ -45,13 +45,10 @@ class CocoOptions:
     """Images and annotations."""
 
     annotations: str = ""
-    """COCO json of this part of the data (train: of the training part); default: found below DATA."""
-    images: str = ""
-    """Folder of its images; default: found below DATA."""
+    """COCO json of this part of the data (train: of the training part); default: found below DATA. Its images are next
+    to it or in DATA."""
     val_annotations: str = ""
     """detect train: COCO json of the validation part; default: found below DATA."""
-    val_images: str = ""
-    """detect train: folder of its images; default: as for images."""
     val_split: Fraction = 0.0
     """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
 
@@ -59,9 +56,6 @@ class CocoOptions:
 @dataclass(frozen=True)
 class DetectData(BatchOptions, CocoOptions):
     """Images, annotations and batches."""
-
-    keep_empty: bool = False
-    """Train on images without objects too; the papers leave them out."""
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,17 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken_lab.data.augment import mean_colour
 from everytoken_lab.data.datasets import DataSet
-from everytoken_lab.dense.common import DenseTask, held_out_note, plan_dense, train_dense, whole_set
-from everytoken_lab.dense.detect.data import DetectTransform, InstanceSet, Objects, ObjectViews, divided, open_instances
-from everytoken_lab.dense.detect.infer import DetectScore, Inference, resolve
+from everytoken_lab.dense.common import SIDE, DenseTask, open_parts, train_dense, whole_set
+from everytoken_lab.dense.detect.data import (
+    DetectTransform,
+    InstanceSet,
+    ObjectReader,
+    Objects,
+    divided,
+    open_instances,
+)
+from everytoken_lab.dense.detect.infer import Detections, DetectScore, Inference, resolve
 from everytoken_lab.dense.detect.masks import tool
-from everytoken_lab.dense.detect.metrics import Detections
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo, build_detector
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.draw import Panel, Row, fit_photo, object_overlay
@@ -54,17 +60,25 @@ class DetectTask(DenseTask):
     options: DetectOptions
 
     def __init__(self, options: DetectOptions, world: World, folder: RunFolder) -> None:
-        training, validation = _open_data(options, folder)
+        training, validation = open_parts(open_instances, divided(options.data, options.dataset), options, folder)
+        every, training = training, only_with_objects(training)
+        if not len(training):
+            raise EverytokenError(f"{options.data} has no training images with objects")
+        notes = [note for part in (every, validation) for note in whole_set(part, 0, InstanceSet)[0].notes]
+        if len(training) < len(every):
+            notes.append(f"{len(every) - len(training)} training images without objects are left out")
+        for note in dict.fromkeys(notes):
+            folder.log(f"note: {note}")
         names, side = tuple(training.class_names), options.augment.sizes[-1]
         detector, info = build_detector(options.model, options.detector, side, names, options.find)
         transform = DetectTransform(options.augment, mean_colour(info.backbone.mean))
         masks, skip = options.detector.masks, options.dataset.on_bad_image == "skip"
         whole = Inference.of(detector, info).transform
-        views = (
-            ObjectViews(training, transform, options.run.seed, masks=masks, skip=skip),
-            ObjectViews(validation, whole, None, masks=False, skip=skip),
+        readers = (
+            ObjectReader(training, transform, options.run.seed, masks=masks, skip=skip),
+            ObjectReader(validation, whole, None, masks=False, skip=skip),
         )
-        super().__init__(DetectStep(detector), info, views, options, world, folder)
+        super().__init__(DetectStep(detector), info, readers, options, world, folder)
 
     @staticmethod
     def complete(options: DetectOptions) -> DetectOptions:
@@ -80,14 +94,14 @@ class DetectTask(DenseTask):
         """AP of masks, or of boxes if there are no masks."""
         return DetectScore(self.val_set, pictures=pictures)
 
-    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
         """The image and its objects."""
         objects: Objects = batch.targets
         some = slice(sum(objects.counts[:i]), sum(objects.counts[: i + 1]))
         names = [self.info.class_names[label - 1] for label in objects.labels[some].tolist()]
         masks = () if objects.masks is None else list(objects.masks[some].cpu().numpy().astype(bool))
-        shown = object_overlay(pixels, objects.boxes[some].cpu().numpy(), names, masks, side)
-        photo = fit_photo(Image.fromarray(pixels), side)
+        shown = object_overlay(pixels, objects.boxes[some].cpu().numpy(), names, masks, SIDE)
+        photo = fit_photo(Image.fromarray(pixels), SIDE)
         return Row("", [Panel("what the network gets", photo), Panel(f"its {len(names)} objects", shown)])
 
     def network_words(self) -> str:
@@ -98,35 +112,10 @@ class DetectTask(DenseTask):
 
 
 train = partial(train_dense, DetectTask)
-dry_run = partial(plan_dense, DetectTask)
-
-
-def _open_data(options: DetectOptions, folder: RunFolder) -> tuple[DataSet, DataSet]:
-    """Training and validation images."""
-    data, dataset = options.data, options.dataset
-    training, validation = open_instances(data, "train", dataset), open_instances(data, "val", dataset)
-    if list(training.class_names) != list(validation.class_names):
-        raise EverytokenError("the categories of training and validation annotations differ; they must be the same")
-    with_objects = training if dataset.keep_empty else only_with_objects(training)
-    for part, name in ((with_objects, "training"), (validation, "validation")):
-        if not len(part):
-            raise EverytokenError(f"{data} has no {name} images")
-    if not divided(data, dataset):
-        folder.log(held_out_note(data, dataset.val_split))
-    notes = [note for part in (training, validation) for note in whole_set(part, 0, InstanceSet)[0].notes]
-    if len(with_objects) < len(training):
-        count = len(training) - len(with_objects)
-        notes.append(f"{count} training images without objects are left out (keep_empty)")
-    for note in dict.fromkeys(notes):
-        folder.log(f"note: {note}")
-    return with_objects, validation
 
 
 def only_with_objects(data: DataSet) -> DataSet:
     """Without the images that have nothing to learn from."""
-    keep = []
-    for i in range(len(data)):
-        whole, number = whole_set(data, i, InstanceSet)
-        if whole.trained(number):
-            keep.append(i)
-    return data if len(keep) == len(data) else data.subset(np.array(keep, dtype=np.int64))
+    pairs = (whole_set(data, i, InstanceSet) for i in range(len(data)))
+    keep = [i for i, (whole, number) in enumerate(pairs) if whole.trained(number)]
+    return data.subset(np.array(keep, dtype=np.int64))

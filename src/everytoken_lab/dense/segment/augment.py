@@ -1,12 +1,9 @@
-"""Training views for segmentation: random scale, crop, flip and photometric distortion, of image and mask together.
+"""Random crops for segmentation: scale, crop, flip and photometric distortion, of image and mask together.
 
-The papers' set-up, which is Swin's: the image is resized so that its short side is 512 (and its long side at most four
-times that), times a random factor in 0.5..2; a 512 x 512 crop is cut out, of ten attempts the first in which no class
-covers more than 75 %; where the image is smaller, the rest is filled with the mean colour and ignored.
-
-Here resize, crop and flip are one matrix, and the pixels are made from the source once (`data.warp.render`); the mask
-is sampled through the placement that was really used, so that both agree to the pixel. Everything random is drawn from
-the generator that is passed in.
+The papers' set-up, which is Swin's: the short side becomes 512 (the long side at most four times that), times a random
+factor in 0.5..2; of ten attempts the first 512 x 512 crop in which no class covers more than 75 %; what lies outside of
+the image has the mean colour and is ignored. The pixels are made from the source once, and the mask is sampled through
+the same placement.
 
 Photometric distortion (Liu et al. 2016, SSD): each with a chance of one half, brightness shifted by up to 32, contrast
 multiplied by 0.5..1.5 (before or after the others), saturation multiplied by 0.5..1.5, hue turned by up to 36 degrees.
@@ -29,13 +26,7 @@ LONGEST = 4  # the long side of an image, in short sides of the network's
 
 
 class SegmentTransform:
-    """A random view of an image and its mask.
-
-    Args:
-        options: sizes, scale, flip, distortion.
-        fill: colour outside of the image, the mean.
-        ignored: value of the mask there.
-    """
+    """A random crop of an image and its mask; outside of the image, `fill` and `ignored`."""
 
     def __init__(
         self, options: SegmentAugment, fill: tuple[int, int, int] = (124, 116, 104), ignored: int = -1

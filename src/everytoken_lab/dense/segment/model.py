@@ -3,10 +3,7 @@
 FCN: Long et al. 2015 (here: 3x3 convolutions and a classifier on one map). UperNet: Xiao et al. 2018, section 3:
 pyramid pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused.
 Side layers are the released LV-ViT set-up (All Tokens Matter, section 4.4): each of four taps becomes one level by
-transposed convolutions; the last one is widened. Its coarsest level stays at the stride of the tokens.
-
-The papers' models come out with the parameters of their tables (millions; ADE20K's 150 classes, 512 px):
-LV-ViT-S + FCN 30, LV-ViT-S / M / L + UperNet 44 / 77 / 209, Swin-T / S / B + UperNet 60 / 81 / 121. Tests count them.
+transposed convolutions. The papers' models come out with the parameters of their tables; tests count them.
 """
 
 from __future__ import annotations
@@ -17,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
-from everytoken.models import lvvit
+from everytoken.models import TokenModel, lvvit
 from everytoken.models.weights import load_weights, read_weights
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
@@ -34,6 +31,7 @@ from everytoken_lab.training.options import BackboneOptions
 
 logger = logging.getLogger(__name__)
 
+_NEVER = -1e4  # a finite log probability, so that interpolation stays finite
 POOLS = (1, 2, 3, 6)  # cells along each axis, of pyramid pooling
 
 
@@ -57,12 +55,7 @@ class Classifier(nn.Sequential):
 
 
 class FcnHead(nn.Module):
-    """Convolutions on one map.
-
-    Args:
-        dims: channels of all maps. index: the map to look at.
-        classes: outputs. channels: inside. convs: how many 3x3 convolutions. dropout: before the classifier.
-    """
+    """`convs` 3x3 convolutions on the map `index` of maps with `dims` channels."""
 
     def __init__(
         self,
@@ -86,12 +79,7 @@ class FcnHead(nn.Module):
 
 
 class UperHead(nn.Module):
-    """Pyramid pooling on the last map, a feature pyramid over all, fused at the first map's resolution.
-
-    Args:
-        dims: channels of the maps, finest first; any number of them.
-        classes: outputs. channels: inside. dropout: before the classifier.
-    """
+    """Pyramid pooling on the last map, a feature pyramid over all, fused at the resolution of the first, the finest."""
 
     def __init__(self, dims: Sequence[int], classes: int, channels: int = 512, dropout: float = 0.1) -> None:
         super().__init__()
@@ -103,11 +91,11 @@ class UperHead(nn.Module):
         self.classifier = Classifier(channels, classes, dropout)
 
     def pool(self, grid: Tensor) -> Tensor:
-        """[B, D, h, w] -> [B, channels, h, w] with a view of the whole image in it."""
-        views = [grid]
+        """[B, D, h, w] -> [B, channels, h, w] with the whole image in it."""
+        pools = [grid]
         for cells, conv in zip(POOLS, self.pooled, strict=True):
-            views.append(resize(conv(F.adaptive_avg_pool2d(grid, cells)), grid))
-        out: Tensor = self.bottleneck(torch.cat(views, 1))
+            pools.append(resize(conv(F.adaptive_avg_pool2d(grid, cells)), grid))
+        out: Tensor = self.bottleneck(torch.cat(pools, 1))
         return out
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
@@ -146,10 +134,8 @@ class SideLayers(nn.Module):
     """One level per tap: [B, D, h, w] each -> [B, D, 4h, 4w], [B, D, 2h, 2w], [B, D, h, w], [B, last, h, w].
 
     Args:
-        dims: channels of the taps.
-        last: channels of the last level.
-        finer: how much finer than the tokens each level is, one number per tap; the released FCN uses the last two taps
-            with (1, 2), the released UperNet four with (4, 2, 1, 1).
+        dims: channels of the taps. last: channels of the last level.
+        finer: how much finer than the tokens each level is, one number for each of the last taps.
     """
 
     def __init__(self, dims: Sequence[int], last: int = 2048, finer: Sequence[int] = (4, 2, 1, 1)) -> None:
@@ -165,11 +151,7 @@ class SideLayers(nn.Module):
 
 
 class InterpolatedLevels(nn.Module):
-    """One level per tap: a 1x1 convolution, interpolation, a 3x3 convolution; at 4, 2, 1 and 1/2 times the resolution.
-
-    Args:
-        dims: channels of the taps, and of the levels.
-    """
+    """One level per tap: 1x1 convolution, interpolation to 4, 2, 1 and 1/2 times the resolution, 3x3 convolution."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         super().__init__()
@@ -190,41 +172,29 @@ class InterpolatedLevels(nn.Module):
 
 
 class Segmenter(nn.Module):
-    """Images -> class logits for every pixel.
-
-    Args:
-        features: the backbone.
-        options: head and auxiliary head.
-        classes: outputs.
-    """
+    """Images -> class logits for every pixel."""
 
     def __init__(self, features: Features, options: DecoderOptions, classes: int) -> None:
         super().__init__()
         self.features = features
-        dims = features.dims
+        dims, fcn = features.dims, options.head == "fcn"
         self.pyramid: nn.Module = nn.Identity()
         if features.plain:
-            fcn = options.head == "fcn"
+            interpolated, finer = options.neck == "interpolated", (1, 2) if fcn else (4, 2, 1, 1)
+            if len(dims) < len(finer) or (interpolated and len(dims) != 4):
+                needed = 4 if interpolated else len(finer)
+                raise EverytokenError(f"taps has {len(dims)} blocks; the {options.head} head needs {needed}")
             last = options.pyramid_channels or (768 if fcn else 2048)
-            finer = (1, 2) if fcn else (4, 2, 1, 1)
-            if len(dims) < len(finer):
-                raise EverytokenError(f"taps has {len(dims)} blocks, and the {options.head} head needs {len(finer)}")
-            if options.neck == "interpolated" and len(dims) != 4:
-                raise EverytokenError(f"taps has {len(dims)} blocks, and the interpolated neck makes levels of four")
-            interpolated = options.neck == "interpolated"
             self.pyramid = InterpolatedLevels(dims) if interpolated else SideLayers(dims, last, finer)
             dims = self.pyramid.dims
-        channels = options.channels or (256 if options.head == "fcn" else 512)
-        self.head: nn.Module
-        if options.head == "fcn":
-            self.head = FcnHead(dims, classes, channels, options.convs, dropout=options.dropout)
-        else:
-            self.head = UperHead(dims, classes, channels, options.dropout)
+        channels, dropout = options.channels or (256 if fcn else 512), options.dropout
+        fcn_head = FcnHead(dims, classes, channels, options.convs, dropout=dropout) if fcn else None
+        self.head: nn.Module = fcn_head or UperHead(dims, classes, channels, dropout)
         self.aux: nn.Module | None = None
         if options.aux_weight:
-            aux_channels = options.aux_channels or 256
-            self.aux = FcnHead(dims, classes, aux_channels, index=max(len(dims) - 2, 0), dropout=options.dropout)
-        if options.head == "fcn":
+            index = max(len(dims) - 2, 0)
+            self.aux = FcnHead(dims, classes, options.aux_channels or 256, index=index, dropout=dropout)
+        if fcn:
             for i in range(len(features.norms) - (2 if self.aux is not None else 1)):
                 features.norms[i] = nn.Identity()  # of maps that nothing looks at
 
@@ -243,6 +213,36 @@ class Segmenter(nn.Module):
         m, (height, width) = self.features.multiple, images.shape[-2:]
         padded = (-(-height // m) * m, -(-width // m) * m)
         return resize(logits, padded)[..., :height, :width]
+
+
+class TokenSegmenter(nn.Module):
+    """A classifier's tokens, read as a segmenter without any training.
+
+    The score of a class of the data is the log of the summed probabilities of the head's classes that are mapped to it.
+
+    Args:
+        mapping: of `map_to_dataset`. classes: of the data.
+        head: "token", the token head; "class", the class head applied to every cell.
+    """
+
+    def __init__(
+        self, model: TokenModel, mapping: Tensor, classes: int, head: Literal["token", "class"] = "token"
+    ) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+        used = torch.nonzero(mapping >= 0)[:, 0]
+        member = torch.zeros(len(used), classes)
+        member[torch.arange(len(used)), mapping[used]] = 1
+        self.register_buffer("used", used)
+        self.register_buffer("member", member)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, K, H, W]: log of the summed probabilities."""
+        logits = self.model.cell_logits(images) if self.head == "class" else self.model(images).token_logits
+        assert logits is not None
+        probabilities = logits.float().softmax(-1)[..., self.get_buffer("used")]
+        scores = (probabilities @ self.get_buffer("member")).log().clamp(min=_NEVER)
+        return resize(scores.permute(0, 3, 1, 2), (images.shape[-2], images.shape[-1]))
 
 
 @dataclass(frozen=True)

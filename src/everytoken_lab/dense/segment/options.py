@@ -38,18 +38,12 @@ class DecoderOptions:
 class MaskOptions:
     """Images and masks."""
 
-    layout: Literal["auto", "ade20k", "folders", "coco", "voc"] = "auto"
-    """How the data is laid out; auto: detected from the folders. See docs/segment.md."""
-    images: str = ""
-    """Layout folders: the folder of images, below DATA; default: images."""
-    masks: str = ""
-    """Layout folders: the folder of masks, below DATA; default: masks or annotations."""
     classes: str = ""
     """Class file: a name per line (value 0 first), or JSON {"value": "name"}; default: found below DATA."""
     ignore_index: tuple[int, ...] = (255,)
     """Mask values to ignore: such pixels count neither in the loss nor in the metrics."""
     reduce_zero_label: bool | None = None
-    """Ignore value 0 and number the classes from 1. Default: depends on the layout (true for ADE20K)."""
+    """Ignore value 0 and number the classes from 1. Default: true for ADE20K."""
     val_split: Fraction = 0.0
     """Fraction of the images to hold out for validation if the data has no validation part (0: the default, 0.1)."""
 
@@ -121,7 +115,7 @@ class SegmentOptions(DenseOptions):
     """Everything that determines a run."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")] = ""
-    """Folder of images and masks: ADE20K, COCO panoptic, Pascal VOC, or images/ and masks/ with a class file."""
+    """Folder of images and masks: ADE20K, or images/ and masks/ with a class file."""
     decoder: tyro.conf.OmitArgPrefixes[DecoderOptions] = field(default_factory=DecoderOptions)
     dataset: tyro.conf.OmitArgPrefixes[SegmentData] = field(default_factory=SegmentData)
     augment: tyro.conf.OmitArgPrefixes[SegmentAugment] = field(default_factory=SegmentAugment)
@@ -152,8 +146,6 @@ class SegmentEval(SegmenterOptions, EvaluateOptions):
     """Options of `evaluate`."""
 
     masks: tyro.conf.OmitArgPrefixes[MaskOptions] = field(default_factory=MaskOptions)
-    picture_count: int = 16
-    """Number of images in it."""
 
 
 @dataclass(frozen=True)

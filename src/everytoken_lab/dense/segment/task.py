@@ -1,8 +1,7 @@
 """The segmentation task, and `train`.
 
 Loss: cross-entropy of every pixel at full resolution, plus 0.4 times that of the auxiliary head. Ignored pixels have no
-loss; the mean is over all pixels of the batch, ignored ones included, as in the papers' set-ups, so that a crop with
-few labels weighs less, and one without any gives zero.
+loss; the mean is over all pixels of the batch, ignored ones included, as in the papers' set-ups.
 """
 
 from __future__ import annotations
@@ -14,20 +13,18 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken_lab.data.augment import mean_colour
-from everytoken_lab.dense.common import DenseTask, held_out_note, plan_dense, train_dense
+from everytoken_lab.dense.common import DenseTask, open_parts, train_dense
 from everytoken_lab.dense.segment.augment import SegmentTransform
-from everytoken_lab.dense.segment.data import TrainViews, WholeViews, divided, open_masks
-from everytoken_lab.dense.segment.infer import segmenter_inference
-from everytoken_lab.dense.segment.metrics import SegmentScore
+from everytoken_lab.dense.segment.data import MaskReader, divided, open_masks
+from everytoken_lab.dense.segment.infer import SegmentScore, mask_row, segmenter_inference
 from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_segmenter
 from everytoken_lab.dense.segment.options import NEW_RUN, EvalOptions, InferOptions, SegmentOptions
-from everytoken_lab.draw import Panel, Row, fit_photo, mask_legend, mask_overlay
+from everytoken_lab.draw import Row
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.run_folder import RunFolder
 from everytoken_lab.training.options import fill
@@ -70,21 +67,19 @@ class SegmentTask(DenseTask):
     options: SegmentOptions
 
     def __init__(self, options: SegmentOptions, world: World, folder: RunFolder) -> None:
-        data, dataset, augment = options.data, options.dataset, options.augment
+        dataset, augment = options.dataset, options.augment
         if dataset.batch_size < 2:
             raise EverytokenError(
                 "batch_size 1 is too small: the heads normalise over the images of a batch; take 2 or more"
             )
-        training, validation = open_masks(data, "train", dataset), open_masks(data, "val", dataset)
-        if not divided(data, dataset):
-            folder.log(held_out_note(data, dataset.val_split))
+        training, validation = open_parts(open_masks, divided(options.data), options, folder)
         used = {f.name: getattr(options.evaluation, f.name) for f in fields(EvalOptions)}
         evaluation, scales = InferOptions(**used, resize=augment.resize), options.evaluation.test_scales
         names = tuple(training.class_names)
         segmenter, info = build_segmenter(options.model, options.decoder, augment.crop_size, names, evaluation, scales)
         transform, skip = SegmentTransform(augment, mean_colour(info.backbone.mean)), dataset.on_bad_image == "skip"
-        views = TrainViews(training, transform, options.run.seed, skip), WholeViews(validation, skip)
-        super().__init__(SegmentStep(segmenter, options.decoder.aux_weight), info, views, options, world, folder)
+        readers = MaskReader(training, transform, options.run.seed, skip), MaskReader(validation, skip=skip)
+        super().__init__(SegmentStep(segmenter, options.decoder.aux_weight), info, readers, options, world, folder)
 
     @staticmethod
     def complete(options: SegmentOptions) -> SegmentOptions:
@@ -99,15 +94,9 @@ class SegmentTask(DenseTask):
         """mIoU."""
         return SegmentScore(self.info.class_names, pictures)
 
-    def truth(self, pixels: np.ndarray, batch: Batch, i: int, side: int) -> Row:
+    def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
         """The image and its mask."""
-        mask, names = batch.targets[i].cpu().numpy(), self.info.class_names
-        pictures = {
-            "what the network gets": Image.fromarray(pixels),
-            "its mask": mask_overlay(pixels, mask, len(names)),
-        }
-        panels = [Panel(title, fit_photo(picture, side)) for title, picture in pictures.items()]
-        return Row("", panels, mask_legend([mask], names))
+        return mask_row(pixels, {"its mask": batch.targets[i].cpu().numpy()}, self.info.class_names)
 
     def network_words(self) -> str:
         """Backbone and head."""
@@ -116,4 +105,3 @@ class SegmentTask(DenseTask):
 
 
 train = partial(train_dense, SegmentTask)
-dry_run = partial(plan_dense, SegmentTask)
