@@ -1,17 +1,11 @@
 """Any timm backbone as a source of feature maps for dense tasks: several scales, any input size, weights from anywhere.
 
-`build_features` makes a `Features`, which turns images [B, 3, H, W] into feature maps [B, D_i, H / s_i, W / s_i],
-finest first. Networks with stages (Swin, ConvNeXt, ResNet) give the last map of each scale; transformers get a layer
-norm behind each of them, as in Swin's dense tasks. Plain transformers (ViT, DeiT, LV-ViT) are tapped after four of
-their blocks, all at one scale; the heads make scales of them. Taps: the last block and every third before it, which
-are the blocks that the released LV-ViT set-ups take (S 6, 9, 12, 15; M 10, 13, 16, 19; L 14, 17, 20, 23, from 0).
+Networks with stages (Swin, ConvNeXt, ResNet) give the last map of each scale; transformers get a layer norm behind each
+of them, as in Swin's dense tasks. Plain transformers (ViT, DeiT, LV-ViT) are tapped after four of their blocks, the
+last and every third before it, as in the released LV-ViT set-ups; the heads make scales of them.
 
-Sizes: images are padded with zeros (the mean colour) to whole patches, right and below; position embeddings are resized
-to the size when weights are read, and again for every batch of another size. A few families cannot do that
-(`fixed_size` says so); feed them windows of that size.
-
-What dense tasks do not use is taken away or frozen (classifier, final norm), so that every trained weight gets a
-gradient, as many processes want it.
+Images are padded with zeros (the mean colour) to whole patches, right and below; position embeddings are resized to the
+size when weights are read, and again for every batch of another size. A few families cannot do that (`fixed_size`).
 """
 
 from __future__ import annotations
@@ -42,21 +36,14 @@ _SIZE_ARGUMENTS = ("num_classes", "img_size", "token_classes", "strict_img_size"
 
 
 class Features(nn.Module):
-    """Images -> feature maps, finest first.
-
-    Args:
-        backbone: a timm model; its classifier and final norm are taken away.
-        taps: see `BackboneOptions`.
-        fixed_size: the only (height, width) it takes, if it is one of those.
+    """Images -> feature maps, finest first. The classifier and the final norm of the timm model are taken away.
 
     Attributes:
         dims: channels of each map. strides: pixels per cell of each. plain: all maps have the same scale.
-        multiple: images are padded to multiples of this.
+        multiple: images are padded to multiples of this. fixed_size: the only (height, width) it takes, if any.
     """
 
-    def __init__(
-        self, backbone: nn.Module, taps: Sequence[int] = (), fixed_size: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, backbone: nn.Module, taps: Sequence[int] = ()) -> None:
         super().__init__()
         name = type(backbone).__name__
         infos: Any = getattr(backbone, "feature_info", None)
@@ -68,7 +55,7 @@ class Features(nn.Module):
         self.dims = [int(infos[i]["num_chs"]) for i in self.indices]
         self.strides = [int(infos[i]["reduction"]) for i in self.indices]
         self.multiple = max(self.strides)
-        self.fixed_size = fixed_size
+        self.fixed_size: tuple[int, int] | None = None
         self.backbone: Any = backbone
         backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
         head = getattr(backbone, "head", None)
@@ -117,11 +104,7 @@ def _stages(infos: Sequence[Mapping[str, Any]], wanted: Sequence[int], name: str
 
 
 def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) -> tuple[Features, Description]:
-    """A backbone as the options say, with its weights, and the description of how it was made.
-
-    Args:
-        img_size: (height, width) that it is made for: of the position embeddings, and the only one if it is fixed.
-    """
+    """A backbone as the options say, with its weights, made for `img_size`; and the description of how it was made."""
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
     weights = open_weights(options.weights, options.model) if options.weights else None
     name, arguments = options.model, dict(options.model_kwargs)
@@ -145,11 +128,7 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
 
 
 def name_weights(options: BackboneOptions, asked: bool = True) -> BackboneOptions:
-    """The options with the model of the weights and the full name of published ones, which is what a run records.
-
-    Args:
-        asked: whether the user named the model, so that the weights do not choose it.
-    """
+    """The options with the model of the weights, unless it was `asked` for, and the full name of published weights."""
     if not options.weights:
         return options
     weights = open_weights(options.weights, options.model)
@@ -170,8 +149,7 @@ def _create(
 ) -> tuple[nn.Module, dict[str, Any], bool]:
     """The timm model, the arguments it was made with, and whether it takes any size because it was asked to.
 
-    Families know different arguments: the ways to ask for a size are tried one after the other, and stochastic depth is
-    left out where there is none.
+    Families know different arguments, so the ways to ask for a size and stochastic depth are tried one after the other.
     """
     ways: list[dict[str, Any]] = [{"img_size": size, **way} for way in _DYNAMIC] + [{}]
     problem = ""

@@ -26,14 +26,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, plain_json, write_picture
 from everytoken.models.weights import load_weights
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import (
-    DEFAULT_VAL_SPLIT,
-    DataSet,
-    Strings,
-    gather_images,
-    result_stems,
-    split_off,
-)
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, Strings, gather_images, result_stems, split_off
 from everytoken_lab.data.loader import BadImages, BatchReader, Loader
 from everytoken_lab.dense.backbone import Features, name_weights, rebuild_features
 from everytoken_lab.draw import Card, Row, draw_sheet

@@ -95,13 +95,6 @@ class Detections:
         return rows
 
 
-def resolve(find: FindOptions, augment: DetectAugment) -> FindOptions:
-    """With nothing left open, for a new run: sizes are those of training."""
-    sizes = {"size": min(800, max(augment.sizes)), "max_size": augment.longest}
-    open_sizes = replace(find, size=find.size or None, max_size=find.max_size or None)
-    return fill(open_sizes, {**NEW_RUN, **sizes})
-
-
 @dataclass(frozen=True)
 class Inference:
     """A detector, and how it is used; `find` has nothing left open. mean, std: of the images' normalisation."""
@@ -114,10 +107,8 @@ class Inference:
     @staticmethod
     def of(model: Detector, info: DetectorInfo, find: FindOptions | None = None) -> Inference:
         """As the detector was validated, where `find` does not say otherwise."""
-        find = find or FindOptions()
-        find = replace(find, size=find.size or info.find.size, max_size=find.max_size or info.find.max_size)
-        validated = {name: value for name, value in asdict(info.find).items() if value is not None}
-        resolved = resolve(fill(find, validated), DetectAugment())
+        validated = fill(info.find, NEW_RUN)
+        resolved = fill(find or FindOptions(), asdict(validated))
         return Inference(model, resolved, info.backbone.mean, info.backbone.std)
 
     @property

@@ -296,9 +296,7 @@ class CascadeHeads(nn.Module):
     ) -> dict[str, Tensor]:
         """Loss terms of all stages: class, box and mask, numbered from 1 if there are several; with stage weights.
 
-        Args:
-            proposals: [n, 4] of each image. sizes: (height, width) of each.
-            truth: boxes, labels (from 1) and masks of each.
+        Of each image: proposals [n, 4], size (height, width), truth (boxes, labels from 1, masks).
         """
         terms: dict[str, Tensor] = {}
         for k, module in enumerate(self.stages):
@@ -484,11 +482,7 @@ class Detector(nn.Module):
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Sequence[Size], find: FindOptions) -> list[dict[str, Tensor]]:
-        """Objects of each image, in its own pixels of the canvas; see `CascadeHeads.detect`.
-
-        Args:
-            images: normalised [B, 3, H, W]. sizes: (height, width) of each on this canvas.
-        """
+        """Objects of normalised images [B, 3, H, W], each of its (height, width); see `CascadeHeads.detect`."""
         levels, images = self.levels(images)
         proposals, _ = self.rpn(ImageList(images, list(sizes)), levels)
         return self.heads.detect(levels, proposals, sizes, fill(find, NEW_RUN))
@@ -526,11 +520,7 @@ def build_detector(
     class_names: tuple[str, ...],
     find: FindOptions | None = None,
 ) -> tuple[Detector, DetectorInfo]:
-    """A detector to be trained, its backbone with the weights that the options name.
-
-    Args:
-        size: of the position embeddings, if the backbone has any; they are resized for every image.
-    """
+    """A detector to be trained, its backbone with the weights that the options name and embeddings for `size`."""
     features, info = build_features(backbone, -(-size // STRIDES[-1]) * STRIDES[-1])
     model = Detector(features, options, len(class_names))
     taps = tuple(features.indices) if features.plain else ()

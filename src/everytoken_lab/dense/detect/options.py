@@ -89,7 +89,7 @@ class FindOptions:
     """Objects per image. [100]"""
 
 
-NEW_RUN = {"score_thresh": 0.05, "nms_thresh": 0.5, "max_detections": 100}
+NEW_RUN = {"size": 800, "max_size": 1333, "score_thresh": 0.05, "nms_thresh": 0.5, "max_detections": 100}
 """What a run's `FindOptions` are where they are left open."""
 
 

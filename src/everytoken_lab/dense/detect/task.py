@@ -28,13 +28,14 @@ from everytoken_lab.dense.detect.data import (
     divided,
     open_instances,
 )
-from everytoken_lab.dense.detect.infer import Detections, DetectScore, Inference, resolve
+from everytoken_lab.dense.detect.infer import Detections, DetectScore, Inference
 from everytoken_lab.dense.detect.masks import tool
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo, build_detector
-from everytoken_lab.dense.detect.options import DetectOptions
+from everytoken_lab.dense.detect.options import NEW_RUN, DetectOptions
 from everytoken_lab.draw import Panel, Row, fit_photo, object_overlay
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.run_folder import RunFolder
+from everytoken_lab.training.options import fill
 
 
 class DetectStep(nn.Module):
@@ -84,7 +85,8 @@ class DetectTask(DenseTask):
     def complete(options: DetectOptions) -> DetectOptions:
         """Evaluation as for a new run where it is left open."""
         tool()  # say at once if it is missing
-        return replace(options, find=resolve(options.find, options.augment))
+        sizes = {"size": min(800, max(options.augment.sizes)), "max_size": options.augment.longest}
+        return replace(options, find=fill(options.find, {**NEW_RUN, **sizes}))
 
     def inference(self, network: Detector) -> Callable[[Batch], Detections]:
         """How validation uses a network."""

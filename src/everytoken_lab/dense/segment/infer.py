@@ -167,8 +167,7 @@ def best_class(scores: Tensor, size: tuple[int, int]) -> Tensor:
 
 def segmenter_inference(model: Segmenter, info: SegmenterInfo, options: InferOptions | None = None) -> Inference:
     """How a segmenter is used: as it was validated, where `options` do not say otherwise."""
-    validated = {name: value for name, value in asdict(info.evaluation).items() if value not in (None, ())}
-    resolved = fill(options or InferOptions(), validated)
+    resolved = fill(options or InferOptions(), asdict(info.evaluation))
     window, fixed = info.backbone.img_size[0], model.features.fixed_size is not None
     if fixed:
         resolved = replace(resolved, mode="slide")
