@@ -95,7 +95,9 @@ def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, caplog):
 
     torch.manual_seed(0)
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5, **SMALL)
-    about = Description("vit_tiny_patch16_224", {"num_classes": 5, "img_size": 32, **SMALL}, img_size=(32, 32), mean=(0.5,) * 3)
+    about = Description(
+        "vit_tiny_patch16_224", {"num_classes": 5, "img_size": 32, **SMALL}, img_size=(32, 32), mean=(0.5,) * 3
+    )
     save_file(plain.state_dict(), tmp_path / "best.safetensors", metadata=about.to_metadata())
     with caplog.at_level("INFO", "everytoken_lab"):
         features, known = build_features(BackboneOptions(weights=str(tmp_path)), 64)
