@@ -51,7 +51,7 @@ def run(shapes, tmp_path_factory) -> Path:
 
 def test_a_segmenter_learns_and_leaves_everything_in_its_folder(run, shapes, capsys):
     names = {p.name for p in run.iterdir()}
-    assert {"config.yaml", "metrics.csv", "best.safetensors", "classes.json", "pictures.jpg", "summary.json"} <= names
+    assert {"config.yaml", "metrics.jsonl", "best.safetensors", "classes.json", "pictures.jpg", "summary.json"} <= names
     best = json.loads((run / "summary.json").read_text())["best"]["score"]
     assert best > 70  # of images it has not seen; 33 would be all ground
     assert main(["segment", "eval", str(run), str(shapes), *CPU, "--json"]) == 0
