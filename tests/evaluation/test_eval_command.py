@@ -99,7 +99,7 @@ def test_fewer_classes_are_matched_by_name_and_unknown_ones_refused(photos, weig
     assert json.loads(capsys.readouterr().out)["images"] == 8
     (tmp_path / "some/owl").symlink_to(photos / "val/class-1")
     assert main(["eval", str(weights), str(tmp_path / "some"), "--workers", "0", "--device", "cpu"]) == 2
-    assert "no class of the model: owl" in capsys.readouterr().err
+    assert "no class of the model: 'owl'" in capsys.readouterr().err
 
 
 def test_the_token_vote_needs_a_token_head(photos, weights, capsys):

@@ -46,8 +46,8 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceOptions:
-    """How a model is opened and applied to images."""
+class OpenOptions:
+    """How a model is opened."""
 
     model: str = ""
     """timm model name, for weights without metadata."""
@@ -55,8 +55,14 @@ class InferenceOptions:
     """Weights for timm:NAME, instead of the pretrained ones."""
     img_size: int = 0
     """Another input size; position embeddings are resized. 0: the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions(OpenOptions):
+    """How a model is opened and applied to images."""
+
     crop_pct: float = 0.0
-    """Part of the resized image that the centre crop shows; 0: the model's own."""
+    """Fraction of the resized image that the centre crop shows; 0: the model's own."""
     token_vote: float | None = None
     """Add this much of the strongest token logit of each class; default: as the run was validated. The papers' LV-ViT
     numbers used 0.5."""
@@ -65,7 +71,7 @@ class InferenceOptions:
     workers: Workers = field(default_factory=default_workers)
     """Loader processes."""
     device: str = ""
-    """cpu, cuda, mps; default: the best available."""
+    """cpu, cuda or mps. Empty: the best available."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image that cannot be read."""
 
@@ -75,7 +81,7 @@ class EvalOptions(InferenceOptions):
     """How a model is evaluated."""
 
     split: Literal["val", "test", "train", "all"] = "val"
-    """Which part of the data; all: every image in the folder. If the data has no validation part, val means the
+    """Which split of the data; all: every image in the folder. If the data has no validation split, val means the
     images that the run held out, or all images if the run was trained on other data."""
     real: str = ""
     """ImageNet ReaL labels (real.json)."""
@@ -90,25 +96,23 @@ class PredictOptions(InferenceOptions):
     top: int = 3
     """Classes for each image."""
     sure: float = 0.0
-    """Answer "unsure" where the answer is not likely enough: the least probability is chosen so that the other answers
-    are right at this rate (such as 0.95) on the images that the run held out. For models without held-out images it is
-    the least probability itself. 0: always answer. Of models that give several labels: the part of them that is right;
-    0: the best balance of that and of how many are found."""
+    """Answer "unsure" below a probability at which the other answers have this accuracy (such as 0.95) on the images
+    that the run held out. For models without held-out images it is the probability itself. 0: always answer. Of
+    multi-label models: the precision of the labels; 0: the best F1."""
     calibrate: bool = True
     """Calibrate probabilities on the images that the run held out (once, then kept in the run)."""
     locate: bool = False
-    """Also say where the object is: a box and a mask, from what the network says about every cell of the image."""
+    """Also locate the object: a box and a mask, from the network's logits for every cell of the image."""
     amp: bool | None = None
     """Mixed precision. Default: as the run was validated."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(OpenOptions):
     """How a model is exported."""
 
     to: tuple[Literal["timm", "onnx", "hf"], ...] = ("timm",)
-    """timm, or hf, which is the same: weights and config.json for timm, transformers and the Hugging Face Hub. onnx: an
-    ONNX file."""
+    """timm (alias: hf): weights and config.json for timm, transformers and the Hugging Face Hub. onnx: an ONNX file."""
     cells: bool = False
     """onnx: a second output with the logits of every cell, so that objects can be located."""
     images: str = ""
@@ -119,12 +123,6 @@ class ExportOptions:
     """USER/NAME of a repository on the Hugging Face Hub, to which the folder is uploaded."""
     private: bool = False
     """push: make a new repository private."""
-    model: str = ""
-    """timm model name, for weights without metadata."""
-    weights: str = ""
-    """Weights for timm:NAME, instead of the pretrained ones."""
-    img_size: int = 0
-    """Another input size; position embeddings are resized. 0: the model's own."""
 
 
 def load(source: str | Path, **options: Any) -> LoadedModel:

@@ -79,10 +79,7 @@ def keep_calibration(run: Run, weights: Path, calibration: Calibration) -> None:
 
 
 def calibrated(opened: OpenModel, options: InferenceOptions, progress: Progress | None) -> tuple[OpenModel, str]:
-    """The model with the calibration of its run, and a remark if that was made now or cannot be made.
-
-    At most a thousand of the held-out images are looked at.
-    """
+    """The model with the calibration of its run, and a remark if that was made now or cannot be made."""
     run = run_of(opened.source) if Path(opened.source).is_file() else None
     if opened.info.calibration is not None or run is None:
         return opened, ""
@@ -93,12 +90,9 @@ def calibrated(opened: OpenModel, options: InferenceOptions, progress: Progress 
             calibration = _calibrate(opened, run, options, progress)
         except (EverytokenError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            return (
-                opened,
-                f"probabilities are not calibrated, because the run's held-out images cannot be used: {reason}",
-            )
+            return opened, f"probabilities are not calibrated: the run's held-out images cannot be used ({reason})"
         if calibration is None:
-            return opened, f"probabilities are not calibrated, because the run held out fewer than {FEWEST} images"
+            return opened, f"probabilities are not calibrated: the run held out fewer than {FEWEST} images"
         keep_calibration(run, weights, calibration)
         remark = (
             f"calibrated on {calibration.images:,} images that the run held out (temperature "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,18 +38,19 @@ def model_card(
         front["license"] = options.license
     if isinstance(result, Estimate):
         kind, name = ("mAP", "mAP") if opened.info.multi_label else ("accuracy", "top-1")
-        metric = {"type": kind, "value": round(result.value, 2), "name": f"{name} on held-out images"}
-        data = {"type": "imagefolder", "name": str(facts["data"])}
-        task = {"type": "image-classification"}
-        results = [{"task": task, "dataset": data, "metrics": [metric]}]
-        front["model-index"] = [{"name": title, "results": results}]
+        outcome = {
+            "task": {"type": "image-classification"},
+            "dataset": {"type": "imagefolder", "name": str(facts["data"])},
+            "metrics": [{"type": kind, "value": round(result.value, 2), "name": f"{name} on held-out images"}],
+        }
+        front["model-index"] = [{"name": title, "results": [outcome]}]
     sections = [
         f"# {_plain(title)}",
         _about(opened),
         _training(run, facts),
         _result(opened, facts),
         _use(opened, differences),
-        _files(opened, differences, checked_on),
+        _files(differences, checked_on),
         f"Written by everytoken {version()}.",
     ]
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
@@ -60,21 +62,17 @@ def _data_facts(run: Run | None, multi_label: bool) -> dict[str, Any]:
     if run is None:
         return {}
     facts: dict[str, Any] = {"data": str(run.config.get("data", "")).rstrip("/").split("/")[-1] or "the run's data"}
-    try:
+    with contextlib.suppress(EverytokenError, OSError):  # moved or deleted: the result has no interval then
         train, val = splits(run)
         facts |= {"train": len(train), "val": len(val)}
-    except (EverytokenError, OSError):
-        pass  # moved or deleted: the result has no interval then
+    images = f"{facts['val']:,} " if "val" in facts else ""
+    facts["judged"] = f"on {images}held-out images"
+    if run.cross_validated:
+        facts["judged"] = f"in cross-validation of its {images}images; the model itself was then fitted on all of them"
+    elif len(run.scores) > 1:
+        facts["judged"] += ", which also chose the epoch: the number is a little too good"
     best = run.summary.get("best")
     score = best.get("score") if isinstance(best, Mapping) else run.best
-    images = f"{facts['val']:,} " if "val" in facts else ""
-    if run.cross_validated:
-        judged = f"in cross-validation of its {images}images; the model itself was then fitted on all of them"
-    elif len(run.scores) > 1:
-        judged = f"on {images}held-out images, which also chose the epoch: the number is a little too good"
-    else:
-        judged = f"on {images}held-out images"
-    facts["judged"] = judged
     if isinstance(score, int | float):
         count = 0 if multi_label else facts.get("val", 0)  # the interval of mAP is not known without the answers
         facts["result"] = percentage(np.arange(count) < round(score / 100 * count)) if count else Estimate(float(score))
@@ -96,57 +94,46 @@ def _training(run: Run | None, facts: Mapping[str, Any]) -> str:
     if run is None:
         return ""
     config = run.config
+    lines = ["## Training", f"- data: {_code(facts['data'])}"]
+    if "train" in facts:
+        held_out = "" if "method" in config else f" to train on, {facts['val']:,} held out"
+        lines[-1] += f": {facts['train']:,} images{held_out}"
     if "method" in config:
-        return "\n".join(
-            [
-                "## Training",
-                f"- data: {_code(facts['data'])}" + (f", {facts['train']:,} images" if "train" in facts else ""),
-                f"- {_plain(config['method'])} of {_code(config.get('weights', ''))} at {config.get('img_size')} px, "
-                f"L2 penalty {config.get('penalty', 0.0):.1e}; no augmentation, no fine-tuning",
-            ]
+        lines.append(
+            f"- {_plain(config['method'])} of {_code(config.get('weights', ''))} at {config.get('img_size')} px, "
+            f"L2 penalty {config.get('penalty', 0.0):.1e}; no augmentation, no fine-tuning"
         )
-    images = f": {facts['train']:,} images to train on, {facts['val']:,} held out" if "train" in facts else ""
-    objectives = ", ".join(_code(name) for name in config.get("objectives") or {}) or "plain labels"
-    mixing = ", ".join(_code(name) for name in config.get("mixing") or {}) or "none"
-    start = config.get("weights")
-    lines = [
-        "## Training",
-        f"- data: {_code(facts['data'])}{images}",
+        return "\n".join(lines)
+    objectives, mixing = (", ".join(map(_code, config.get(name) or {})) for name in ("objectives", "mixing"))
+    settings = (f"{name} {_code(config[name])}" for name in _SETTINGS if config.get(name) not in (None, "", 0))
+    lines += [
         f"- recipe: {_code(config['recipe']) if config.get('recipe') else 'options of `everytoken train`'}",
-        f"- objectives: {objectives}; mixing: {mixing}",
-        f"- starts from: {_code(start) if start else 'random weights'}",
-        "- "
-        + ", ".join(f"{name} {_code(config[name])}" for name in _SETTINGS if config.get(name) not in (None, "", 0)),
+        f"- objectives: {objectives or 'plain labels'}; mixing: {mixing or 'none'}",
+        f"- starts from: {_code(config['weights']) if config.get('weights') else 'random weights'}",
+        f"- {', '.join(settings)}",
     ]
     if config.get("maps"):
-        lines.insert(4, f"- score maps for the tokens: {_code(str(config['maps']).rstrip('/').split('/')[-1])}")
+        lines.append(f"- score maps for the tokens: {_code(str(config['maps']).rstrip('/').split('/')[-1])}")
     return "\n".join(lines)
 
 
 def _result(opened: OpenModel, facts: Mapping[str, Any]) -> str:
-    result, calibration, several = facts.get("result"), opened.info.calibration, opened.info.multi_label
+    result, calibration, multi_label = facts.get("result"), opened.info.calibration, opened.info.multi_label
     lines = []
     if isinstance(result, Estimate):
         interval = "" if result.low is None else f" (95 % interval {result.low:.1f} to {result.high:.1f})"
-        lines.append(
-            f"{'Mean average precision' if several else 'Top-1 accuracy'} {result.value:.1f} %{interval} "
-            f"{facts['judged']}."
-        )
+        metric = "Mean average precision" if multi_label else "Top-1 accuracy"
+        lines.append(f"{metric} {result.value:.1f} %{interval} {facts['judged']}.")
     if calibration is not None:
         lines.append(
-            f"Divide logits by {calibration.temperature:.3g} before the {'sigmoid' if several else 'softmax'} "
+            f"Divide logits by {calibration.temperature:.3g} before the {'sigmoid' if multi_label else 'softmax'} "
             f"(calibrated on {calibration.images:,} images{calibration.words()})."
         )
-        rows = []
-        for rate in (0.9, 0.95, 0.99):
-            threshold, coverage = calibration.threshold(rate)
-            if coverage:
-                rows.append(f"| {rate:.0%} | {threshold:.3f} | {coverage:.0f} % |")
-        if rows:
-            head = "right labels | probability of at least | labels that are found" if several else ""
-            head = head or "right answers | probability of at least | part of the images"
+        points = ((rate, *calibration.threshold(rate)) for rate in (0.9, 0.95, 0.99))
+        if rows := [f"| {rate:.0%} | {least:.3f} | {found:.0f} % |" for rate, least, found in points if found]:
+            head = "precision | threshold | recall" if multi_label else "accuracy | threshold | coverage"
             lines += ["", f"| {head} |", "|---|---|---|", *rows]
-        if several:
+        if multi_label:
             lines += ["", f"`everytoken predict` gives the labels of {calibration.best_threshold()[0]:.3f} or more."]
     return "\n".join(["## Result", *lines]) if lines else ""
 
@@ -191,17 +178,10 @@ def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
     return "\n\n".join(parts)
 
 
-def _files(opened: OpenModel, differences: Mapping[str, float], checked_on: str) -> str:
-    lines = [f"| {name} | {difference:.1e} |" for name, difference in differences.items()]
-    return "\n".join(
-        [
-            "## Files",
-            f"Each file was compared with the trained model on {checked_on}; the largest difference of a logit:",
-            "",
-            *("| file | difference |", "|---|---|"),
-            *lines,
-        ]
-    )
+def _files(differences: Mapping[str, float], checked_on: str) -> str:
+    rows = (f"| {name} | {difference:.1e} |" for name, difference in differences.items())
+    intro = f"Each file was compared with the trained model on {checked_on}; the largest difference of a logit:"
+    return "\n".join(["## Files", intro, "", "| file | difference |", "|---|---|", *rows])
 
 
 def _plain(text: object) -> str:

@@ -5,9 +5,8 @@
 | timm, hf | model.safetensors, config.json | `timm.create_model("local-dir:FOLDER", pretrained=True)`, the Hub |
 | onnx | model.onnx | onnxruntime and everything else that reads ONNX; `everytoken predict FOLDER/model.onnx` |
 
-Each has a README.md, the model card: data, recipe, result with its interval, preprocessing, and how to use it. Every
-file is compared with the model on images before it takes its place. Class names, preprocessing and calibration are in
-config.json and in the metadata of model.safetensors and model.onnx.
+Every file is compared with the model on images before it takes its place. Class names, preprocessing and calibration
+are in config.json and in the metadata of model.safetensors and model.onnx; README.md is the model card.
 
 Weights are the plain timm model, which answers for whole images. The head for tokens, where there is one, is part of it
 (LV-ViT, VOLO) or lies beside it in model.token_head.safetensors, which this package reads and others ignore.
@@ -15,13 +14,14 @@ Weights are the plain timm model, which answers for whole images. The head for t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import timm
@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from everytoken.data.batch import normalise
-from everytoken.errors import EverytokenError, did_you_mean, need, no_telemetry
+from everytoken.errors import EverytokenError, need, no_telemetry
 from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
 from everytoken_lab.data.augment import eval_view
+from everytoken_lab.data.datasets import gather_images
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.run_folder import Run, run_of
@@ -41,10 +42,8 @@ from everytoken_lab.evaluation.card import model_card
 from everytoken_lab.evaluation.run import open_with
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.inference import export_onnx, open_session
+from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import Description, OpenModel, timm_config, token_head_file
-
-if TYPE_CHECKING:
-    from everytoken_lab.data.augment import EvalTransform
 
 CHECKED_ON = 8  # images
 _TOKEN_HEAD = token_head_file(Path("model.safetensors")).name
@@ -53,14 +52,9 @@ _TOLERANCE = 2e-3  # of the largest logit
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote.
+    """What `export` wrote; differences: file -> largest difference to the model's own logits, on `checked_on`.
 
-    Attributes:
-        folder: where it is. files: in it.
-        differences: file -> largest difference to the model's own logits, on the images that it was checked on.
-        checked_on: which images these were.
-        notes: what to know about it.
-        address: of the page on the Hub, if it was pushed.
+    address: of the page on the Hub, if it was pushed.
     """
 
     folder: Path
@@ -88,70 +82,53 @@ class _Answers(nn.Module):
 
 def run_export(source: str | Path | OpenModel, out: Path | None, options: ExportOptions) -> Exported:
     """See `export`."""
-    _check_options(options)
     kinds = list(dict.fromkeys("timm" if kind == "hf" else kind for kind in options.to))
+    _check_options(kinds, options.push)
     opened = open_with(
         source,
         InferenceOptions(model=options.model, weights=options.weights, img_size=options.img_size, device="cpu"),
     )
-    if not hasattr(opened.model.backbone, "forward_features"):
-        raise EverytokenError(
-            f"{opened.source} is an exported program already; export the weights that it was made from."
-        )
+    if isinstance(opened.model, OnnxModel):
+        raise EverytokenError(f"{opened.source} is an exported program; export the weights that it was made from.")
     run = run_of(opened.source) if Path(opened.source).is_file() else None
-    folder = out or _default_folder(opened, run)
+    path = Path(opened.source)
+    name = path.stem if path.is_file() else re.split("[:/]", opened.source)[-1]
+    folder = out or (Path("export") / name if run is None else run.path / "export")
     if out is None:
         refuse_link(folder)
-    _check_folder(folder, kinds)
+    if stale := [name for kind, (name, _) in WRITERS.items() if kind not in kinds and (folder / name).exists()]:
+        raise EverytokenError(
+            f"{folder / stale[0]} of an earlier export would stay beside the new files. Export all formats at once "
+            "(to) or choose another folder."
+        )
     remark = ""
     if not options.img_size:  # at another size, probabilities mean something else
         opened, remark = calibrated(opened, InferenceOptions(workers=0, device="cpu"), None)
     opened = replace(opened, info=_portable(opened))
     images, checked_on = _check_images(opened, run, options.images)
     folder.mkdir(parents=True, exist_ok=True)
-    differences: dict[str, float] = {}
     with disk_errors(folder, "writing the exported model"):
-        for kind in kinds:
-            name, write = WRITERS[kind]
-            differences[name] = write(opened, folder, images, options.cells)
+        differences = {WRITERS[kind][0]: WRITERS[kind][1](opened, folder, images, options.cells) for kind in kinds}
         card = model_card(opened, run, differences, checked_on, options)
         write_atomically(folder / "README.md", card.encode())
     names = [*differences, "README.md"]
-    if "model.safetensors" in differences:
+    if "timm" in kinds:
         names += ["config.json", *([_TOKEN_HEAD] if (folder / _TOKEN_HEAD).is_file() else [])]
     address = _push(folder, names, options) if options.push else ""
     notes = (remark,) if remark else ()
     return Exported(folder, tuple(folder / name for name in names), differences, checked_on, notes, address)
 
 
-def _check_options(options: ExportOptions) -> None:
+def _check_options(kinds: Sequence[str], push: str) -> None:
     """What would fail after all the work is said before it."""
-    for kind in options.to:
-        if kind not in (*WRITERS, "hf"):
-            raise EverytokenError(f"there is no export to {kind!r}.{did_you_mean(kind, [*WRITERS, 'hf'])}")
-    if "onnx" in options.to:
+    for kind in kinds:
+        if kind not in WRITERS:
+            raise EverytokenError(f"there is no export to {kind!r}; there is {' and '.join(WRITERS)}.")
+    if "onnx" in kinds:
         for module in ("onnx", "onnxscript", "onnxruntime"):
             need(module, "export", "an ONNX file")
-    if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
-        raise EverytokenError(f"push is {options.push!r}; a repository on the Hub is USER/NAME.")
-
-
-def _check_folder(folder: Path, kinds: Sequence[str]) -> None:
-    """Files of two models side by side would look like one."""
-    old = [name for kind, (name, _) in WRITERS.items() if kind not in kinds and (folder / name).exists()]
-    if old:
-        raise EverytokenError(
-            f"{folder / old[0]} of an earlier export would stay beside the new files. Export all formats at once (to) "
-            "or choose another folder."
-        )
-
-
-def _default_folder(opened: OpenModel, run: Run | None) -> Path:
-    if run is not None:
-        return run.path / "export"
-    path = Path(opened.source)
-    name = path.stem if path.is_file() else re.split("[:/]", opened.source)[-1]
-    return Path("export") / name
+    if push and not re.fullmatch(r"[\w.-]+/[\w.-]+", push):
+        raise EverytokenError(f"push is {push!r}; a repository on the Hub is USER/NAME.")
 
 
 def _portable(opened: OpenModel) -> Description:
@@ -172,37 +149,24 @@ def _portable(opened: OpenModel) -> Description:
 
 def _check_images(opened: OpenModel, run: Run | None, given: str) -> tuple[Tensor, str]:
     """A few images as the network sees them, [N, 3, H, W], and what they are."""
-    from everytoken_lab.data.datasets import gather_images
-
     view = eval_view(opened.info)
     pictures: list[Picture] = []
-    words = ""
+    words = f"{CHECKED_ON} drawn images, because no photos were named"
     if given:
         root, names = gather_images([given])
         pictures = [Picture(root / names[i], names[i]) for i in sample_positions(len(names), CHECKED_ON)]
         words = f"{len(pictures)} images of {given}"
     elif run is not None:
-        try:
+        with contextlib.suppress(EverytokenError, OSError):  # moved or deleted
             data = validation_set(run)
-        except (EverytokenError, OSError):
-            data = None  # moved or deleted
-        if data is not None:
             pictures = [data.picture(i) for i in sample_positions(len(data), CHECKED_ON)]
             words = f"{len(pictures)} images that the run held out"
-    if not pictures:
-        return normalise(_drawn(view), view.mean, view.std), f"{CHECKED_ON} drawn images, because no photos were named"
-    pixels = np.stack([view(picture)[0] for picture in pictures]).transpose(0, 3, 1, 2)
-    return normalise(torch.from_numpy(pixels.copy()), view.mean, view.std), words
-
-
-def _drawn(view: EvalTransform) -> Tensor:
-    """Coloured clouds, where there are no photos; uint8 [N, 3, H, W]."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand(CHECKED_ON, 3, 7, 7, generator=generator)
-    return (255 * nn.functional.interpolate(coarse, view.size, mode="bilinear", align_corners=False)).byte()
-
-
-# -- formats ----------------------------------------------------------------------------------------------------------
+    if pictures:
+        pixels = torch.from_numpy(np.stack([view(picture)[0] for picture in pictures])).permute(0, 3, 1, 2)
+    else:  # coloured clouds
+        coarse = torch.rand(CHECKED_ON, 3, 7, 7, generator=torch.Generator().manual_seed(0))
+        pixels = (255 * nn.functional.interpolate(coarse, view.size, mode="bilinear", align_corners=False)).byte()
+    return normalise(pixels.contiguous(), view.mean, view.std), words
 
 
 def _write_timm(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
@@ -221,26 +185,17 @@ def _write_timm(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
         write_atomically(trial / "config.json", plain_json(about).encode())
         again = timm.create_model(f"local-dir:{trial}", pretrained=True).eval()
         trained = _Answers(opened, False, 0.0).eval()  # timm's model has no token head to vote with
-        difference = _compare("model.safetensors", lambda x: (_first(again(x)),), trained, images)
+        difference = _compare("model.safetensors", lambda x: (_class_logits(again(x)),), trained, images)
         (folder / _TOKEN_HEAD).unlink(missing_ok=True)  # of another model
         for file in sorted(trial.iterdir()):
             file.replace(folder / file.name)
     return difference
 
 
-def _first(output: Any) -> Tensor:
+def _class_logits(output: Any) -> Tensor:
+    """Of a model that may also answer for tokens (LV-ViT, VOLO)."""
     logits: Tensor = output[0] if isinstance(output, tuple) else output
     return logits
-
-
-def resizing(info: Description) -> dict[str, Any]:
-    """How an image gets its size, for `preprocessing` in the metadata and for the card."""
-    sides = [int(side / info.crop_pct) for side in info.img_size]
-    if info.crop_mode == "center":
-        return {"resize_short_side": sides, "centre_crop": info.img_size}
-    if info.crop_mode == "squash":
-        return {"resize_both_sides": sides, "centre_crop": info.img_size}
-    return {"resize_long_side": sides, "pad_with_mean_colour": info.img_size}
 
 
 def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
@@ -250,8 +205,15 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
     outputs = ["logits", "cells"] if cells else ["logits"]
     module = _Answers(opened, cells, opened.info.token_vote).eval()
     info = replace(opened.info, token_vote=0.0)  # which is in the logits now
+    sides = [int(side / info.crop_pct) for side in info.img_size]
+    resized, then = {
+        "center": ("resize_short_side", "centre_crop"),
+        "squash": ("resize_both_sides", "centre_crop"),
+        "border": ("resize_long_side", "pad_with_mean_colour"),
+    }[info.crop_mode]
     preprocessing = {
-        **resizing(info),
+        resized: sides,
+        then: info.img_size,
         "interpolation": info.interpolation,
         "scale": "divide by 255",
         "mean": info.mean,
@@ -279,11 +241,7 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
     return difference
 
 
-Writer = Callable[[OpenModel, Path, Tensor, bool], float]
-WRITERS: dict[str, tuple[str, Writer]] = {
-    "timm": ("model.safetensors", _write_timm),
-    "onnx": ("model.onnx", _write_onnx),
-}
+WRITERS = {"timm": ("model.safetensors", _write_timm), "onnx": ("model.onnx", _write_onnx)}
 
 
 @torch.no_grad()
@@ -300,9 +258,6 @@ def _compare(name: str, answer: Callable[[Tensor], tuple[Tensor, ...]], module: 
                 )
             largest = max(largest, difference)
     return largest
-
-
-# -- the Hub ----------------------------------------------------------------------------------------------------------
 
 
 def _push(folder: Path, names: list[str], options: ExportOptions) -> str:

@@ -35,7 +35,7 @@ class ImagePrediction:
 
     Attributes:
         sure: whether the first is likely enough, by the option `sure`.
-        labels: of a model that answers several labels per image, all classes that are likely enough; else None.
+        labels: of a multi-label model, all classes that are likely enough; else None.
         location: where the object of the first class is, by the option `locate`.
     """
 
@@ -84,9 +84,8 @@ class ImagePredictions(Sequence[ImagePrediction]):
     def to_csv(self, path: str | Path) -> None:
         """One line per image: its path, class, probability, and the next best classes.
 
-        Of a model for several labels also `label`, all that are likely enough, with ";" between as in `labels.csv`.
-        With the option `sure` also the answer, which may be "unsure"; with `locate` the box: left, top, right and
-        bottom in pixels of the upright image.
+        Of a multi-label model also `label`, with ";" between labels as in `labels.csv`. With the option `sure` also the
+        answer, which may be "unsure"; with `locate` the box in pixels of the upright image.
         """
         count = max((len(image.classes) for image in self.images), default=1)
         header = [f"{what} {i}" for i in range(1, count + 1) for what in ("class", "probability")]
@@ -119,14 +118,10 @@ class ImagePredictions(Sequence[ImagePrediction]):
                 continue
             left, top, right, bottom = location.pixels
             mask = location.mask()
-            annotation: dict[str, Any] = {
-                "id": len(annotations) + 1,
-                "image_id": number,
-                "category_id": classes[image.classes[0]],
-            }
-            annotation |= {"bbox": [left, top, right - left, bottom - top], "area": int(mask.sum()), "iscrowd": 0}
-            annotation |= {"segmentation": run_lengths(mask), "score": round(image.probabilities[0], 4)}
-            annotations.append(annotation)
+            ids = {"id": len(annotations) + 1, "image_id": number, "category_id": classes[image.classes[0]]}
+            box = {"bbox": [left, top, right - left, bottom - top], "area": int(mask.sum()), "iscrowd": 0}
+            score = {"segmentation": run_lengths(mask), "score": round(image.probabilities[0], 4)}
+            annotations.append(ids | box | score)
         categories = [{"id": number, "name": name} for name, number in classes.items()]
         content = {"info": {"root": str(root)}, "images": images, "annotations": annotations, "categories": categories}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -188,26 +183,25 @@ def _part(progress: Progress | None, number: int, passes: int, images: int) -> P
     return None if progress is None else lambda done, _: progress((number * images + done) // passes, images)
 
 
-def _label_threshold(calibration: Calibration | None, sure: float) -> tuple[float, str]:
-    """The least probability of each of several labels, and what to say about it."""
+def _threshold(calibration: Calibration | None, sure: float, multi_label: bool) -> tuple[float, str]:
+    """The least probability of a sure answer, or of each label of a multi-label model, and what to say about it."""
+    what = "labels are classes of {:.3f} or more" if multi_label else "answers below {:.3f} are unsure"
+    quality, amount = ("precision", "recall") if multi_label else ("accuracy", "coverage")
+    if not sure and not multi_label:
+        return 0.0, ""
     if calibration is None:
         threshold = sure or 0.5
-        return (
-            threshold,
-            f"labels are classes of {threshold:.3f} or more; there are no held-out images to choose that by",
-        )
-    if not sure:
-        threshold, precision, recall = calibration.best_threshold()
-        why = "the best balance"
+        return threshold, f"{what.format(threshold)}; there are no held-out images to choose the threshold with"
+    if sure:
+        threshold, found = calibration.threshold(sure)
+        reached = 100 * sure
     else:
-        threshold, recall = calibration.threshold(sure)
-        precision, why = 100 * sure, "as asked"
-        if not recall:
-            return threshold, f"no threshold makes {sure:.0%} of the labels of the held-out images right: none is given"
-    return threshold, (
-        f"labels are classes of {threshold:.3f} or more: on the held-out images, {precision:.0f} % of these are right, "
-        f"and {recall:.0f} % of all labels are found ({why})"
-    )
+        threshold, reached, found = calibration.best_threshold()
+    if sure and not found:
+        none = "no label is given" if multi_label else "all are unsure"
+        return threshold, f"no threshold reaches a {quality} of {sure:.0%} on the held-out images: {none}"
+    measured = f"{quality} {reached:.0f} %, {amount} {found:.0f} % on the held-out images"
+    return threshold, f"{what.format(threshold)}: {measured}"
 
 
 def run_prediction(
@@ -215,58 +209,40 @@ def run_prediction(
 ) -> ImagePredictions:
     """See `predict`."""
     if options.top < 1:
-        raise EverytokenError(f"top is {options.top}; it takes 1 or more")
+        raise EverytokenError(f"top must be at least 1, got {options.top}")
     if not 0 <= options.sure <= 1:
-        raise EverytokenError(f"sure is {options.sure}; it is a rate from 0 to 1, such as 0.95")
+        raise EverytokenError(f"sure must be in [0, 1], such as 0.95, got {options.sure}")
     root, names = gather_images(images)
     opened = open_with(source, options)
-    notes: list[str] = []
-    as_trained = options.token_vote is None and not options.img_size and not options.crop_pct
-    if options.calibrate and as_trained:
+    remark, calibration = "", None
+    if options.calibrate and options.token_vote is None and not options.img_size and not options.crop_pct:
         opened, remark = calibrated(opened, options, None)
-        notes += [remark] if remark else []
-    calibration = opened.info.calibration if options.calibrate and as_trained else None
-    shown = replace(opened.info, calibration=calibration)
-    threshold = options.sure
-    if opened.info.multi_label:
-        threshold, note = _label_threshold(calibration, options.sure)
-        notes.append(note)
-    elif options.sure and calibration is not None:
-        threshold, coverage = calibration.threshold(options.sure)
-        notes.append(
-            f"answers below {threshold:.3f} are unsure: on the held-out images, {coverage:.0f} % are left, and "
-            f"{options.sure:.0%} of these are right"
-            if coverage
-            else f"no threshold makes {options.sure:.0%} of the answers to the held-out images right: all are unsure"
-        )
-    elif options.sure:
-        notes.append(f"answers below {threshold:.3f} are unsure; there are no held-out images to calibrate that with")
+        calibration = opened.info.calibration
+    shown, multi_label = replace(opened.info, calibration=calibration), opened.info.multi_label
+    threshold, note = _threshold(calibration, options.sure, multi_label)
     data = ReaderSet(str(root), FolderReader(root, names), [(name, i) for i, name in enumerate(names)])
     model = Voter(opened, options.token_vote).eval()
     first, second = (_part(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
-    dtype = opened.info.amp_dtype(options.amp)
-    inference = Inference(model, data, eval_view(opened.info), options, dtype, first)
+    inference = Inference(model, data, eval_view(opened.info), options, opened.info.amp_dtype(options.amp), first)
     out: dict[int, ImagePrediction] = {}
     likely: dict[int, tuple[Tensor, Tensor]] = {}
     for batch, logits in inference.batches():
         assert batch.indices is not None
-        several = opened.info.multi_label
-        probabilities = shown_probabilities(shown, logits)
-        values, classes = probabilities.topk(min(options.top, logits.shape[1]))
-        for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), classes.tolist(), strict=True):
-            named = tuple(opened.class_names[number] for number in numbers)
-            out[i] = ImagePrediction(str(root / names[i]), named, tuple(row), row[0] >= threshold)
-        if several:
-            for i, likely_enough, order in zip(
-                batch.indices.tolist(), probabilities >= threshold, probabilities.argsort(descending=True), strict=True
-            ):
-                labels = tuple(opened.class_names[k] for k in order.tolist() if likely_enough[k])
-                out[i] = replace(out[i], labels=labels)
+        values, order = shown_probabilities(shown, logits).sort(descending=True, stable=True)
+        if not multi_label:
+            values, order = values[:, : options.top], order[:, : options.top]
+        for i, row, numbers in zip(batch.indices.tolist(), values.tolist(), order.tolist(), strict=True):
+            named = [opened.class_names[number] for number in numbers[: options.top]]
+            labels = None
+            if multi_label:
+                labels = tuple(opened.class_names[k] for k, p in zip(numbers, row, strict=True) if p >= threshold)
+            top = tuple(row[: options.top])
+            out[i] = ImagePrediction(str(root / names[i]), tuple(named), top, row[0] >= threshold, labels=labels)
         if options.locate:
             values, classes = logits.softmax(-1).topk(min(ALIKE, logits.shape[1]))
             likely |= zip(batch.indices.tolist(), zip(classes, values, strict=True), strict=True)
-    skipped = dict(inference.bad_images.seen)
     if options.locate:
         for i, location in _locations(opened, Subset(data, np.array(sorted(out))), likely, options, second):
             out[i] = replace(out[i], location=location)
-    return ImagePredictions(tuple(out[i] for i in sorted(out)), skipped, threshold, tuple(notes))
+    notes = tuple(filter(None, (remark, note)))
+    return ImagePredictions(tuple(out[i] for i in sorted(out)), dict(inference.bad_images.seen), threshold, notes)

@@ -87,11 +87,8 @@ class Evaluation:
     """The result of evaluating one model on one dataset.
 
     Attributes:
-        numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters. With several labels
-            per image: mAP, f1, loss instead of the first four.
-        predictions: what each image got.
-        class_names: of the model's answers.
-        keys: of the images.
+        numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters. Of multi-label
+            models: mAP, f1, loss instead of the first four.
         skipped: unreadable images, key -> reason.
         notes: what to know about the images that were used.
         calibration: what these images say about the model's probabilities, if it was asked for.
@@ -107,7 +104,7 @@ class Evaluation:
 
     @property
     def top1(self) -> Estimate:
-        """Top-1 accuracy, or mAP with several labels per image, in percent with its 95 % interval."""
+        """Top-1 accuracy, or mAP of multi-label models, in percent with its 95 % interval."""
         return self.predictions.accuracy
 
     def per_class(self) -> list[dict[str, Any]]:
@@ -115,24 +112,22 @@ class Evaluation:
         return [row for row in self.predictions.per_class(self.class_names) if row["images"]]
 
     def to_csv(self, path: str | Path) -> None:
-        """One line per image: key, label, prediction, confidence, loss. With several labels: no loss, ";" between."""
+        """One line per image: key, label, prediction, confidence, loss; multi-label: no loss, ";" between labels."""
         p, names = self.predictions, self.class_names
-        if not isinstance(p, Predictions):
-            several = [
-                [
-                    self.keys[i],
-                    *(";".join(names[k] for k in np.flatnonzero(chosen)) for chosen in (y, x > 0)),
-                    f"{sure:.4f}",
-                ]
-                for i, y, x, sure in zip(p.index, p.label, p.logits, p.confidence, strict=True)
-            ]
-            write_csv(Path(path), ["key", "label", "prediction", "confidence"], several)
-            return
+        header = ["key", "label", "prediction", "confidence"]
+        if isinstance(p, Predictions):
+            header.append("loss")
+            answers = [[names[label], names[top[0]]] for label, top in zip(p.label, p.top, strict=True)]
+            losses = [[f"{loss:.4f}"] for loss in p.loss]
+        else:
+            chosen = zip(p.label, p.logits > 0, strict=True)
+            answers = [[";".join(names[k] for k in np.flatnonzero(row)) for row in pair] for pair in chosen]
+            losses = [[] for _ in answers]
         rows = [
-            [self.keys[i], names[label], names[top[0]], f"{confidence:.4f}", f"{loss:.4f}"]
-            for i, label, top, confidence, loss in zip(p.index, p.label, p.top, p.confidence, p.loss, strict=True)
+            [self.keys[i], *answer, f"{confidence:.4f}", *loss]
+            for i, answer, confidence, loss in zip(p.index, answers, p.confidence, losses, strict=True)
         ]
-        write_csv(Path(path), ["key", "label", "prediction", "confidence", "loss"], rows)
+        write_csv(Path(path), header, rows)
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -155,12 +150,9 @@ class Voter(nn.Module):
         super().__init__()
         self.model, self.vote = opened.model, opened.info.token_vote if vote is None else vote
         self._faster: list[Callable[[Tensor], Tensor]] = []  # in a list, or it might become a part of itself
-        if self.vote and not (opened.model.uses_own_head or opened.model.token_head is not None):
-            raise EverytokenError(f"{opened.source} has no token head, so token_vote cannot be used")
-        if self.vote and opened.token_classes.count != opened.classes.count:
-            raise EverytokenError(
-                f"the token head of {opened.source} has other classes than its class head, so token_vote cannot be used"
-            )
+        has_head = opened.model.uses_own_head or opened.model.token_head is not None
+        if self.vote and (not has_head or opened.token_classes.count != opened.classes.count):
+            raise EverytokenError(f"{opened.source} has no token head for its classes, so token_vote cannot be used")
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, K]"""
@@ -199,7 +191,6 @@ class Inference:
     Args:
         model: normalised images -> logits.
         view: how it wants to see them.
-        options: batch size, workers, what to do with images that cannot be read.
         dtype: of mixed precision; None: float32.
         transform: another way to make the view, which may change the pixels.
     """
@@ -266,7 +257,7 @@ class Inference:
             labels: the class of the model (or column) for each class of the data.
             columns: outputs that may be answered; None: all.
             keep: called with the positions, labels and logits of each batch.
-            several: an image may have several of the model's classes.
+            several: multi-label.
         """
         parts: list[AnyPredictions] = []
         labels = labels.to(self.device)
@@ -276,7 +267,7 @@ class Inference:
             assert batch.indices is not None
             chosen = logits if columns is None else logits[:, columns]
             if batch.labels.dim() == 2 and not several:
-                raise EverytokenError(f"images of {self.data.name} have several labels, and one is asked for here")
+                raise EverytokenError(f"images of {self.data.name} are multi-label, and one label is asked for here")
             truth = _several(batch.labels, labels, chosen) if several else labels[batch.labels]
             parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
@@ -293,7 +284,7 @@ def _several(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
 
 
 class _LogitSample:
-    """Logits of the images of a dataset, or evenly of a part of them that fits into memory."""
+    """Logits of the images of a dataset, or of an even sample of them that fits into memory."""
 
     def __init__(self, images: int, classes: int) -> None:
         self.step = -(-images * classes // LOGITS)
@@ -333,12 +324,9 @@ def run_evaluation(
     labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)
     several = opened.info.multi_label
     if dataset.multi_label and not several:
-        raise EverytokenError(
-            f"images of {dataset.name} have several labels, and {opened.source} was trained to answer one per image: "
-            "train a model on them, which then answers several"
-        )
+        raise EverytokenError(f"{dataset.name} is multi-label, but {opened.source} answers one class per image")
     if several and options.real:
-        raise EverytokenError(f"{opened.source} answers several labels per image, so there is no ReaL accuracy of it")
+        raise EverytokenError(f"{opened.source} is a multi-label model, which has no ReaL accuracy")
     imagenet = imagenet_numbers(opened.classes) if options.real else None
     model = Voter(opened, options.token_vote).eval()
     dtype = opened.info.amp_dtype(options.amp)
