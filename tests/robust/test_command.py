@@ -176,6 +176,7 @@ def test_a_killed_attack_goes_on_to_the_same_log(photos, weights, tmp_path, monk
     capsys.readouterr()
     fallen = [{r["key"] for r in records if r["by"]} for records in (small, large)]
     assert fallen[0] <= fallen[1]
+    assert all(r["label"] == NAMES.index(r["key"].split("/")[0]) for r in small)
 
 
 def test_an_attack_with_other_settings_has_a_log_of_its_own(photos, weights, tmp_path):
