@@ -136,9 +136,7 @@ def predict_run(
     enough = len(images) >= FEWEST
     if saved is not None and about is not None and about.class_names and (calibration is not None or not enough):
         predictions, skipped = saved
-        return PredictedRun(
-            run, predictions, list(about.class_names), keys, images, skipped, weights, calibration if enough else None
-        )
+        return PredictedRun(run, predictions, list(about.class_names), keys, images, skipped, weights, calibration)
     if run.cross_validated:
         raise EverytokenError(
             f"{run.name} was trained on all of its images, and its out-of-fold predictions ({CACHE}) are missing or of "
