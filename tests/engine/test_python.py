@@ -13,8 +13,9 @@ from everytoken_lab.cli.train import Train
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.schema import SchemaError
-from everytoken_lab.training.build import check_held_out, open_splits
+from everytoken_lab.training.build import check_held_out
 from everytoken_lab.training.classify import train
+from everytoken_lab.training.inputs import Inputs
 
 TINY = {
     "model": "vit_tiny_patch16_224",
@@ -99,24 +100,24 @@ def test_wrong_arguments_are_exceptions_that_name_them(undivided, tmp_path, name
 
 def test_an_annotator_is_not_fitted_on_what_training_validates_on(undivided, maps):
     """By default; a larger part is another matter, and so is a store that does not say what it held out."""
-    train_set, val_set, _ = open_splits(TrainOptions(data=str(undivided)))
+    train_set, val_set, _ = Inputs().splits(TrainOptions(data=str(undivided)))
     assert len(val_set)
     assert check_held_out(maps, train_set, val_set) == []
     options = TrainOptions(data=str(undivided))
     larger = TrainOptions(data=options.data, dataset=type(options.dataset)(val_split=0.6))
-    rest, more, _ = open_splits(larger)
+    rest, more, _ = Inputs().splits(larger)
     (note,) = check_held_out(maps, rest, more)
     assert str(maps.path) in note
     assert "val_split" in note
 
 
 def test_images_of_the_same_name_in_another_folder_are_not_the_annotated_ones(undivided, maps):
-    train_set, _, _ = open_splits(TrainOptions(data=str(undivided)))
+    train_set, _, _ = Inputs().splits(TrainOptions(data=str(undivided)))
     assert check_held_out(maps, train_set, train_set) == []  # val/ with the names of train/
 
 
 def test_stores_that_do_not_say_what_they_held_out_are_named(undivided, maps, monkeypatch):
-    train_set, val_set, _ = open_splits(TrainOptions(data=str(undivided)))
+    train_set, val_set, _ = Inputs().splits(TrainOptions(data=str(undivided)))
     fit = {k: v for k, v in maps.manifest.annotator["fit"].items() if k != "held_out"}
     monkeypatch.setitem(maps.manifest.annotator, "fit", fit)
     assert len(check_held_out(maps, train_set, val_set)) == 1

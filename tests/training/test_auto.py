@@ -20,16 +20,20 @@ from everytoken.maps import Maps
 from everytoken_lab import train
 from everytoken_lab.annotators import features as features_module
 from everytoken_lab.cli import main
+from everytoken_lab.data import datasets
 from everytoken_lab.data.datasets import keys_hash, open_dataset
 from everytoken_lab.engine.accuracy import Predictions
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.options import AutoOptions, DataOptions, ModelOptions, TrainOptions
 from everytoken_lab.engine.run_folder import read_run
+from everytoken_lab.engine.task import Task
 from everytoken_lab.evaluation.calibrated import read_calibration
 from everytoken_lab.models.open import open_model
 from everytoken_lab.reports.predictions import predict_run
 from everytoken_lab.training import auto as auto_module
+from everytoken_lab.training import inputs as inputs_module
 from everytoken_lab.training.classify import decides_itself
+from everytoken_lab.training.inputs import Inputs
 
 QUIET = {"workers": 0, "device": "cpu", "threads": 1, "batch_size": 12}
 
@@ -165,7 +169,7 @@ def test_fine_tuning_without_validation_photos_holds_out_a_fifth_and_its_rival_h
     run = train(folder / "train", weights=weights, out=str(tmp_path / "run"), epochs=1, minutes=5, **QUIET)
     values = yaml.safe_load((run.path / "recipe.yaml").read_text())
     assert values["val_split"] == 0.2
-    train_set, val_set, _ = auto_module.open_splits(auto_module._fine_tuning(run.path, TrainOptions()))
+    train_set, val_set, _ = Inputs().splits(auto_module._fine_tuning(run.path, TrainOptions()))
     assert fitted[-1] == len(train_set)
     judged = auto_module._answers(run.path / "linear/on-held-out.npz")
     assert len(judged) in (len(val_set), len(val_set) - 1)  # one cannot be read
@@ -188,8 +192,7 @@ def test_the_fine_tuned_model_is_kept_only_if_it_is_better_beyond_chance(
     rival.save(run.path / "linear/on-held-out.npz", "")
     monkeypatch.setattr(auto_module, "evaluated", lambda *_: answers(right))
     monkeypatch.setattr(auto_module, "_copy", lambda source, output: None)
-    monkeypatch.setattr(auto_module, "_fine_tuning", lambda *_: TrainOptions(data=str(folder)))
-    content = auto_module._keep(run.path, TrainOptions(), auto_module.Story("", epochs=1))
+    content = auto_module._keep(run.path, TrainOptions(data=str(folder)), Inputs())
     assert content["kept"] == kept
     words = {0: "which is better", 9: "no clear difference", 20: "made it worse"}[wrong]
     assert words in content["text"]
@@ -224,8 +227,8 @@ def test_decisions_are_a_recipe_that_can_be_edited_and_run_again(result, folder,
 
 
 def test_the_average_follows_the_number_of_updates(folder, weights, tmp_path, monkeypatch):
-    monkeypatch.setattr(auto_module, "train_with", lambda options: None)
-    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here"})
+    monkeypatch.setattr(auto_module, "train_with", lambda *_: None)
+    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here", "kept": "linear"})
     for epochs, decay in ((2, 0.95), (200, round(1 - 5 / 600, 4))):  # of three updates
         out = tmp_path / f"run{epochs}"
         train(folder, weights=weights, out=str(out), epochs=epochs, minutes=5, **QUIET)
@@ -282,8 +285,8 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
 
 def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (5.0, 0.0))[1])
-    monkeypatch.setattr(auto_module, "train_with", lambda options: None)
-    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here"})
+    monkeypatch.setattr(auto_module, "train_with", lambda *_: None)
+    monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here", "kept": "linear"})
     train(folder, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
     assert 14 <= values["epochs"] <= 40  # an epoch of three updates takes 15 s and more
@@ -293,12 +296,10 @@ def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize(("device", "epochs"), [("cpu", 5), ("cuda", 9)])
 def test_loading_costs_time_of_training_where_both_share_the_cores(device, epochs, monkeypatch, tmp_path):
-    monkeypatch.setattr(auto_module, "_time_steps", lambda *_: (1.0, 4.0, 10))  # a step, loading it, batches
-    monkeypatch.setattr(auto_module, "best_device", lambda: device)
     monkeypatch.setattr(auto_module, "cores", lambda: 2)
-    start = SimpleNamespace(backbone=SimpleNamespace(model=torch.nn.Linear(2, 2)))
     options = TrainOptions(dataset=DataOptions(workers=2, batch_size=32))
-    decided = auto_module._epochs(options, start, 100, tmp_path, 200.0, auto_module.Story(""))
+    job = SimpleNamespace(device=torch.device(device), left=200.0, output=tmp_path, story=auto_module.Story(""))
+    decided = auto_module._epochs(job, options, (1.0, 4.0, 10), 24, 100)  # a step, loading it, batches
     assert decided["epochs"] == epochs  # of 33 s: 1.1 times (1 + 4 / 2) ten times; or of 20 s: 4 / 2 ten times
 
 
@@ -306,18 +307,18 @@ def test_loading_costs_time_of_training_where_both_share_the_cores(device, epoch
     ("seconds", "behind", "chosen"),
     [(1000, 0.02, "large"), (100, 0.02, "small"), (100, 0.2, None), (5, 0.02, None)],
 )
-def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behind, chosen, monkeypatch, tmp_path):
+def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behind, chosen, monkeypatch):
     def trial(name: str, accuracy: float, cost: float) -> features_module.Trial:
         return features_module.Trial(features_module.Candidate(name, 64), accuracy, 1 - accuracy, 0.0, cost, images=400)
 
     monkeypatch.setattr(auto_module, "cores", lambda: 1)
     monkeypatch.setattr(auto_module, "FrozenBackbone", lambda name, *_: SimpleNamespace(name=name))
-    monkeypatch.setattr(auto_module, "compute_features", lambda *_, **__: None)
     large = SimpleNamespace(name="large", info=SimpleNamespace(img_size=(64, 64), crop_mode="center"), device="cpu")
     trials = (trial("small", 0.8 - behind, 0.01), trial("large", 0.8, 0.2))
     choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
     told = auto_module.Story("")
-    found = auto_module._tunable(choice, 100, seconds, tmp_path, None, TrainOptions(), told)
+    job = SimpleNamespace(story=told, train=None, features=lambda *_: None)
+    found = auto_module._tunable(job, choice, 100, seconds)
     assert (None if found is None else found.backbone.name) == chosen
     assert ("Skipping fine-tuning" in "".join(told.lines)) == (chosen is None)
 
@@ -436,3 +437,35 @@ def test_a_calibration_is_of_the_weights_that_it_was_made_with(crossed, tmp_path
     state = {k: v + 1 if v.is_floating_point() else v for k, v in opened.model.backbone.state_dict().items()}
     write_weights(weights, state, opened.info.to_metadata())
     assert read_calibration(run, weights) is None
+
+
+@pytest.fixture
+def openings(monkeypatch):
+    """Reads of (dataset, split) and of weights."""
+    seen: list[str] = []
+
+    def watch(module, name, what):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (seen.append(what(*a)), real(*a, **k))[1])
+
+    watch(datasets, "_read_tree", lambda tree, *_: f"data {tree.name}")
+    watch(inputs_module, "open_weights", lambda source, *_: f"weights {source}")
+    return seen
+
+
+def test_data_and_weights_are_opened_once(folder, weights, tmp_path, monkeypatch, openings):
+    monkeypatch.setattr(Task, "is_reported", True)
+    run = train(folder, weights=weights, epochs=1, out=str(tmp_path / "run"), workers=0, device="cpu", batch_size=8)
+    assert (run.path / "report.html").is_file()
+    assert sorted(openings) == [f"data {folder}/train", f"data {folder}/val", f"weights {weights}"]
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_photos_are_opened_once(folder, weights, tmp_path, monkeypatch, openings, divided):
+    monkeypatch.setattr(Task, "is_reported", True)
+    data = folder if divided else folder / "train"
+    run = train(data, weights=weights, epochs=1, minutes=5, out=str(tmp_path / "run"), **QUIET)
+    assert (run.path / "fine-tuned/report.html").is_file()
+    assert (run.path / "report.html").is_file()
+    splits = [f"data {data}/train", f"data {data}/val"] if divided else [f"data {data}"]
+    assert sorted(openings) == [*splits, f"weights {run.path / 'start.safetensors'}"]

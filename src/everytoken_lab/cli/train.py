@@ -54,7 +54,6 @@ def main(argv: list[str], prog: str) -> int:
     """Parse, then train or print the plan."""
     options = resolve(Train, argv, prog)
     from everytoken_lab.training import classify
-    from everytoken_lab.training.start import complete
 
     plain, asked = TrainOptions(**values_of(options, TrainOptions)), given_options(argv)
     if options.dry_run and classify.decides_itself(plain, options.auto) and not options.set:
@@ -63,7 +62,7 @@ def main(argv: list[str], prog: str) -> int:
             "the photos: leave --dry-run out, the decisions come first and are written to recipe.yaml"
         )
     if options.dry_run:
-        print_plan(classify.dry_run(complete(plain, asked, options.set, trusts_code(argv))))
+        print_plan(classify.dry_run(plain, asked, options.set, trusts_code(argv)))
     else:
         classify.start(plain, asked, options.auto, options.set, trusts_code(argv))
     return 0

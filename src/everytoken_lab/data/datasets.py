@@ -308,7 +308,7 @@ def open_dataset(
         data = open_named(spec, "train" if held_out else split, download)
     else:
         data = _open_files(spec, split, held_out, class_names, labelled)
-    return _hold_out(data, spec, val_split, seed)[split == "val"] if held_out else data
+    return hold_out(data, spec, val_split, seed)[split == "val"] if held_out else data
 
 
 def open_splits(spec: str | os.PathLike[str], val_split: float = 0.0, *, seed: int = 0) -> tuple[DataSet, DataSet]:
@@ -316,7 +316,7 @@ def open_splits(spec: str | os.PathLike[str], val_split: float = 0.0, *, seed: i
     spec = os.fspath(spec)
     if not val_split:
         return open_dataset(spec, "train"), open_dataset(spec, "val")
-    return _hold_out(open_undivided(spec), spec, val_split, seed)
+    return hold_out(open_undivided(spec), spec, val_split, seed)
 
 
 def open_undivided(spec: str | os.PathLike[str]) -> DataSet:
@@ -325,7 +325,8 @@ def open_undivided(spec: str | os.PathLike[str]) -> DataSet:
     return open_dataset(spec, "train") if spec.startswith(NAMED) else _open_files(spec, "train", True, None, True)
 
 
-def _hold_out(data: DataSet, spec: str, val_split: float, seed: int) -> tuple[DataSet, DataSet]:
+def hold_out(data: DataSet, spec: str, val_split: float, seed: int = 0) -> tuple[DataSet, DataSet]:
+    """(training, validation) images of an undivided dataset that the user called `spec`."""
     train, val = split_off(data, val_split, seed)
     if not len(train) or not len(val):
         if len(data.class_names) == 1:

@@ -42,7 +42,7 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
     """
     from everytoken_lab.engine.options import TrainOptions
     from everytoken_lab.engine.recipe import apply
-    from everytoken_lab.training.build import open_splits, open_undivided
+    from everytoken_lab.training.inputs import Inputs
 
     settings = {name: value for name, value in run.config.items() if name == "val_split"}
     settings["data"] = data or run.own_data()
@@ -51,9 +51,9 @@ def splits(run: Run, data: str = "") -> tuple[DataSet, DataSet]:
             settings[name] = str(file)
     options = apply(TrainOptions(), settings, f"{run.path}/config.yaml")
     if run.cross_validated:
-        whole = open_undivided(options)
+        whole = Inputs().undivided(options)
         return whole, whole
-    train, val, _ = open_splits(options)
+    train, val, _ = Inputs().splits(options)
     return train, val
 
 

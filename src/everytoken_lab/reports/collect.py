@@ -17,6 +17,7 @@ from everytoken_lab.engine.run_folder import Run, find_runs
 from everytoken_lab.reports.groups import Difference, Group, config_differences, differences, group_runs
 
 if TYPE_CHECKING:
+    from everytoken_lab.data.datasets import DataSet
     from everytoken_lab.reports.predictions import Classes, PredictedRun
     from everytoken_lab.reports.samples import Sample
 
@@ -81,6 +82,7 @@ def report(
     out: str | Path | None = None,
     *,
     progress: Progress | None = None,
+    images: DataSet | None = None,
     **options: Any,
 ) -> Report:
     """Compare runs and write one page about them: result, curves, classes, sample predictions.
@@ -95,6 +97,7 @@ def report(
             learns plain labels). Runs on other data are not compared with it.
         out: the file to write, a self-contained HTML page. None: write nothing.
         progress: shows how far it is: progress(title) is a context manager that gives tell(done, total).
+        images: the validation images of all runs, if they are open already.
         options: fields of `ReportOptions`.
     """
     settings = schema.from_keywords(ReportOptions, options, "report()")
@@ -103,7 +106,7 @@ def report(
         raise EverytokenError(f"{target} is a folder; name a file, such as {target / 'report.html'}.")
     if target is not None and not target.parent.is_dir():
         raise EverytokenError(f"there is no folder {target.parent} to write {target.name} to.")
-    result = collect([runs] if isinstance(runs, str | Path) else list(runs), settings, progress or _silent)
+    result = collect([runs] if isinstance(runs, str | Path) else list(runs), settings, progress or _silent, images)
     if target is not None:
         from everytoken_lab.reports.page import render_report
 
@@ -119,7 +122,9 @@ def _silent(title: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
-def collect(paths: Sequence[str | Path], options: ReportOptions, progress: Progress) -> Report:
+def collect(
+    paths: Sequence[str | Path], options: ReportOptions, progress: Progress, images: DataSet | None = None
+) -> Report:
     """Read the runs and evaluate their best weights on their validation images."""
     runs = find_runs(paths)
     if all(run.state in ("damaged", "not begun") for run in runs):
@@ -137,14 +142,14 @@ def collect(paths: Sequence[str | Path], options: ReportOptions, progress: Progr
             why = "because the loss was not finite (bad-updates.jsonl lists the images)"
             result.notes.append(f"{run.name}: {run.bad_updates} updates were left out {why}.")
     if options.predictions:
-        _add_predictions(result, options, progress)
+        _add_predictions(result, options, progress, images)
         _add_annotators(result)
     else:
         result.notes.append("Predictions were left out on request.")
     return result
 
 
-def _add_predictions(report: Report, options: ReportOptions, progress: Progress) -> None:
+def _add_predictions(report: Report, options: ReportOptions, progress: Progress, images: DataSet | None) -> None:
     from everytoken_lab.engine.distributed import pick_device
     from everytoken_lab.reports.predictions import Classes, predict_run
     from everytoken_lab.reports.samples import samples
@@ -160,7 +165,7 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress)
                 continue
             try:
                 with progress(f"evaluating {run.name}") as tell:
-                    predicted.append(predict_run(run, device, options.data, options.workers, tell))
+                    predicted.append(predict_run(run, device, options.data, options.workers, tell, images))
             except (EverytokenError, OSError, RuntimeError) as error:
                 report.notes.append(f"{run.name}: no predictions, because {_first_line(error)}")
         for found in predicted:

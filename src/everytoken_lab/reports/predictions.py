@@ -120,14 +120,19 @@ def _merge(values: Sequence[Any]) -> Any:
 
 
 def predict_run(
-    run: Run, device: str, data: str = "", workers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
+    run: Run,
+    device: str,
+    data: str = "",
+    workers: int = 0,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+    images: DataSet | None = None,
 ) -> PredictedRun:
-    """Evaluate the best weights of a run, or read what the last report found.
+    """Evaluate the best weights of a run, or read what the last report found; `images`: those for validation, if open.
 
     Raises:
         EverytokenError: there are no weights or no images, or they do not fit; the message says which.
     """
-    images = validation_set(run, data)
+    images = validation_set(run, data) if images is None else images
     weights, keys = find_weights(run.path), list(images.keys())
     note, about = stamp(weights, images), describe(weights)
     kind = MultiLabelPredictions if about is not None and about.multi_label else Predictions

@@ -13,7 +13,7 @@ import torch
 from timm.data import resolve_data_config
 from torch import nn
 
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError
 from everytoken.keyed import uniform
 from everytoken.maps import Maps
 from everytoken.mixing import build_mixer
@@ -23,10 +23,8 @@ from everytoken.objectives.drloc import Drloc
 from everytoken.objectives.registry import build_objectives, required_by
 from everytoken.step import FrozenTeacher, TokenStep
 from everytoken_lab.classes import ClassList, match_classes
-from everytoken_lab.data import datasets
 from everytoken_lab.data.augment import EvalTransform, TrainTransform
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, find_split
-from everytoken_lab.data.labels import parse_labels
+from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.checks import ContradictionError, check_multi_label, check_objectives, check_options
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import TrainOptions
@@ -37,12 +35,12 @@ from everytoken_lab.models.open import (
     constructor_arguments,
     create_sized,
     open_model,
-    open_weights,
     source_of,
     start_classifier,
     token_head_file,
     with_own_head,
 )
+from everytoken_lab.training.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +60,12 @@ class ClassifierSetup:
     notes: list[str]
 
 
-def build(options: TrainOptions, world: World) -> ClassifierSetup:
+def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> ClassifierSetup:
     """Everything but the loop. Contradictions are found before any image is read."""
+    inputs = inputs or Inputs()
     notes = check_options(options)
     store = Maps(options.maps) if options.maps else None
-    train_set, val_set, more = open_splits(options)
+    train_set, val_set, more = inputs.splits(options)
     notes += more
     if store is not None:
         notes += check_held_out(store, train_set, val_set)
@@ -84,7 +83,7 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
     class_names = tuple(train_set.class_names)
-    weights = open_weights(options.model.weights, options.model.model) if options.model.weights else None
+    weights = inputs.weights(options.model.weights, options.model.model) if options.model.weights else None
     backbone, arguments = build_backbone(options, num_classes)
     if weights is not None:
         logger.info(f"weights from {weights.source}: {weights.load(backbone)}")
@@ -95,18 +94,21 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         check_multi_label(options, objectives)
     token_names: tuple[str, ...] = ()
     if any("token_logits" in required_by(objective) for objective in objectives.values()):
-        token_names = class_names if store is None else _names(store)
+        token_names = class_names if store is None else _class_names(store)
         model.add_token_head(len(token_names))
     notes += [] if weights is None else _start_heads(model, weights, class_names, token_names)
     notes += check_objectives(options, objectives)
     notes += [f"drloc: {objective.extra_repr()}" for objective in objectives.values() if isinstance(objective, Drloc)]
     if store is not None:
         _check_released(store, objectives)
-    train_view, eval_view = build_views(options, config)
+    size, mean, std = options.model.img_size, tuple(config["mean"]), tuple(config["std"])
+    crop_pct = options.augment.crop_pct or config["crop_pct"]
+    interpolation = options.augment.interpolation or config["interpolation"]
+    train_view = TrainTransform(size, options.augment, mean=mean, std=std)
+    eval_view = EvalTransform(size, crop_pct, config["crop_mode"], interpolation, mean, std)
     asked = any("teacher" in required_by(o) or not hasattr(o, "requires") for o in objectives.values())
     teacher, more = build_teacher(options, config, class_names, asked)
     notes += more
-    mixer, compiled = build_mixer(options.mixing), options.model.torchcompile
     vote = options.model.token_vote or float(options.model.model_kwargs.get("token_vote", 0.0))
     if vote and token_names != class_names:
         raise ContradictionError(
@@ -115,17 +117,17 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         )
     offsets = None
     if options.model.logit_adjustment:
-        offsets = options.model.logit_adjustment * torch.from_numpy(log_shares(train_set.labels, num_classes)).float()
-    norm_eval = options.model.norm_eval
+        offsets = options.model.logit_adjustment * torch.from_numpy(log_priors(train_set.labels, num_classes)).float()
+    norm_eval, compiled = options.model.norm_eval, options.model.torchcompile
+    mixer = build_mixer(options.mixing)
     step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval, offsets).to(world.device)
-    size = options.model.img_size
     with building(f"{options.model.model} for {size} x {size} pixels"):
         step.grid = grid = probe(model, (size, size))
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1, 1))
     if isinstance(patch, tuple) and any(size % side for side in patch):
         notes.append(
-            f"img_size {size} is no multiple of the patch size {patch[0]}, so tokens and their labels are a little "
-            "apart at the right and at the bottom"
+            f"img_size {size} is no multiple of the patch size {patch[0]}: tokens and their labels are slightly "
+            "misaligned at the right and the bottom"
         )
     description = Description(
         architecture=options.model.model,
@@ -133,11 +135,11 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
         class_names=class_names,
         token_class_names=token_names,
         img_size=(size, size),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-        crop_pct=eval_view.crop_pct,
+        mean=mean,
+        std=std,
+        crop_pct=crop_pct,
         crop_mode=config["crop_mode"],
-        interpolation=eval_view.interpolation,
+        interpolation=interpolation,
         token_vote=vote,
         multi_label=train_set.multi_label,
         amp=options.optim.amp_dtype if options.optim.amp else "",
@@ -145,112 +147,17 @@ def build(options: TrainOptions, world: World) -> ClassifierSetup:
     return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
 
 
-def open_splits(options: TrainOptions) -> tuple[DataSet, DataSet, list[str]]:
-    """Training and validation images, and what to say about them.
-
-    A tenth is held out where the data has no validation images of its own and nothing was asked for.
-    """
-    fraction, notes = options.dataset.val_split, []
-    if not fraction and not has_validation(options):
-        fraction = DEFAULT_VAL_SPLIT
-        notes.append(f"{options.data} has no validation images: 10 % of each class are held out (val_split)")
-    # held out by the images' names alone: the same ones for every seed, and for `everytoken annotate`
-    train_set, val_set = datasets.open_splits(options.data, fraction)
-    train_set, val_set, more = _chosen(options, train_set, val_set)
-    return train_set, val_set, notes + more
-
-
-def has_validation(options: TrainOptions) -> bool:
-    """Whether the data brings validation images, or some are to be held out."""
-    named = options.data.startswith(datasets.NAMED)
-    return bool(options.dataset.val_split) or named or find_split(options.data, "val") is not None
-
-
-def open_undivided(options: TrainOptions) -> DataSet:
-    """All images of data without validation images."""
-    whole = datasets.open_undivided(options.data)
-    return _chosen(options, whole, whole.subset(np.zeros(0, dtype=np.int64)))[0]
-
-
-def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSet, DataSet, list[str]]:
-    """Without the training images to leave out, and with corrected labels."""
-    notes: list[str] = []
-    if options.dataset.exclude:
-        train = without(train, read_names(options.dataset.exclude))
-    if options.dataset.corrections:
-        (train, val), notes = corrected(train, val, Path(options.dataset.corrections))
-    return train, val, notes
-
-
-def log_shares(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """[K]: the log of each class's part of the images; a class without images counts as one with one."""
+def log_priors(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """[K]: the log of each class's fraction of the images; a class without images counts as one with one."""
     counts = np.maximum(np.bincount(labels, minlength=num_classes), 1)
-    shares: np.ndarray = np.log(counts / counts.sum())
-    return shares
-
-
-def read_names(path: str | Path) -> set[str]:
-    """The lines of a text file; what follows a tab is a remark."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError as error:
-        raise EverytokenError(f"exclude: {path} cannot be read ({error.strerror})") from error
-    return {line.partition("\t")[0] for line in lines if line.strip()}
-
-
-def corrected(train: DataSet, val: DataSet, file: Path) -> tuple[tuple[DataSet, DataSet], list[str]]:
-    """Both parts with the labels of a CSV file (path, label, perhaps split); images with an empty one are left out."""
-    if not file.is_file():
-        raise EverytokenError(f"corrections: there is no file {file}")
-    rows = list(parse_labels(file, corrections=True))
-    out, changed, dropped, found = [], 0, 0, set[int]()
-    for name, data in (("train", train), ("val", val)):
-        by_path = {row.path: row for row in rows if row.split in ("", name)}
-        number = {label: k for k, label in enumerate(data.class_names)}
-        labels, keep = data.labels.copy(), np.ones(len(data), dtype=bool)
-        for i, key in enumerate(data.keys()):
-            row = by_path.get(key)
-            if row is None:
-                continue
-            found.add(row.line)
-            unknown = next((label for label in row.labels if label not in number), None)
-            if unknown is not None or (len(row.labels) > 1 and not data.multi_label):
-                problem = (
-                    f"{';'.join(row.labels)!r} is not one label" if unknown is None else f"no class is {unknown!r}"
-                )
-                raise EverytokenError(
-                    f"{file}, line {row.line}: {problem} of {data.name}.{did_you_mean(unknown or '', number)}"
-                )
-            if not row.labels and not row.several:
-                keep[i], dropped = False, dropped + 1
-                continue
-            if data.multi_label:
-                labels[i] = 0
-                labels[i, [number[label] for label in row.labels]] = 1
-            else:
-                labels[i] = number[row.labels[0]]
-            changed += not np.array_equal(labels[i], data.labels[i])
-        part = data.subset(np.flatnonzero(keep))
-        part.labels = labels[keep]
-        out.append(part)
-    notes = [f"{file}: {changed:,} labels corrected, {dropped:,} images left out"]
-    if len(found) < len(rows):
-        notes.append(f"{file} names {len(rows) - len(found):,} images that are not there")
-    return (out[0], out[1]), notes
-
-
-def without(data: DataSet, names: set[str]) -> DataSet:
-    """The images but for those with these names."""
-    keep = [i for i, key in enumerate(data.keys()) if key not in names]
-    if not keep:
-        raise EverytokenError(f"exclude leaves no images of {data.name}")
-    return data if len(keep) == len(data) else data.subset(keep)
+    priors: np.ndarray = np.log(counts / counts.sum())
+    return priors
 
 
 def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[str]:
-    """What to say if the maps' annotator may have learnt from images that this run validates on.
+    """A warning if the maps' annotator may have learnt from images that this run validates on.
 
-    Only the annotator `fit` learns from the dataset; its store records the share of images, by the hash that divides
+    Only the annotator `fit` learns from the dataset; its store records the fraction of images, by the hash that divides
     data everywhere, that it did not learn from. Images without a map were not there at all.
     """
     annotator = store.manifest.annotator
@@ -258,15 +165,14 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
     if annotator.get("name") != "fit" or not isinstance(fit, dict):
         return []
     trained = set(train_set.keys())  # where train/ and val/ are folders, their images may have the same names
-    annotated = [key for key in val_set.keys() if key in store and key not in trained]  # noqa: SIM118
+    draws = [uniform(0, "val-split", key) for key in val_set.keys() if key in store and key not in trained]  # noqa: SIM118
     held_out = fit.get("held_out")
-    share = max((uniform(0, "val-split", key) for key in annotated), default=0.0)
-    # a class of few images may hold out one beyond the share, see `split_off`
-    beyond = sum(uniform(0, "val-split", key) >= (held_out or 0.0) for key in annotated)
-    if not annotated or (held_out is not None and beyond <= val_set.num_classes):
+    beyond = sum(draw >= (held_out or 0.0) for draw in draws)
+    # a class of few images may hold out one beyond the fraction, see `split_off`
+    if not draws or (held_out is not None and beyond <= val_set.num_classes):
         return []
-    part = f"{beyond if held_out else len(annotated):,} of the {len(val_set):,} validation images"
-    way = f"Annotate again with val_split {share:.2f} or more" if held_out else "Annotate again"
+    part = f"{beyond if held_out else len(draws):,} of the {len(val_set):,} validation images"
+    way = f"Annotate again with val_split {max(draws):.2f} or more" if held_out else "Annotate again"
     return [
         f"the annotator of {store.path} was fitted on {part}, so their labels are in the maps and validation looks "
         f"better than it is. {way}, or validate on images that it has not seen"
@@ -309,7 +215,7 @@ def _resolve_class_targets(
     return settings, notes
 
 
-def _names(store: Maps) -> tuple[str, ...]:
+def _class_names(store: Maps) -> tuple[str, ...]:
     """One name per class of the maps, also where they have none of their own."""
     return tuple(store.manifest.class_name(i) for i in range(store.manifest.num_classes))
 
@@ -318,36 +224,26 @@ def _start_heads(
     model: TokenModel, weights: Weights, class_names: tuple[str, ...], token_names: tuple[str, ...]
 ) -> list[str]:
     """Heads of the initial weights are kept where they learnt the same classes, and start anew where they did not."""
-    notes = []
-    if not weights.matches(class_names):
+    notes, same = [], weights.matches(class_names)
+    if not same:
         count = int(model.backbone.num_classes)  # type: ignore[arg-type]
         if weights.classes.count == count:  # they fit in number, but mean other things
             model.backbone.reset_classifier(count)  # type: ignore[operator]
         start_classifier(model.backbone)
         was = "was trained on other classes" if weights.classes.count else "has no classifier"
         notes.append(f"{weights.source} {was}: the classifier starts anew")
-    if model.token_head is not None:
-        saved = token_head_file(Path(weights.source))
-        if weights.own and weights.info.token_class_names == token_names and saved.is_file():
-            load_weights(model.token_head, saved)
-            notes.append(f"token head from {saved}")
-        elif (classifier := _linear_classifier(model, weights, class_names)) is not None and token_names == class_names:
-            model.token_head.load_state_dict(classifier.state_dict())
-            notes.append("the token head starts as the classifier")
-        else:
-            notes.append("the token head starts anew")
-    return notes
-
-
-def _linear_classifier(model: TokenModel, weights: Weights, class_names: tuple[str, ...]) -> nn.Linear | None:
-    """The classifier, if it has learnt these classes and could read a token as well as the pooled features."""
-    if not weights.own or not weights.matches(class_names) or model.family.layout != "nchw":
-        return None
-    classifier = model.backbone.get_classifier()  # type: ignore[operator]
-    head = model.token_head
-    if not isinstance(classifier, nn.Linear) or not isinstance(head, nn.Linear):
-        return None
-    return classifier if classifier.weight.shape == head.weight.shape and classifier.bias is not None else None
+    if (head := model.token_head) is None:
+        return notes
+    saved, classifier = token_head_file(Path(weights.source)), model.backbone.get_classifier()  # type: ignore[operator]
+    if weights.own and weights.info.token_class_names == token_names and saved.is_file():
+        load_weights(head, saved)
+        return [*notes, f"token head from {saved}"]
+    reads_tokens = model.family.layout == "nchw" and isinstance(classifier, nn.Linear) and isinstance(head, nn.Linear)
+    fits = reads_tokens and classifier.bias is not None and classifier.weight.shape == head.weight.shape
+    if weights.own and same and token_names == class_names and fits:
+        head.load_state_dict(classifier.state_dict())
+        return [*notes, "the token head starts as the classifier"]
+    return [*notes, "the token head starts anew"]
 
 
 def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -366,15 +262,6 @@ def build_backbone(options: TrainOptions, num_classes: int) -> tuple[nn.Module, 
     if chosen.channels_last:
         backbone = backbone.to(memory_format=torch.channels_last)
     return backbone, arguments
-
-
-def build_views(options: TrainOptions, config: dict[str, Any]) -> tuple[TrainTransform, EvalTransform]:
-    """Training and evaluation views, with the model's own normalisation and evaluation crop."""
-    size, mean, std = options.model.img_size, tuple(config["mean"]), tuple(config["std"])
-    crop_pct = options.augment.crop_pct or config["crop_pct"]
-    interpolation = options.augment.interpolation or config["interpolation"]
-    evaluation = EvalTransform(size, crop_pct, config["crop_mode"], interpolation, mean, std)
-    return TrainTransform(size, options.augment, mean=mean, std=std), evaluation
 
 
 def build_teacher(

@@ -31,6 +31,7 @@ from everytoken_lab.engine.task import Task
 from everytoken_lab.models.open import timm_config
 from everytoken_lab.training.batch_picture import batch_picture
 from everytoken_lab.training.build import ClassifierSetup, build
+from everytoken_lab.training.inputs import Inputs
 from everytoken_lab.training.start import complete, default_output
 
 
@@ -95,7 +96,7 @@ class Classification(Task):
         return batch_picture(batch, objectives, self.setup.grid, names, token_names, view.mean, view.std)
 
     def validate(self, module: nn.Module) -> dict[str, float]:
-        """Every validation image exactly once, over all processes; "score" is top-1, with several labels mAP."""
+        """Every validation image exactly once, over all processes; "score" is top-1, or mAP if multi-label."""
         self.latest = self._predictions(module)
         summary = self.latest.summary()
         return {"score": next(iter(summary.values())), **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
@@ -142,6 +143,10 @@ class Classification(Task):
             f"{setup.grid[0]}x{setup.grid[1]}; {', '.join(setup.step.objectives)}"
         )
 
+    def report(self, path: Path, **options: Any) -> None:
+        """As any task, with the images that are open already."""
+        super().report(path, images=self.setup.val_set, **options)
+
     def facts(self) -> dict[str, str]:
         """Data, model, objectives as rows of a table."""
         options, setup = self.options, self.setup
@@ -171,18 +176,16 @@ class Classification(Task):
             )
 
 
-def train_with(options: TrainOptions) -> Run:
-    """Train a classifier as the options say, or continue the run that their output folder holds."""
-    options = complete(options)
-    output = options.run.out or default_output(options)
+def train_with(options: TrainOptions, inputs: Inputs | None = None) -> Run:
+    """Train a classifier as complete options say, or continue the run that their output folder holds."""
 
     def task(world: World, folder: RunFolder) -> Task:
-        setup = build(options, world)
+        setup = build(options, world, inputs)
         for note in setup.notes:
             folder.log(f"note: {note}")
         return Classification(setup, options, world, folder)
 
-    return run(task, options, output)
+    return run(task, options, options.run.out or default_output(options))
 
 
 def train(
@@ -223,9 +226,8 @@ def train(
         if changes is not None:
             merged = {**getattr(settings, name), **changes}
             given[name] = {key: dict(value) for key, value in merged.items() if value is not None}
-    automatic = AutoOptions(given.pop("minutes", 0.0), given.pop("linear", False))
-    settings = apply(settings, given, "train()")
-    return start(settings, set(given), automatic, trust_code=trust_code)
+    auto = apply(AutoOptions(), {name: given.pop(name) for name in vars(AutoOptions()) if name in given}, "train()")
+    return start(apply(settings, given, "train()"), set(given), auto, trust_code=trust_code)
 
 
 def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
@@ -250,33 +252,29 @@ def start(
     assignments: Sequence[str] = (),
     trust_code: bool = False,
 ) -> Run:
-    """Train what was asked for; if that is left open, decide it first.
-
-    Args:
-        options: with the values of a recipe, if one is named.
-        asked: names of the options that the user gave.
-        auto: for training that decides itself.
-        assignments: of the kind `objectives.drloc.weight=0.1`.
-        trust_code: whether files may name objectives by import paths.
-    """
+    """Train what was asked for; if that is left open, decide it first. Arguments as for `complete`."""
+    inputs = Inputs()
     if not assignments and decides_itself(options, auto):
         from everytoken_lab.training.auto import train_photos  # which trains by this module
 
-        return train_photos(options, asked, auto, trust_code)
-    return train_with(complete(options, asked, assignments, trust_code))
+        return train_photos(options, asked, auto, trust_code, inputs)
+    return train_with(complete(options, asked, assignments, trust_code, inputs), inputs)
 
 
-def dry_run(options: TrainOptions) -> dict[str, Any]:
+def dry_run(
+    options: TrainOptions, asked: Set[str], assignments: Sequence[str] = (), trust_code: bool = False
+) -> dict[str, Any]:
     """What would be trained, and how long it would take from a few timed steps; nothing is written.
 
     Empty on all processes but the first.
     """
     from everytoken_lab.engine.dryrun import plan
 
-    options = complete(options)
+    inputs = Inputs()
+    options = complete(options, asked, assignments, trust_code, inputs)
     quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
     return plan(
-        lambda world, folder: Classification(build(options, world), quick, world, folder),
+        lambda world, folder: Classification(build(options, world, inputs), quick, world, folder),
         options,
         options.run.out or default_output(options),
     )

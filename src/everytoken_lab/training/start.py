@@ -8,20 +8,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from everytoken.errors import EverytokenError
 from everytoken.objectives.registry import refuse_code
-from everytoken_lab.data.datasets import dataset_title, open_dataset
+from everytoken_lab.data.datasets import dataset_title
 from everytoken_lab.engine.checkpoint import checkpoints_in
 from everytoken_lab.engine.optim import default_scaling
 from everytoken_lab.engine.options import AugmentOptions, TrainOptions
 from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
 from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.models.open import Weights, open_weights, source_of
+from everytoken_lab.training.inputs import Inputs
 
 DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
 FINETUNE = {"finetune": "other classes", "finetune_resolution": "the same classes"}
@@ -30,7 +31,11 @@ _INHERITED = ("objectives", "mixing", "drop_path", "clip_grad", "token_vote", *(
 
 
 def complete(
-    options: TrainOptions, asked: Set[str] | None = None, assignments: Sequence[str] = (), trust_code: bool = False
+    options: TrainOptions,
+    asked: Set[str] | None = None,
+    assignments: Sequence[str] = (),
+    trust_code: bool = False,
+    inputs: Inputs | None = None,
 ) -> TrainOptions:
     """The options with everything decided that was left open; complete options stay as they are.
 
@@ -39,7 +44,9 @@ def complete(
         asked: names of the options that the user gave, which are not changed. Default: those that are not the default.
         assignments: of the kind `objectives.drloc.weight=0.1`, which come last.
         trust_code: whether objectives that a run folder names by import paths may be taken over.
+        inputs: where images and weights are opened.
     """
+    inputs = inputs or Inputs()
     if asked is not None and "lr_base" in asked and options.optim.lr:
         if "lr" in asked:
             raise EverytokenError(
@@ -57,18 +64,20 @@ def complete(
         full_name = open_weights(teacher).source.removeprefix("timm:")
         options = apply(options, {"teacher": full_name}, "teacher")
     if source:
-        weights = open_weights(source, options.model.model)
+        weights = inputs.weights(source, options.model.model)
         options = apply(options, _of_weights(options, weights, asked), source)
     missing: dict[str, Any] = {} if options.model.model else {"model": DEFAULT_MODEL}
     missing |= {} if options.model.img_size else {"img_size": DEFAULT_SIZE}
     options = apply(options, missing, "defaults")
     if not options.recipe:
-        decisions = {} if weights is None else _fine_tuning(options, weights, source)
+        decisions = {} if weights is None else _fine_tuning(options, weights, source, inputs)
         if "opt" in asked or "lr_scaling" not in decisions:
             decisions["lr_scaling"] = default_scaling(options.optim)
         if "lr_base" in asked:
             decisions.pop("lr", None)
-        folder, recorded = _recorded(options, decisions)
+        folder = Path(options.run.out or default_output(options))
+        began = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
+        recorded = {name: began[name] for name in decisions if name in began}
         decisions |= recorded
         if "objectives" not in asked and not trust_code:
             refuse_code(decisions, str((folder if "objectives" in recorded else Path(source)) / "config.yaml"))
@@ -90,21 +99,14 @@ def _of_weights(options: TrainOptions, weights: Weights, asked: Set[str]) -> dic
     return values
 
 
-def _fine_tuning(options: TrainOptions, weights: Weights, source: str) -> dict[str, Any]:
+def _fine_tuning(options: TrainOptions, weights: Weights, source: str, inputs: Inputs) -> dict[str, Any]:
     """A recipe for the weights, with what the run that they come from had."""
-    names = open_dataset(options.data, "train", val_split=options.dataset.val_split).class_names if options.data else []
+    names = inputs.splits(options)[0].class_names if options.data else []
     recipe = "finetune_resolution" if not names or weights.matches(names) else "finetune"
     values = {"recipe": recipe, **read_recipe(recipe)}
     run = read_run(Path(source)).config if Path(source).is_dir() else {}
     values |= {name: run[name] for name in _INHERITED if name in run}
     return values
-
-
-def _recorded(options: TrainOptions, decisions: Iterable[str]) -> tuple[Path, dict[str, Any]]:
-    """The output folder, and what was decided when its run began, if any."""
-    folder = Path(options.run.out or default_output(options))
-    config = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
-    return folder, {name: config[name] for name in decisions if name in config}
 
 
 def default_output(options: TrainOptions) -> str:
