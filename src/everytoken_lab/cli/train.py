@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from everytoken.errors import EverytokenError
+from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.cli._parse import given_options, parse, values_of
 from everytoken_lab.engine.options import AutoOptions, TrainOptions
 from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
@@ -53,6 +54,7 @@ OPTIONS = Train
 def main(argv: list[str], prog: str) -> int:
     """Parse, then train or print the plan."""
     options = resolve(Train, argv, prog)
+    _check_path(options.data)
     from everytoken_lab.training import classify
 
     plain, asked = TrainOptions(**values_of(options, TrainOptions)), given_options(argv)
@@ -66,6 +68,16 @@ def main(argv: list[str], prog: str) -> int:
     else:
         classify.start(plain, asked, options.auto, options.set, trusts_code(argv))
     return 0
+
+
+def _check_path(data: str) -> None:
+    """Say that a path does not exist before torch and timm are imported; patterns and names are looked up later."""
+    if not data:
+        raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
+    path = Path(data).expanduser()
+    if not any(sign in data for sign in ":*?[{") and not path.exists():
+        near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise EverytokenError(f"There is no file or folder {path}.{did_you_mean(path.name, near)}")
 
 
 def print_plan(facts: Mapping[str, Any]) -> None:
