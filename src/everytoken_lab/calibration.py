@@ -9,17 +9,20 @@ Held-out images also say which answers can be used: the more sure of its answers
 are right, and the fewer are left. `Calibration` keeps that curve, so that a wanted rate can be turned into a threshold
 wherever the weights go.
 
-Where an image may have several labels, each class is a decision of its own: the temperature minimises the binary cross
+In multi-label data, each class is a decision of its own: the temperature minimises the binary cross
 entropy, "accuracy" is the precision and "coverage" the recall of all decisions at or above a threshold. One threshold
 serves all classes, because few held-out images say little about a threshold of a rare class.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 POINTS = 100  # of the curve
@@ -35,12 +38,12 @@ class Calibration:
         temperature: that logits are divided by.
         images: how many held-out images it is from.
         error_before, error_after: expected calibration error in percent, without and with a temperature; each half of
-            the images is measured with the temperature of the other half. With several labels: of the likeliest class.
+            the images is measured with the temperature of the other half. Multi-label: of the likeliest class.
         thresholds: probabilities, falling. accuracy: percent of right answers among images at or above a threshold.
         coverage: percent of the images that are.
     """
 
-    temperature: float
+    temperature: Annotated[float, Interval(gt=0, lt=math.inf)]
     images: int
     error_before: float
     error_after: float
@@ -63,14 +66,14 @@ class Calibration:
         return f"; calibration error {self.error_before:.1f} % before, {self.error_after:.1f} % after"
 
     def best_threshold(self) -> tuple[float, float, float]:
-        """(probability, precision, recall in percent) with the best F1, of a network for several labels."""
+        """(probability, precision, recall in percent) with the best F1, of a multi-label network."""
         p, r = np.asarray(self.accuracy), np.asarray(self.coverage)
         best = int(np.argmax(p * r / np.maximum(p + r, 1e-9))) if len(p) else -1
         return (self.thresholds[best], self.accuracy[best], self.coverage[best]) if best >= 0 else (0.5, 0.0, 0.0)
 
 
 def calibrate_several(logits: NDArray[np.floating], labels: NDArray[np.bool_]) -> Calibration:
-    """The same for images with several labels [N, K]."""
+    """The same for multi-label images, with labels [N, K]."""
     logits = np.asarray(logits, np.float32)
 
     def likeliest(rows: slice, temperature: float) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:

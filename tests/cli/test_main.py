@@ -58,6 +58,17 @@ def test_the_help_of_a_command_does_not_import_torch(command):
     assert out.strip().endswith("False")
 
 
+@pytest.mark.parametrize("words", [["eval"], ["predict", "a.jpg"], ["export"]])
+def test_a_missing_model_is_named_before_torch_is_imported(words):
+    code = (
+        "import sys; from everytoken_lab.cli import main\n"
+        f"print(main([{words[0]!r}, 'nowhere', *{words[1:]!r}]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert done.stderr == "everytoken: there is no run folder or weights file at nowhere\n"
+
+
 def test_help_shows_the_values_of_the_recipe(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--recipe", "small_96", "--help"])

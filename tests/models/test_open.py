@@ -213,6 +213,8 @@ HOSTILE = {
     "arguments       ": {"num_classes": 3, "depth": 10**8},
     "arguments        ": {"num_classes": 3, "depth": 60},
     "arguments         ": {"num_classes": "many"},
+    "calibration": dict.fromkeys(("images", "error_before", "error_after", "temperature"), 0)
+    | {name: [] for name in ("thresholds", "accuracy", "coverage")},
     "class_names": "abc",
     "class_names ": [1, 2],
     "class_names  ": ["a"] * 8,

@@ -9,6 +9,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import tyro
@@ -113,3 +114,9 @@ def given_options(argv: Sequence[str]) -> set[str]:
 def values_of(options: Any, kind: type) -> dict[str, Any]:
     """The fields of the dataclass `kind`, as `options`, which inherits them, has them."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(kind)}
+
+
+def check_source(source: str) -> None:
+    """Answer at once where there is no such run or weights file, before torch is imported."""
+    if ":" not in source and not Path(source).expanduser().exists():
+        raise EverytokenError(f"there is no run folder or weights file at {source}")

@@ -11,7 +11,7 @@ import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
-from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.cli._parse import check_source, parse, values_of
 from everytoken_lab.evaluation import EvalOptions, evaluate
 from everytoken_lab.progress import Progress
 
@@ -61,6 +61,7 @@ OPTIONS = EvalCommand
 def main(argv: list[str], prog: str) -> None:
     """Parse, evaluate, print."""
     command = parse(EvalCommand, prog, argv)
+    check_source(command.source)
     command = replace(command, data=command.data or _own_data(command.source))
     with Progress("eval", "images") as progress:
         result = evaluate(command.source, command.data, progress=progress, **values_of(command, EvalOptions))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.cli._parse import check_source, parse, values_of
 from everytoken_lab.evaluation import ExportOptions, export
 
 
@@ -39,6 +39,7 @@ OPTIONS = ExportCommand
 def main(argv: list[str], prog: str) -> None:
     """Parse, export, print."""
     command = parse(ExportCommand, prog, argv)
+    check_source(command.source)
     out = Path(command.out) if command.out else None
     result = export(command.source, out, **values_of(command, ExportOptions))
     for note in result.notes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.cli._parse import check_source, parse, values_of
 from everytoken_lab.evaluation import PredictOptions, predict
 from everytoken_lab.progress import Progress
 
@@ -52,6 +52,7 @@ OPTIONS = PredictCommand
 def main(argv: list[str], prog: str) -> None:
     """Parse, predict, print or write."""
     command = parse(PredictCommand, prog, argv)
+    check_source(command.source)
     from everytoken_lab.classes import shown_name
     from everytoken_lab.data.datasets import check_is_no_input
 
