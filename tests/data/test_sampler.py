@@ -21,7 +21,7 @@ from everytoken_lab.data.loader import BatchSampler
 def test_every_sample_of_an_epoch_is_seen_exactly_once_over_all_ranks(total, batch, world, repeats, epoch):
     def steps(rank, **options):
         sampler = BatchSampler(total, batch, rank=rank, world=world, **options)
-        sampler.set_epoch(epoch)
+        sampler.epoch = epoch
         batches = list(sampler)
         assert len(batches) == len(sampler)
         assert all(batches)
@@ -57,7 +57,7 @@ def test_epochs_have_different_orders_and_drop_different_samples():
     sampler = BatchSampler(50, 8, train=True, seed=0)
     kept = []
     for epoch in range(6):
-        sampler.set_epoch(epoch)
+        sampler.epoch = epoch
         kept.append([r.sample for step in sampler for r in step])
     assert len({tuple(k) for k in kept}) == 6
     assert len(set.union(*(set(range(50)) - set(k) for k in kept))) > 4

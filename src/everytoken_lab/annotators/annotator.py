@@ -67,7 +67,7 @@ class Annotator(ABC):
 
     @torch.inference_mode()
     def grid(self, device: torch.device) -> tuple[int, int]:
-        """(h, w) of its maps, found with one grey image; checks what comes out."""
+        """(h, w) of its maps, found with one grey image."""
         height, width = self.preprocessing.size
         images = torch.zeros(1, 3, height, width, device=device)
         try:
@@ -79,11 +79,6 @@ class Annotator(ABC):
                 f"{self.name} fails on an image of {height} x {width} pixels: {str(error).strip()[:300]}\n"
                 "Try another img_size; transformers want their own size, other networks multiples of 32."
             ) from error
-        if logits.ndim != 4 or logits.shape[0] != 1 or logits.shape[3] != self.classes.count:
-            raise AnnotatorError(
-                f"{self.name} returns scores of shape {list(logits.shape)} for one image; "
-                f"[1, rows, columns, {self.classes.count}] is needed (one score per cell and class)."
-            )
         return logits.shape[1], logits.shape[2]
 
 
@@ -149,9 +144,7 @@ class TokenScores(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        logits = self.model(images).token_logits
-        if logits is None:
-            raise AnnotatorError("this model has no token head")
+        logits: Tensor = self.model(images).token_logits  # `from_run` has seen that there is a token head
         return logits
 
 

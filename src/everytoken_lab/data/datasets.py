@@ -599,22 +599,20 @@ def find_split(spec: str, split: str) -> FileTree | None:
     if classes is not None:
         chosen = find_split(spec, split)
         return chosen.choose(classes) if chosen else None
+    if is_remote(spec):
+        return _split_of_archives(_find_archives(spec), split)
     path = Path(spec).expanduser()
-    if not is_remote(spec) and (labels := find_labels(path)):
+    if labels := find_labels(path):
         return _labelled_tree(labels, split)
-    if not is_remote(spec) and path.suffix.lower() in (".txt", ".lst") and path.is_file():
+    if path.suffix.lower() in (".txt", ".lst") and path.is_file():
         return _split_of_list(path, split)
-    archives = [] if is_remote(spec) or not path.is_dir() else _archives_in(path)
-    if is_remote(spec) or not path.is_dir():
-        archives = _find_archives(spec)
+    archives = _archives_in(path) if path.is_dir() else _find_archives(spec)
     if archives:
         return _split_of_archives(archives, split)
     tree = FileTree(str(path), path)
-    if not split:
-        return tree
-    tree_of_split = _folder_of_split(tree, split)
-    inner = _archives_in(tree_of_split.folder) if tree_of_split and tree_of_split.folder else []
-    return _archive_tree(inner) if inner else tree_of_split
+    found = _folder_of_split(tree, split) if split else tree
+    inner = _archives_in(found.folder) if found and found.folder else []
+    return _archive_tree(inner) if inner else found
 
 
 def _find_all(spec: str) -> FileTree:
@@ -721,11 +719,9 @@ def _split_of_archives(archives: Sequence[Path | RemoteFile], split: str) -> Fil
 
 def _named_after(archives: Sequence[Path | RemoteFile], split: str) -> list[Path | RemoteFile]:
     """Those whose name starts with the split's (train.zip, train-0001.tar, val_3.tar), by the first spelling used."""
-    for spelling in SPLITS.get(split, (split,)):
-        matches = [file for file in archives if re.match(rf"{spelling}(?![a-z])", file.name.lower())]
-        if matches:
-            return matches
-    return []
+    spellings = SPLITS.get(split, (split,))
+    found = ([file for file in archives if re.match(rf"{name}(?![a-z])", file.name.lower())] for name in spellings)
+    return next(filter(None, found), [])
 
 
 def _archives_in(folder: Path) -> list[Path | RemoteFile]:
@@ -771,10 +767,9 @@ def _braces(pattern: str) -> list[str]:
     if match is None:
         return [pattern]
     span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    pieces = match[1].split(",")
     if span:
         pieces = [str(n).zfill(len(span[1])) for n in range(int(span[1]), int(span[2]) + 1)]
-    else:
-        pieces = match[1].split(",")
     expanded = (_braces(pattern[: match.start()] + piece + pattern[match.end() :]) for piece in pieces)
     return list(dict.fromkeys(whole for some in expanded for whole in some))  # nested ones come up again and again
 

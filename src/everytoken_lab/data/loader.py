@@ -70,8 +70,7 @@ class BadImages:
 
     Attributes:
         policy: "raise" stops at the first, naming it; "skip" leaves it out of its batch, counts it and logs it.
-        quota: fraction of the dataset that may be bad before skipping stops too. A few images always may: one in ten,
-            but not more than five.
+        quota: fraction of the dataset that may be bad before skipping stops too; up to five images, if one in ten.
         log: file to which skipped images are appended, one JSON object per line, each image once.
         seen: the skipped images so far: key -> reason.
     """
@@ -121,10 +120,6 @@ class BatchSampler(Sampler[list[Request]]):
                 f"{self.total} training images do not fill one batch of {self.batch_size} on {self.world} "
                 f"process{'es' if self.world > 1 else ''}. Lower --batch-size."
             )
-
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch, and the batch to begin with."""
-        self.epoch, self.start = epoch, start
 
     def order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(sample, copy) of each position in the epoch, over all ranks. int64 [total]."""
@@ -448,7 +443,7 @@ class Loader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from batch `start` on; those before it are not read."""
-        self.sampler.set_epoch(epoch, start)
+        self.sampler.epoch, self.sampler.start = epoch, start
         self._upcoming = epoch + 1
         for batch in self._workers:
             if batch.skipped:
