@@ -186,9 +186,9 @@ def test_smoothing_is_that_of_timms_argument():
 
 def test_what_a_task_lacks_is_said_when_it_is_built_or_called():
     with pytest.raises(EverytokenError, match="TokenModel"):
-        task({"token_labeling": {}})
+        task({"token_labeling": {}})(*data())
     with pytest.raises(EverytokenError, match="teacher"):
-        task({"distillation": {}})
+        task({"distillation": {}})(*data())
     with pytest.raises(EverytokenError, match=r"tl_align.*cutmix"):
         task({"tl_align": {}})
     with pytest.raises(EverytokenError, match=r"\[2, 4\].*mixup"):

@@ -80,7 +80,7 @@ class TokenStep(nn.Module):
         mixer: draws how each batch is mixed.
         teacher: for objectives and mixers that need one.
         compile: compile the model, in place: state dict and copies stay plain. Mixing, teacher and objectives stay
-            outside: targets have another shape in every batch (the classes that occur in it), the model never has.
+            outside, as targets have another shape in every batch.
         token_vote: in evaluation, add this much of the strongest token logit of each class.
         norm_eval: batch norms of the backbone keep their statistics in training.
         class_offsets: [K] to add to the class logits in training only (logit adjustment, Menon et al. 2021).
@@ -141,9 +141,7 @@ class TokenStep(nn.Module):
         for name, objective in self.objectives.items():
             result = objective(view, batch)
             if not isinstance(result, dict) or "loss" not in result:
-                raise EverytokenError(
-                    f'objective {name!r} must return a dict with "loss", not {type(result).__name__}.'
-                )
+                raise EverytokenError(f'objective {name!r} must return a dict with "loss".')
             losses.append(result["loss"])
             terms |= {f"{name}/{term}": value.detach() for term, value in result.items() if term != "loss"}
         if not losses:

@@ -69,23 +69,9 @@ class TokenTask(TrainingTask):
         settings = {name: given for name, given in objectives.items() if not isinstance(given, nn.Module)}
         if settings or not built:
             built |= build_objectives(settings, view, smoothing)
-        for name, objective in built.items():
-            required = required_by(objective)
-            if "token_logits" in required and view.token_head is None and not view.uses_own_head:
-                raise EverytokenError(
-                    f"objective {name!r} needs a token head: give TokenTask a TokenModel(model, token_classes=...)."
-                )
-            if "teacher" in required and teacher is None:
-                raise EverytokenError(
-                    f"objective {name!r} needs a teacher: TokenTask(..., teacher=FrozenTeacher(...))."
-                )
         mixer = build_mixer(mixing or {}) if mixing is None or isinstance(mixing, Mapping) else mixing
-        following = [name for name, objective in built.items() if isinstance(objective, TLAlign)]
-        if following and mixer is None:
-            raise EverytokenError(
-                f"objective {following[0]!r} follows the labels of mixed images, and nothing is mixed: "
-                "TokenTask(..., mixing={'cutmix': {}})."
-            )
+        if mixer is None and any(isinstance(objective, TLAlign) for objective in built.values()):
+            raise EverytokenError("tl_align follows mixed images: TokenTask(..., mixing={'cutmix': {}}).")
         self.trainable_module: nn.Module = TokenStep(view, built, mixer, teacher).to(self.device)
         self.seed, self.step, self.steps = seed, 0, steps
 
@@ -130,8 +116,7 @@ class TokenTask(TrainingTask):
         if strict and differing:
             raise EverytokenError(
                 f"the task state of the checkpoint is of other objectives or another token head: {min(differing)!r} "
-                f"and {len(differing) - 1} other names are on one side only. Build the same task, or load with "
-                "strict=False."
+                f"and {len(differing) - 1} other names are on one side only."
             )
         self.step = int(state.pop("step", 0))
         self._step(module or self.get_trainable_module(ema=ema)).load_state_dict(state, strict=False)
@@ -149,8 +134,8 @@ class TokenTask(TrainingTask):
             batch = replace(target, images=input)
         elif target is not None and target.ndim != 1:
             raise EverytokenError(
-                f"TokenTask takes labels as class numbers [B], got targets of shape {list(target.shape)}, as timm's "
-                "mixup makes them. Switch that off and let the task mix: TokenTask(..., mixing={'cutmix': {}})."
+                f"TokenTask takes class numbers [B], got {list(target.shape)}, as timm's mixup makes them: switch that "
+                "off and let the task mix, TokenTask(..., mixing={'cutmix': {}})."
             )
         else:
             batch = Batch(images=input, labels=target)
@@ -163,15 +148,12 @@ class TokenTask(TrainingTask):
 
     @property
     def progress(self) -> float:
-        """Part of the training that is done, 0..1; 0 where nobody asks and `steps` is not known."""
+        """Fraction of the training that is done; 0 where nobody asks and `steps` is not known."""
         if self.steps is not None:
             return min(1.0, self.step / max(1, self.steps))
         for name, objective in self._step().objectives.items():
             if "progress" in required_by(objective):
-                raise EverytokenError(
-                    f"objective {name!r} follows the progress of the training, which a task cannot see: give TokenTask "
-                    "steps=epochs * len(loader), or leave released=True out."
-                )
+                raise EverytokenError(f"objective {name!r}: give TokenTask steps=epochs * len(loader).")
         return 0.0
 
     def _step(self, module: nn.Module | None = None) -> TokenStep:

@@ -94,7 +94,7 @@ def test_a_transposition_is_not_axis_aligned():
 
 
 def test_an_empty_crop_and_a_flat_placement_are_refused_by_value():
-    with pytest.raises(EverytokenError, match=r"0\.5, 0\.1, 0\.5"):
+    with pytest.raises(ValueError, match=r"0\.5, 0\.1, 0\.5"):
         pl.from_box(0.5, 0.1, 0.5, 0.9)
     with pytest.raises(EverytokenError, match="cannot be inverted"):
         pl.invert(np.zeros((2, 3)))

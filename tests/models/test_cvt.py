@@ -143,7 +143,7 @@ def test_ordinary_arguments_work():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"depths": (1, 1)}, "one entry per stage"),
+        ({"depths": (1, 1)}, "embed_dims names 3 stages"),
         ({"global_pool": "max"}, "max"),
         ({"class_token": False, "global_pool": "token"}, "token"),
     ],

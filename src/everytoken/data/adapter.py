@@ -248,9 +248,7 @@ def _size(image: Any) -> tuple[int, int]:
         return image.shape[-2], image.shape[-1]
     if isinstance(image, np.ndarray) and image.ndim in (2, 3):
         return image.shape[0], image.shape[1]
-    raise PipelineError(
-        f"an image is a PIL image, a tensor [C, H, W] or an array [H, W, C], not {type(image).__name__}."
-    )
+    raise PipelineError(f"an image is a PIL image, a tensor [C, H, W] or an array, not {type(image).__name__}.")
 
 
 def _follow(transform: Any, image: Any) -> tuple[Any, pl.Affine]:
@@ -361,9 +359,7 @@ def with_maps(
         maps = Maps(maps)
     bare, inner = _without_transform(dataset)
     if transform is not None and inner is not None:
-        raise PipelineError(
-            "the dataset has a transform of its own: make it without one, or leave with_maps' transform out."
-        )
+        raise PipelineError("the dataset has a transform of its own; leave one of the two out.")
     transform = transform if transform is not None else inner
     _check_pipeline(transform)
     if keys is None:
@@ -391,10 +387,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
     images = [s.image if isinstance(s.image, Tensor) else F.pil_to_tensor(s.image) for s in samples]
     shapes = {tuple(image.shape) for image in images}
     if len(shapes) > 1:
-        raise PipelineError(
-            f"the images of a batch have different shapes, such as {sorted(shapes)[:2]}. End the geometry of the "
-            "pipeline with a fixed size: v2.RandomResizedCrop(224), or v2.Resize(256) and v2.CenterCrop(224)."
-        )
+        raise PipelineError(f"images of different shapes, such as {sorted(shapes)[:2]}; end with a fixed size.")
     return Batch(
         images=default_collate([torch.Tensor.as_subclass(image, Tensor) for image in images]),
         labels=torch.tensor([s.label for s in samples]),
@@ -420,10 +413,7 @@ def _without_transform(dataset: Any) -> tuple[Any, Any]:
     transform = getattr(dataset, "transform", None)
     if transform is None:
         if getattr(dataset, "transforms", None) is not None and getattr(dataset, "target_transform", None) is None:
-            raise PipelineError(
-                "the dataset has `transforms` of image and target together: make it without, and give with_maps a "
-                "`transform` of the image."
-            )
+            raise PipelineError("the dataset has `transforms` of image and target; give with_maps a `transform`.")
         return dataset, None
     bare = copy.copy(dataset)
     bare.transform = None

@@ -31,9 +31,7 @@ def identity() -> Affine:
 def from_box(x0: float, y0: float, x1: float, y1: float) -> Affine:
     """A crop: the network sees the rectangle (x0, y0)-(x1, y1) of the source, in fractions; it may reach outside."""
     if not (x1 > x0 and y1 > y0):
-        raise EverytokenError(
-            f"A crop needs x0 < x1 and y0 < y1 (fractions of the image), got ({x0}, {y0}, {x1}, {y1})."
-        )
+        raise ValueError(f"a crop needs x0 < x1 and y0 < y1, got ({x0}, {y0}, {x1}, {y1})")
     return np.array([[x1 - x0, 0.0, x0], [0.0, y1 - y0, y0]])
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from everytoken.data import placement as pl
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError
 
 _TOP = 10.0  # magnitudes are given on a scale of 0 to 10
 _TRANSLATE = 0.45  # of the side, at full magnitude
@@ -131,10 +131,7 @@ def parse(text: str) -> RandAugment:
     """Read timm's string, or say which section is wrong."""
     head, *sections = text.split("-")
     if head != "rand":
-        raise EverytokenError(
-            f"aa: {text!r} is not supported: only RandAugment strings are, such as 'rand-m9-mstd0.5-inc1'."
-            f"{did_you_mean(text, ['rand-m9-mstd0.5-inc1', 'rand-m7-mstd0.5-inc1'])}"
-        )
+        raise EverytokenError(f"aa: {text!r} is not a RandAugment string, such as 'rand-m9-mstd0.5-inc1'.")
     values: dict[str, float] = {}
     group = None
     for section in sections:

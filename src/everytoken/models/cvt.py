@@ -14,8 +14,7 @@ released ones.
 project's port: no class token and no last norm, the head reads the mean of the tokens; keys and values share one
 convolution; no biases in the projections; attention is divided by the root of a head's width; GELU.
 
-Cost at 224 (multiply-adds, as published): CvT-13 4.5 G, CvT-21 7.1 G; per block of N tokens and width D
-(4 * 2.5/4 + 8) N D² + N² D / 2, of which the convolutions are below 1 %.
+Cost at 224 (multiply-adds, as published): CvT-13 4.5 G, CvT-21 7.1 G.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from torch.nn import functional as F
 
 from everytoken.models.common import default_cfg, register_variants
 from everytoken.models.weights import unwrap_state_dict
-
-__all__ = ["ConvAttention", "ConvEmbed", "CvT", "CvTBlock", "CvTStage"]
 
 Size = tuple[int, int]
 Embed = tuple[int, int, int]  # kernel, stride, padding
@@ -218,10 +215,7 @@ class CvT(nn.Module):
         dd = {"device": device, "dtype": dtype}
         count = len(embed_dims)
         if any(len(per_stage) != count for per_stage in (depths, num_heads, embeds, strides_kv)):
-            raise ValueError(
-                f"CvT needs one entry per stage: embed_dims has {count}, depths {len(depths)}, num_heads "
-                f"{len(num_heads)}, embeds {len(embeds)}, strides_kv {len(strides_kv)}"
-            )
+            raise ValueError(f"embed_dims names {count} stages; depths, num_heads, embeds, strides_kv need as many")
         rates = [0.0] * (count - 1) + [drop_path_rate] if isinstance(drop_path_rate, int | float) else drop_path_rate
         self.num_classes = num_classes
         self.num_features = self.head_hidden_size = embed_dims[-1]

@@ -100,8 +100,7 @@ def family_of(model: nn.Module) -> Family:
     module = type(model).__module__.rsplit(".", 1)[-1]
     raise UnsupportedModelError(
         f"{type(model).__name__} (module {module!r}) has no token view: the layout of its features is not known."
-        f"{did_you_mean(module, FAMILIES)} Supported families are in everytoken.models.FAMILIES; to add one, add a "
-        "line to everytoken/models/families.py."
+        f"{did_you_mean(module, FAMILIES)} Supported families are in everytoken.models.FAMILIES."
     )
 
 

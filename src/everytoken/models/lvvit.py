@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from everytoken.models.common import ReleasedWeights, StridedEmbed, default_cfg, register_variants, sinusoid_positions
 from everytoken.models.weights import unwrap_state_dict
 
-__all__ = ["ConvStem", "LVViT", "LVViTDistilled"]
-
 
 class ConvStem(StridedEmbed):
     """Patch embedding by a few convolutions; the last one makes the tokens (section 3 and Table 1).
@@ -60,10 +58,7 @@ class ConvStem(StridedEmbed):
         dtype: Any = None,
     ) -> None:
         if not kernels or len(kernels) != len(strides):
-            raise ValueError(
-                f"the stem needs one stride per kernel: {len(kernels)} kernels {tuple(kernels)}, "
-                f"{len(strides)} strides {tuple(strides)}"
-            )
+            raise ValueError(f"the stem needs one stride per kernel: {tuple(kernels)}, {tuple(strides)}")
         super().__init__(math.prod(strides), strict_img_size, output_fmt)
         self.dynamic_img_pad = dynamic_img_pad
         self.num_hidden = len(kernels) - 1
@@ -173,9 +168,7 @@ class LVViT(ReleasedWeights, VisionTransformer):
             raise ValueError(f"block_norm is 'layer' or 'group', not {block_norm!r}")
         strides_size = math.prod(stem_strides)
         if patch_size not in (None, strides_size):
-            raise ValueError(
-                f"patch_size={patch_size} does not fit stem_strides={tuple(stem_strides)}, which make {strides_size}"
-            )
+            raise ValueError(f"patch_size={patch_size} does not fit stem_strides, which make {strides_size}")
         layer = norm_layer or partial(LayerNorm, eps=1e-5)
         inner = partial(TokenGroupNorm, groups=norm_groups) if block_norm == "group" else layer
         super().__init__(

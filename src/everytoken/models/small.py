@@ -35,17 +35,11 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A small-image variant.
+    """A small-image variant."""
 
-    Attributes:
-        family: key in `everytoken.models.families.FAMILIES`.
-        image: side of the image in pixels.
-        arguments: of the family's class.
-    """
-
-    family: str
-    image: int
-    arguments: Arguments
+    family: str  # key in `everytoken.models.families.FAMILIES`
+    image: int  # side in pixels
+    arguments: Arguments  # of the family's class
 
 
 _IMAGES = (32, 64, 96)
@@ -116,20 +110,13 @@ def _variants() -> dict[str, SmallModel]:
 
 SMALL = _variants()
 
-_ClassAndFilter = tuple[type[nn.Module], Callable[..., Any]]
-_CLASSES: dict[str, _ClassAndFilter] = {
-    "vision_transformer": (VisionTransformer, vit_filter),
-    "swin_transformer": (SwinTransformer, swin_filter),
-    "lvvit": (lvvit.LVViT, lvvit.checkpoint_filter_fn),
-    "t2t_vit": (t2t_vit.T2TViT, t2t_vit.checkpoint_filter_fn),
-    "cvt": (cvt.CvT, cvt.checkpoint_filter_fn),
-}
-_LAYER_NAMES: dict[str, Arguments] = {
-    "vision_transformer": {"first_conv": "patch_embed.proj", "classifier": "head"},
-    "swin_transformer": {"first_conv": "patch_embed.proj", "classifier": "head.fc"},
-    "lvvit": {"first_conv": "patch_embed.conv1", "classifier": ("head", "aux_head")},
-    "t2t_vit": {"first_conv": "tokens_to_token.attention1.kqv", "classifier": "head"},
-    "cvt": {"first_conv": "stage0.patch_embed.proj", "classifier": "head"},
+# class, checkpoint filter, first layer, classifier
+_FAMILIES: dict[str, tuple[type[nn.Module], Callable[..., Any], str, str | tuple[str, ...]]] = {
+    "vision_transformer": (VisionTransformer, vit_filter, "patch_embed.proj", "head"),
+    "swin_transformer": (SwinTransformer, swin_filter, "patch_embed.proj", "head.fc"),
+    "lvvit": (lvvit.LVViT, lvvit.checkpoint_filter_fn, "patch_embed.conv1", ("head", "aux_head")),
+    "t2t_vit": (t2t_vit.T2TViT, t2t_vit.checkpoint_filter_fn, "tokens_to_token.attention1.kqv", "head"),
+    "cvt": (cvt.CvT, cvt.checkpoint_filter_fn, "stage0.patch_embed.proj", "head"),
 }
 
 
@@ -137,21 +124,16 @@ def _cfg(model: SmallModel) -> Arguments:
     pool_size = None
     if model.family == "swin_transformer":  # the grid of its last stage
         pool_size = (model.image // model.arguments["patch_size"] // 2 ** (len(model.arguments["depths"]) - 1),) * 2
-    return default_cfg(
-        num_classes=10,
-        input_size=(3, model.image, model.image),
-        pool_size=pool_size,
-        crop_pct=1.0,
-        license="apache-2.0",
-        **_LAYER_NAMES[model.family],
-    )
+    _, _, first, classifier = _FAMILIES[model.family]
+    fixed = {"num_classes": 10, "crop_pct": 1.0, "license": "apache-2.0", "first_conv": first, "classifier": classifier}
+    return default_cfg("", model.image, pool_size=pool_size, **fixed)
 
 
 default_cfgs = generate_default_cfgs({name: _cfg(model) for name, model in SMALL.items()})
 
 
 for _name, _small in SMALL.items():
-    _class, _filter = _CLASSES[_small.family]
+    _class, _filter, *_ = _FAMILIES[_small.family]
     _stages = len(_small.arguments.get("depths", ()))
     register_variants(
         __name__,

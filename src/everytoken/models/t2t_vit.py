@@ -15,9 +15,7 @@ Two habits of the released code are kept because its weights were trained with t
 the root of its input width (147 and 576), not of its 64 channels; and 1e-8 is added to the performer's denominator,
 which fades attention where keys and queries are very large (`eps=0` in `performer` is the kernel as defined).
 
-Cost at 224 (multiply-adds, as published): T2T-ViT-7 1.1 G, -14 4.8 G, -24 13.8 G, t-14 6.1 G, t-24 15.0 G. With N
-positions after the first cut (3136 at 224), 3 * 147 * 64 N of that for k, q, v and about 2 * 32 * 64 N for the
-performer; the transformer needs 2 * 64 N² instead.
+Cost at 224 (multiply-adds, as published): T2T-ViT-7 1.1 G, -14 4.8 G, -24 13.8 G, t-14 6.1 G, t-24 15.0 G.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ from torch.nn import functional as F
 
 from everytoken.models.common import ReleasedWeights, StridedEmbed, default_cfg, register_variants, sinusoid_positions
 from everytoken.models.weights import unwrap_state_dict
-
-__all__ = ["SPLITS", "Split", "T2TViT", "TokenPerformer", "TokenTransformer", "TokensToToken", "performer"]
 
 Split = tuple[int, int, int]  # kernel, stride, padding
 SPLITS: tuple[Split, ...] = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
@@ -163,9 +159,7 @@ class TokensToToken(StridedEmbed):
         if tokens not in ("performer", "transformer"):
             raise ValueError(f"tokens is 'performer' or 'transformer', not {tokens!r}")
         if dynamic_img_pad:
-            raise ValueError(
-                "the windows of T2T-ViT pad by themselves: every image size works, leave dynamic_img_pad out"
-            )
+            raise ValueError("T2T-ViT takes every image size; leave dynamic_img_pad out")
         super().__init__(math.prod(stride for _, stride, _ in splits), strict_img_size, output_fmt)
         self.splits = tuple(splits)
         dd = {"device": device, "dtype": dtype}

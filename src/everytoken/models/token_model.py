@@ -23,8 +23,6 @@ from everytoken.mixing.mix import Mix, apply_to_tokens, unmix_tokens
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.families import Family, Layout, UnsupportedModelError, family_of
 
-__all__ = ["LayerTaps", "TapLevel", "TokenModel", "TokenView", "blocks_of", "grid_shape", "last_block", "probe"]
-
 TapLevel = Literal["blocks", "stages", "merged", "final"]
 
 
@@ -77,7 +75,7 @@ class TokenModel(nn.Module):
         self.family: Family = family_of(backbone)
         self.backbone = backbone
         self.token_head: nn.Linear | None = None
-        self._backbone_head = False
+        self.uses_own_head = False  # token logits come from a head that the backbone brought along
         if token_classes:
             self.add_token_head(token_classes)
         self.aligner: Aligner | None = None
@@ -85,9 +83,9 @@ class TokenModel(nn.Module):
     def add_token_head(self, classes: int) -> None:
         """Give every token a classifier with `classes` outputs, the backbone's own if it fits."""
         head = getattr(self.backbone, "aux_head", None)
-        self._backbone_head = False
+        self.uses_own_head = False
         if isinstance(head, nn.Linear) and head.out_features == classes:
-            self._backbone_head = True
+            self.uses_own_head = True
             head.requires_grad_(True)  # LV-ViT keeps it frozen until somebody uses it
         else:
             like = next(self.backbone.parameters())
@@ -106,9 +104,8 @@ class TokenModel(nn.Module):
         enable = getattr(self.backbone, "set_distilled_training", None)
         if enable is None:
             raise UnsupportedModelError(
-                f"{type(self.backbone).__name__} has no distillation token. Take a distilled model, such as "
-                "deit_small_distilled_patch16_224 or lvvit_s_distilled, or distill through the class token "
-                "(through='class')."
+                f"{type(self.backbone).__name__} has no distillation token: take a distilled model, such as "
+                "lvvit_s_distilled, or distill through the class token (through='class')."
             )
         enable(True)
 
@@ -125,11 +122,6 @@ class TokenModel(nn.Module):
         return int(self.backbone.num_prefix_tokens)  # type: ignore[arg-type]
 
     @property
-    def uses_own_head(self) -> bool:
-        """Whether token logits come from a head that the backbone brought along."""
-        return self._backbone_head
-
-    @property
     def can_mix_tokens(self) -> bool:
         """Whether tokens can be mixed between patch embedding and position embedding (MixToken)."""
         return self.family.embed is not None
@@ -144,8 +136,8 @@ class TokenModel(nn.Module):
         token_mix = None if mix is None else mix.of_tokens
         if token_mix is not None and not self.can_mix_tokens:
             raise EverytokenError(
-                f"MixToken needs the patch embedding of {type(self.backbone).__name__}, which cannot be reached or "
-                "overlaps its neighbours; use CutMix instead, which mixes pixels and works on every backbone"
+                f"MixToken needs a patch embedding without overlap, and {type(self.backbone).__name__} has none; use "
+                "CutMix, which mixes pixels."
             )
         shares = None
         forward: Any = self.backbone.forward_features
@@ -173,15 +165,13 @@ class TokenModel(nn.Module):
 
     def token_logits(self, grid: Tensor) -> Tensor | None:
         """[B, h, w, D] -> [B, h, w, C], or None without a token head."""
-        head = self.backbone.aux_head if self._backbone_head else self.token_head
+        head = self.backbone.aux_head if self.uses_own_head else self.token_head
         return None if head is None else head(grid)  # type: ignore[operator]
 
     def split(self, features: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         """Backbone features -> (grid [B, h, w, D], prefix [B, P, D] or None); `size` is the image's (height, width)."""
         if not isinstance(features, Tensor):
-            raise UnsupportedModelError(
-                f"{type(self.backbone).__name__}.forward_features returns a {type(features).__name__}, not one tensor"
-            )
+            raise UnsupportedModelError(f"{type(self.backbone).__name__}.forward_features returns no single tensor")
         if self.family.layout == "tokens":
             count = self.num_prefix_tokens
             prefix = features[:, :count] if count else None
@@ -316,10 +306,8 @@ class LayerTaps:
         They are handed over once: the next call needs another training pass.
         """
         if len(self.outputs) != len(self.dims):
-            raise UnsupportedModelError(
-                f"{len(self.outputs)} of {len(self.dims)} tapped blocks of {self.name} have run in training mode since "
-                "the last call of `grids`; run the model in training mode first, after creating these taps"
-            )
+            seen = f"{len(self.outputs)} of {len(self.dims)} tapped blocks of {self.name}"
+            raise UnsupportedModelError(f"{seen} have run in training mode since the last call of `grids`")
         grids = [self._as_grid(self.outputs[i], size) for i in range(len(self.dims))]
         self.outputs.clear()
         return grids
@@ -395,9 +383,7 @@ def _tapped_modules(backbone: nn.Module, level: TapLevel) -> list[tuple[nn.Modul
         return [(members[-1], dim) for _, members, dim in stages]
     merges: list[tuple[Any, int]] = [(getattr(module, "downsample", None), dim) for module, _, dim in stages[1:]]
     if any(merge is None or isinstance(merge, nn.Identity) for merge, _ in merges):
-        raise UnsupportedModelError(
-            f"{type(backbone).__name__} does not begin its stages with a merging; take 'stages'"
-        )
+        raise UnsupportedModelError(f"{type(backbone).__name__} has no merging between stages; take 'stages'")
     return [*merges, (stages[-1][1][-1], stages[-1][2])]
 
 

@@ -45,7 +45,7 @@ class OnnxModel(TokenModel):
         self.num_classes = int(shapes["logits"][1])
         self.outputs = [name for name in ("logits", "cells") if name in shapes]
         self.backbone = nn.Identity()
-        self.token_head, self.aligner, self._backbone_head = None, None, False
+        self.token_head, self.aligner, self.uses_own_head = None, None, False
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)  # says which device images should be on
 
     def forward(self, images: Tensor, mix: Mix | None = None) -> TokenView:
