@@ -12,7 +12,6 @@ no affine maps and are refused too. A transform that changes the image's size wi
 the size. What cannot be found is a warp in one's own code that keeps the size and leaves key points alone.
 
 Images are turned upright by their EXIF orientation before the pipeline, as they were when they were annotated.
-Cost: 0.2 to 0.3 ms per image for its map and for following its geometry (see benchmarks/adapter.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ Sums and means: equation 2 has an L1 norm over the two axes, the pseudocode and 
 them, which is half of it. The default is the mean, as the weights λ of the paper were found with it. Cross entropy and
 regression add the two axes up, in the paper and in the code.
 
-Cost per image with m pairs, N positions, width d and 512 hidden units: 1024 d min(m, N) + 512² m multiply-adds.
 Shapes: B images, grid (h, w), N = h * w positions numbered row by row, m pairs. Axes: rows first, then columns.
 """
 
@@ -190,7 +189,7 @@ def drloc_reg(
     μ and σ² are those of the class under softmax(logits). Offsets and class numbers differ by a constant, so class
     numbers do. `log="variance"`: α log σ², twice the paper's weight, as released.
     """
-    total: Tensor | float = 0.0
+    total = torch.zeros((), device=logits[0].device)
     for z, c in zip(logits, classes, strict=True):
         p = z.float().softmax(-1)
         values = torch.arange(z.shape[-1], device=z.device, dtype=torch.float32)
@@ -198,8 +197,6 @@ def drloc_reg(
         variance = (p * (values - mean).square()).sum(-1) + EPS
         spread = variance.log() * (1.0 if log == "variance" else 0.5)
         total = total + (c - mean.squeeze(-1)).square() / variance + alpha * spread
-    if not isinstance(total, Tensor):
-        raise ValueError("drloc_reg needs logits for both axes")
     return _mean(total, weight)
 
 

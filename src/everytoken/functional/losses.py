@@ -10,7 +10,6 @@ itself), 0 when nothing has a label. There is no K-wide target, and no K-wide te
 except the logits themselves: the compact loss is one operator with its own gradient, computed in chunks that fit the
 cache, in float32 for half-precision logits. So the memory beyond the logits and their gradient does not grow with K or
 with the number of tokens, and for `torch.compile` it is one node. Targets get no gradient; no second derivative.
-Cost: one exponential per logit forward and one backward. The same loss by plain autograd is slower than the dense one.
 """
 
 from __future__ import annotations

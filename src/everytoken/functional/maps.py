@@ -4,7 +4,6 @@ Paper: All Tokens Matter (token labeling), 4.1: the top five scores of every cel
 Differently: nothing here is as wide as the number of classes K. One image's map names a few tens of classes, its
 *vocabulary*; a cell then keeps small indices into it, one byte each. Class numbers stay integers: the released
 format stores them as float16, which is wrong from class 2049 on.
-Cost: about 20 µs and 5-6 KB per image (18x18 cells, five scores), in the loader's workers.
 """
 
 from __future__ import annotations

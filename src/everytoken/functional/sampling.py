@@ -15,9 +15,6 @@ Differently from the released code:
 - the map's `area` is honoured, so maps of a centre crop or of a letterboxed image are placed right;
 - where a token leaves the image or the map's area, the average is over the part that has a label, and `weight` says
   how large that part is. The released code lets zeros in.
-
-Cost: 4 to 9 multiply-adds per token and class when a map of 18x18 cells becomes 14x14 tokens, 16 through an affine.
-On a CPU, dense matrix products R · map · Cᵀ take four times as long as these sums, `grid_sample` forty times.
 """
 
 from __future__ import annotations

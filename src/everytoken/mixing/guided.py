@@ -11,8 +11,6 @@ first choice at every cell, or, for networks with a class token, how like the cl
 is not trained to read the others); "gradient": the size of the gradient of the student's loss at the pixels. Training
 asks the teacher if there is one, otherwise the student; networks run in evaluation mode and keep no trace of it.
 Every image has its own mask here, so token outputs are not put back: token targets are mixed instead.
-Cost: the guide, one forward pass for "attention", a forward and a backward pass for "gradient"; all else are a few
-small operations on the device.
 """
 
 from __future__ import annotations
@@ -292,7 +290,6 @@ class PuzzleMix(GuidedMixer):
     value given its neighbours, black and white squares of a chess board in turn, which never raises E and runs for a
     whole batch on the device. The term that looks at pixel differences of neighbours is left out. Blocks find places in
     order of their gain (the paper's approximation does nearly the same).
-    Cost: the gradient of the loss at the images (a forward and a backward pass), and a few small operations per block.
 
     Args:
         blocks: how many blocks a side has; one of these is drawn for each batch.

@@ -9,7 +9,6 @@
   of the network's token grid, so no token is mixed inside; pixels are swapped, so every backbone can be trained so.
 Differently from the released code, which blends all token targets with one λ under CutMix: token targets are mixed
 where the pixels are, and a token that the box's edge crosses gets the true ratio of its two images.
-Cost: one gather of the batch; masks are made on the device, those of patches on the host, one byte per patch.
 """
 
 from __future__ import annotations

@@ -16,13 +16,7 @@ from everytoken.models.weights import fit_state, read_weights
 
 
 def default_cfg(url: str = "", size: int = 224, **fields: Any) -> dict[str, Any]:
-    """timm's configuration of a model, for ImageNet unless `fields` say else.
-
-    Args:
-        url: of released weights, which `ReleasedWeights` reads; none if it is empty.
-        size: of the images, in pixels.
-        fields: `first_conv`, `classifier` and `license` have no default.
-    """
+    """timm's configuration of a model, for ImageNet unless `fields` say else; released weights at `url`, if any."""
     return {
         "url": url,
         "custom_load": bool(url),
@@ -163,11 +157,8 @@ class StridedEmbed(nn.Module):
 
 
 def make_attention_explicit(module: nn.Module, grid: tuple[int, int]) -> bool:
-    """For mixed precision on the CPU: let attention on a small grid be matrix products; whether the grid is small.
-
-    There, torch's fused attention is slow to differentiate (five times slower than in float32 on a grid of 8x8); on
-    grids of up to 16x16 matrix products are faster, and their memory does not matter.
-    """
+    """For mixed precision on the CPU, where fused attention is slow to differentiate: let attention on a small grid
+    (up to 16x16) be matrix products; whether the grid is small."""
     small = grid[0] * grid[1] <= 256
     layers: list[Any] = [layer for layer in module.modules() if small and hasattr(layer, "fused_attn")]
     for layer in layers:

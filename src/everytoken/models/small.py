@@ -9,9 +9,6 @@ Names: `{family}_{size}_patch{pixels per token}_{image}`; Swin has `patch{of its
 timm. Sizes: nano about 1.2 M parameters, micro 2.6 M, mini 5.3 M; ViT and LV-ViT also pico, 0.2 M, for a thousand
 images and many epochs. `swin_nano4_patch4_window4_64` has four stages, strides 4 to 32, as the published Swins have:
 it can be the backbone of a detector. Images of other sizes: `img_size=`, as in timm.
-
-Cost (multiply-adds, forward): nano 0.1 G, micro 0.2 G and mini 0.4 G at 32 and 64 pixels, Swin half of that; 2.4 times
-as much at 96.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@
 logits, the token grid in image order, prefix tokens and, with a token head, logits for every token. The backbone's
 state dict stays that of the plain timm model, so weights trained here load in timm. `LayerTaps` keeps the token grids
 from between the layers, for objectives that look at more than the last one.
-
-Cost: nothing beyond the backbone and the token head (about 1 % of a ViT's multiply-adds at 1000 classes);
-for taps the memory of the tapped outputs, which training keeps anyway, except under gradient checkpointing.
 """
 
 from __future__ import annotations

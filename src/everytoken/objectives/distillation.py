@@ -3,7 +3,6 @@
 Papers: Hinton et al. (soft: t² · KL at temperature t); DeiT (hard: cross entropy with the teacher's best class, and a
 distillation token with its own head). The baseline that All Tokens Matter compares online token labeling with.
 Use it beside `hard`: DeiT's hard distillation is weight 0.5 each, its soft one 0.9 for `hard` and 0.1 for this.
-Cost: the teacher's forward pass.
 """
 
 from __future__ import annotations

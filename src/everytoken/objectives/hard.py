@@ -2,7 +2,6 @@
 
 Equation: H(cls, (1-s)·onehot(y) + s/K), mixed by area when images are mixed (All Tokens Matter, eq. 1 and 7).
 For multi-label images, [B, K]: the same target, with 1 for each label, and binary cross entropy.
-Cost: that of any cross entropy.
 """
 
 from __future__ import annotations

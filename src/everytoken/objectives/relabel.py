@@ -2,7 +2,7 @@
 
 Paper: ReLabel, to which All Tokens Matter compares; its released code also takes this label for y^cls of eq. 3. The
 crop's averaged scores, softmax over all K classes. Differently: crops are read in the right coordinate order, and what
-lies outside the map does not count (`released=True` does as the released code). Cost: a few microseconds per image.
+lies outside the map does not count (`released=True` does as the released code).
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Differently from the released code (`released=True`): β is 0.5 (there 1.0); the
 of equation 3 (there the annotator's label of the crop, `class_target="machine"`), so the token head may have other
 classes than the class head; crops are read in the right order, maps follow rotations by interpolation, tokens
 without a label do not count, and CutMix mixes token labels where it mixes pixels (there by one ratio).
-Cost: the token head, about 1 % of a ViT's multiply-adds at 1000 classes, and the loss.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ Paper: "Token-Label Alignment for Vision Transformers", equations (4) to (12); a
     loss = aligned.cross_entropy(logits, labels)
 Evaluation and passes outside of `watch` are the plain model's; `remove()` removes the hooks.
 What we do differently: one share per token instead of a K-wide label (exact, see `everytoken.functional.shares`).
-Cost: see `fused`, `attention`, `convolution`.
 """
 
 from __future__ import annotations

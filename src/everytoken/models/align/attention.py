@@ -22,9 +22,6 @@ Patch embedding (T2T-ViT; the paper says nothing about such embeddings): shares 
     what pads the border belongs to no image; the narrow attention between splits is attention like any other, with
     its value as the residual. A performer's weights are those of its kernel, normalised to 1. This attention has no
     layer number; it counts when all layers do (`Alignment.layers`).
-
-Cost: fused, see `fused`; explicit, one product [heads·N, N]·[N] per layer on a matrix that is there anyway; CvT and
-T2T-ViT besides, a one-channel convolution per block or split, and a performer with one channel.
 """
 
 from __future__ import annotations

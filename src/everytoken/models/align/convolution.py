@@ -11,7 +11,6 @@ mean. Pooling is the mean, max pooling too, whose winner cannot be known for all
 norms, activations and gates from globally pooled features (squeeze and excitation) leave the map alone. Mixer's two
 layers are two steps, whose hidden units are mixtures of tokens like any other; the activation between them is
 point-wise.
-Cost: a one-channel convolution per convolution, and reading its weights once; a product of [B, N] with each matrix.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ again: a second call without gradient whose V holds only r. It leaves the model'
     dropout, bias and device, and costs the QKᵀ half of a forward call (CUDA), or a whole one (CPU: its kernel wants V
     as wide as Q).
 
-Taken: widened on the CPU without mask and dropout; again elsewhere. Why not widened on CUDA: head widths there are
-compiled in steps (32, 64, 96, 128), so a 65th column makes the flash kernel run its 96-wide variant, forward costs
-as much more as asking again does, and the backward variant would have to be reached through interfaces that change from
-release to release; V wider than Q rules flash and cuDNN out altogether. With V 8 columns wide the second call goes to
-the memory-efficient kernel, which allows it.
+Taken: widened on the CPU without mask and dropout; again elsewhere. On CUDA a 65th column would make the flash kernel
+run its 96-wide variant, which costs as much as asking again; with V 8 columns wide the second call goes to the
+memory-efficient kernel.
 """
 
 from __future__ import annotations
