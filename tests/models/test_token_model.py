@@ -239,7 +239,7 @@ def test_the_distillation_token_has_its_own_logits_while_training():
 
 
 def test_unsupported_models_are_refused_with_what_is_missing():
-    with pytest.raises(UnsupportedModelError, match=r"CrossVit.*families\.py"):
+    with pytest.raises(UnsupportedModelError, match=r"CrossVit.*FAMILIES"):
         TokenModel(timm.create_model("crossvit_tiny_240"))
     assert family_of_name("crossvit_tiny_240") is None
     assert family_of_name("resnet50").title.startswith("ResNet")
@@ -345,7 +345,7 @@ def test_a_backbone_is_the_plain_timm_model_again_after_every_pass():
     mix = Mix(torch.tensor([1, 0]), torch.zeros(1, 4, 4), torch.zeros(2), "tokens")
     with torch.no_grad():
         model(images, mix)
-        with pytest.raises(EverytokenError, match="mix"):
+        with pytest.raises(ValueError, match="mix"):
             model(images[:1], mix)  # too few images
         assert backbone.patch_embed is embed
         assert [len(m._forward_hooks) for m in backbone.modules()] == before == [0] * len(before)
