@@ -77,12 +77,3 @@ def free_disk(path: Path) -> int:
 def shared_memory() -> int | None:
     """Free bytes of the memory through which processes share tensors; None where it has no limit of its own."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
-
-
-def open_files() -> int | None:
-    """How many files this process may have open; None where that is not known."""
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return None
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
