@@ -8,9 +8,10 @@ import torch
 from everytoken.errors import EverytokenError
 from everytoken.objectives.hard import HardLabels
 from everytoken_lab.cli import main
+from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.engine.checks import check_device, check_loop, check_objectives
 from everytoken_lab.engine.optim import build_schedule, learning_rate
-from everytoken_lab.engine.options import OptimOptions, TrainOptions
+from everytoken_lab.engine.options import OptimOptions, TrainOptions, how_to_run
 from everytoken_lab.engine.recipe import apply, read_recipe
 from everytoken_lab.training.start import complete
 
@@ -96,3 +97,10 @@ def test_a_teacher_that_guides_the_mixing_is_not_called_useless(photos, capsys):
     assert any("resnet18" in note for note in check_objectives(options, objectives))
     guided = dataclasses.replace(options, mixing={"attentivecutmix": {}})
     assert not any("resnet18" in note for note in check_objectives(guided, objectives))
+
+
+@pytest.mark.parametrize("kind", [TrainOptions, DetectOptions])
+def test_an_option_knows_whether_it_changes_what_is_learnt(kind):
+    names = how_to_run(kind)
+    assert {"out", "device", "workers", "threads", "keep", "wandb", "checkpoint_minutes", "fsdp"} <= names
+    assert not {"seed", "lr", "batch_size", "epochs", "val_interval", "model", "weights", "val_split"} & names
