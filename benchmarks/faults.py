@@ -43,7 +43,7 @@ from fuzz import Tally, make_photos, photo
 from PIL import Image
 
 import everytoken_lab
-from everytoken.maps.format import RUNS
+from everytoken.maps.format import list_shards
 from everytoken_lab import cli
 from everytoken_lab.data.loader import _close_all
 
@@ -169,9 +169,9 @@ def make_shapes(root: Path) -> Path:
 
 
 def store_state(folder: Path) -> bytes:
-    """Every file of a store but the diary."""
+    """Every file of a store but the locks."""
     parts = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != RUNS):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")):
         parts.append(path.relative_to(folder).as_posix().encode() + b"\n" + path.read_bytes())
     return b"".join(parts)
 
@@ -448,12 +448,11 @@ def _forbidden(tally: Tally, work: Path, photos: Path, commands: dict[str, list[
         words = ["eval", str(work / "whole"), str(photos), "-j", "0", "--device", "cpu"]
         in_words(tally, f"eval with a forbidden {name}", Job(words, work / "log.txt", nobody))
         path.chmod(mode)
-    for name in ("manifest.json", "shard-00000.npy"):
-        path = work / "maps" / name
+    for path in list_shards(work / "maps")[:1]:
         path.chmod(0)
         in_words(
             tally,
-            f"maps verify with a forbidden {name}",
+            f"maps verify with a forbidden {path.name}",
             Job(["maps", "verify", str(work / "maps")], work / "log.txt", nobody),
         )
         path.chmod(0o644)

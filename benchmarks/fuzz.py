@@ -32,7 +32,7 @@ from PIL import Image
 from everytoken import files
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
-from everytoken.maps.format import MANIFEST, RUNS
+from everytoken.maps.format import list_shards
 from everytoken_lab.data.augment import EvalTransform, TrainTransform
 from everytoken_lab.data.decode import FORMATS, ImageError, Picture
 
@@ -646,28 +646,23 @@ def descriptions(count: int, rng: random.Random, work: Path, weights: Path) -> I
             yield f"description {i}", partial(look, bad_json(described, rng))
 
 
-def manifests(count: int, rng: random.Random, work: Path, maps: Path) -> Iterator[Trial]:
-    """Manifests of stores, half of them with fitting checksums: read as training does."""
-    copy = work / "manifests"
+def shard_headers(count: int, rng: random.Random, work: Path, maps: Path) -> Iterator[Trial]:
+    """Headers of shards, half of them with fitting checksums: read as training does."""
+    copy = work / "headers"
     shutil.copytree(maps, copy, dirs_exist_ok=True)
-    plain = json.loads((maps / MANIFEST).read_bytes())
+    shard = list_shards(copy)[0]
+    raw = shard.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    plain = json.loads(raw[8:end])
     truth = dict(Maps(maps).items())
 
     def look(text: bytes) -> bool:
-        (copy / MANIFEST).write_bytes(text)
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
         store = Maps(copy)
         return all(store[key] == value for key, value in truth.items() if key in store) and len(store) <= len(truth)
 
     for i in range(count):
-        if i % 2:
-            yield f"manifest {i}", partial(look, bad_json(plain, rng))
-            continue
-        changed = deformed(plain, rng)
-        try:
-            text = files.seal(changed) if isinstance(changed, dict) else _dump(changed)
-        except (ValueError, RecursionError):
-            text = _dump(changed)
-        yield f"sealed manifest {i}", partial(look, text)
+        yield f"header {i}", partial(look, bad_json(plain, rng) if i % 2 else _dump(deformed(plain, rng)))
 
 
 def run_texts(count: int, rng: random.Random, work: Path, run: Path) -> Iterator[Trial]:
@@ -713,7 +708,7 @@ def flips_in_maps(count: int, rng: random.Random, work: Path, maps: Path) -> Ite
     """One bit of a store, which is then read as training reads it."""
     copy = work / "flipped-maps"
     truth = dict(Maps(maps).items())
-    names = sorted(p.name for p in maps.iterdir() if p.is_file() and p.name not in (RUNS, "skipped.csv"))
+    names = sorted(p.name for p in maps.iterdir() if p.is_file() and not p.name.startswith("."))
     names += [name for name in names if name.startswith("shard")] * 2
 
     def look(name: str, text: bytes) -> bool:
@@ -841,7 +836,7 @@ def _ghostscript(work: Path) -> bool:
 def _evil_key(work: Path, key: str) -> bool:
     """A store whose checksums are right and whose key leads elsewhere: neither exported nor called intact."""
     from everytoken.maps import format, verify
-    from everytoken_lab.maps.released import ExportOptions, export_released
+    from everytoken_lab.maps.released import export_released
 
     folder = work / "evil" / f"store-{abs(hash(key))}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -857,7 +852,7 @@ def _evil_key(work: Path, key: str) -> bool:
         format.stays_inside = plain
     before = set(work.rglob("*.pt"))
     try:
-        export_released(ExportOptions(folder, work / "evil" / "out" / "deep", overwrite=True))
+        export_released(folder, work / "evil" / "out" / "deep", overwrite=True)
     except EverytokenError:
         return not verify(folder).ok and set(work.rglob("*.pt")) == before
     return False
@@ -947,7 +942,7 @@ def attacks(work: Path, share: float = 1.0, seed: int = 0, only: str = "") -> It
         ("texts: COCO", 100, partial(coco, work=work)),
         ("texts: class files", 100, partial(class_files, work=work)),
         ("texts: weights", 100, partial(descriptions, work=work, weights=weights)),
-        ("texts: manifests", 150, partial(manifests, work=work, maps=maps)),
+        ("texts: headers", 150, partial(shard_headers, work=work, maps=maps)),
         ("texts: diaries", 100, partial(run_texts, work=work, run=whole)),
         ("flips: maps", 150, partial(flips_in_maps, work=work, maps=maps)),
         ("flips: weights", 100, partial(flips_in_weights, work=work, weights=weights)),

@@ -7,12 +7,11 @@ import json
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 
 from everytoken import files
-from everytoken.files import BusyError, DamagedError, DiskFullError, FileError, Lock, write_atomically
+from everytoken.files import DamagedError, DiskFullError, FileError, Lock, write_atomically
 from everytoken_lab.progress import Progress
 
 
@@ -130,25 +129,6 @@ def test_a_lock_file_that_is_a_link_or_a_second_name_is_refused(tmp_path):
     lock.unlink()
     Lock(tmp_path, "run", patience=0).release()
     assert not lock.exists()
-
-
-def test_windows_locks_a_byte_that_does_not_hide_the_note(tmp_path, monkeypatch):
-    locked: set[int] = set()
-
-    def locking(fd: int, mode: int, count: int) -> None:
-        inode = os.fstat(fd).st_ino
-        assert os.lseek(fd, 0, os.SEEK_CUR) > 10_000
-        if inode in locked:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        locked.add(inode)
-
-    monkeypatch.setitem(sys.modules, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2))
-    monkeypatch.setattr(sys, "platform", "win32")
-    first = Lock(tmp_path, "run")
-    monkeypatch.setattr(files, "_held", set())  # as in another process
-    with pytest.raises(BusyError, match=f"process {os.getpid()} on"):
-        Lock(tmp_path, "run", patience=0)
-    first.release()
 
 
 def test_what_killed_writers_left_is_removed_by_the_owner_of_the_folder(tmp_path):

@@ -18,15 +18,13 @@ import logging
 import math
 import os
 import secrets
-import socket
-import stat
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
 
 from everytoken.errors import EverytokenError
 
@@ -36,8 +34,7 @@ TEMPORARY, LOCK = ".tmp-", ".lock-"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
-_NEVER_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_LOCKED_BYTE = 1 << 30  # Windows: far behind the note in a lock file, which others may then still read
+NEVER_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 class FileError(EverytokenError):
@@ -97,13 +94,12 @@ def temporary_name(path: Path, rank: int = 0) -> Path:
 
 def open_new(path: Path) -> int:
     """A descriptor of a new file, readable and writable; its mode follows the umask. Whatever is there is an error."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NEVER_FOLLOW, 0o666)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NEVER_FOLLOW, 0o666)
 
 
-def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
-    """Write every byte at `offset`. (Not through a memory map: there a full disk kills the process.)"""
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write every byte. (Not through a memory map: there a full disk kills the process.)"""
     view = memoryview(data).cast("B")
-    os.lseek(fd, offset, os.SEEK_SET)
     while len(view):
         view = view[os.write(fd, view) :]
 
@@ -152,10 +148,9 @@ def write_picture(path: Path, picture: Any, **settings: Any) -> None:
 def append(path: Path, data: bytes, sync: bool = False) -> None:
     """Add `data` to the end of a file, which is made if it is not there."""
     refuse_link(path)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NEVER_FOLLOW, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NEVER_FOLLOW, 0o666)
     try:
-        while data:
-            data = data[os.write(fd, data) :]
+        write_all(fd, data)
         if sync:
             os.fsync(fd)
     finally:
@@ -256,16 +251,10 @@ def unseal(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-# A second lock of the same file in the same process would succeed, and closing it would free both.
-_held: set[tuple[int, str]] = set()
-
-
 class Lock:
-    """Exclusive lock on ``folder/.lock-<name>``; raises `BusyError` when another process has it. A context manager.
+    """Exclusive lock on ``folder/.lock-<name>``; raises `BusyError` when somebody else has it. A context manager.
 
-    A POSIX record lock belongs to the process, not to the file handle: kill -9 frees it at once, and forked
-    data-loading workers that live a little longer do not keep it. What is written in the lock file (process, host,
-    time) is only for the error that the second run gets. (Windows: `msvcrt.locking`.)
+    The lock dies with its process: after kill -9 there is nothing to clean up.
 
     Args:
         folder: an existing folder.
@@ -274,103 +263,31 @@ class Lock:
     """
 
     def __init__(self, folder: Path, name: str, patience: float = 3.0) -> None:
-        self.path = Path(os.path.realpath(folder)) / f"{LOCK}{name}"
-        self._owner = (os.getpid(), str(self.path))
-        self._fd: int | None = None
-        if self._owner in _held:  # do not look into the file: closing it here would free the lock
-            raise self._busy(folder, "this very process")
-        until = time.monotonic() + patience
-        while not self._try():
-            if time.monotonic() >= until:
-                note = _read_note(self.path)
-                who = f"process {note['pid']} on {note['host']}, since {note['since']}" if note else "another process"
-                raise self._busy(folder, who)
-            time.sleep(0.05)
-        _held.add(self._owner)
-
-    def _try(self) -> bool:
+        self.path = Path(folder) / f"{LOCK}{name}"
+        if self.path.is_symlink() or (self.path.exists() and self.path.stat().st_nlink > 1):
+            raise FileError(f"{self.path} is a link, which a lock must not be. Remove it.")
+        self._lock = FileLock(self.path, thread_local=False)
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _NEVER_FOLLOW, 0o666)
-        except OSError as error:
-            if self.path.is_symlink():
-                raise FileError(f"{self.path} is a link, which a lock must not be. Remove it.") from error
-            raise
-        try:
-            locked = _lock_without_waiting(fd)
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-                raise FileError(f"{self.path} is not a lock file of its own (a device, or a second name). Remove it.")
-            # The file may have been removed by its last owner between our open and our lock.
-            if not locked or not self.path.exists() or status.st_ino != self.path.stat().st_ino:
-                os.close(fd)
-                return False
+            self._lock.acquire(timeout=patience if math.isfinite(patience) else -1)
+        except Timeout as error:
+            raise BusyError(
+                f"{folder} is being written by another run. Let it finish, or stop it and run this again: what it has "
+                "done is kept."
+            ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                os.close(fd)
                 raise
-            log.warning(
-                f"the file system of {self.path.parent} has no file locks: make sure that only one run writes there"
-            )
-        except FileError:
-            os.close(fd)
-            raise
-        self._fd = fd
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        with suppress(OSError):  # on a full disk the lock holds without its note
-            os.ftruncate(fd, 0)
-            write_all(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode())
-        return True
-
-    @staticmethod
-    def _busy(folder: Path, who: str) -> BusyError:
-        return BusyError(
-            f"{folder} is being written by another run ({who}).\n"
-            "Let it finish, or stop it and run this again: what it has done is kept. "
-            "(The lock goes away with its process; there is no file to delete.)"
-        )
+            log.warning(f"the file system of {folder} has no file locks: make sure that only one run writes there")
 
     def release(self) -> None:
-        """Give the lock back and remove its file. Only the process that took it can."""
-        if self._fd is None or self._owner[0] != os.getpid():
-            return
-        with suppress(PermissionError):  # Windows does not remove an open file; an empty one does no harm
-            self.path.unlink(missing_ok=True)
-        os.close(self._fd)
-        self._fd = None
-        _held.discard(self._owner)
+        """Give the lock back and remove its file."""
+        if self._lock.is_locked:
+            with suppress(PermissionError):  # Windows does not remove an open file; an empty one does no harm
+                self.path.unlink(missing_ok=True)
+            self._lock.release()
 
     def __enter__(self) -> Lock:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def _lock_without_waiting(fd: int) -> bool:
-    """Lock an open file; False if another process has it, OSError if the file system has no locks."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
-        try:
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        except PermissionError:
-            return False
-        return True
-    import fcntl
-
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    return True
-
-
-def _read_note(path: Path) -> dict[str, Any] | None:
-    try:
-        note = json.loads(path.read_bytes())
-        return note if {"pid", "host", "since"} <= set(note) else None
-    except (OSError, ValueError, TypeError):
-        return None

@@ -47,8 +47,8 @@ def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
     assert run("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu") == 0
     said = capsys.readouterr().out
     store = Maps("maps")
-    assert store.manifest.class_names == ["blue", "green", "red"]
-    assert store.manifest.grid == (3, 4)
+    assert store.meta.class_names == ["blue", "green", "red"]
+    assert store.meta.grid == (3, 4)
     assert (store["blue/1.blue.png"].classes[..., 0] == 0).all()
     for part in (
         "12 of 3 x 4 cells",
@@ -63,11 +63,11 @@ def test_an_own_function_fills_a_store_and_the_result_is_told(here, capsys):
 def test_running_it_again_does_nothing_and_says_so(here, capsys):
     words = ("photos", "--out", "maps", "--annotator", "python:my_labels:score", "-j", "0", "--device", "cpu")
     run(*words)
-    before = {p.name: p.stat().st_mtime_ns for p in (here / "maps").iterdir() if p.name != "runs.jsonl"}
+    before = {p.name: p.stat().st_mtime_ns for p in (here / "maps").iterdir() if not p.name.startswith(".")}
     capsys.readouterr()
     assert run(*words) == 0
     assert "0 images in" in capsys.readouterr().out
-    assert before == {p.name: p.stat().st_mtime_ns for p in (here / "maps").iterdir() if p.name != "runs.jsonl"}
+    assert before == {p.name: p.stat().st_mtime_ns for p in (here / "maps").iterdir() if not p.name.startswith(".")}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_processes_of_one_job_make_the_same_store(here, start_ranks):
     ranks = start_ranks(2, *words, "--out", "two")
     assert [program.wait() for program in ranks] == [0, 0], ranks[0].err
     assert "".join(program.out for program in ranks).count("next:") == 1
-    files = [{p.name: p.read_bytes() for p in (here / n).iterdir() if p.name != "runs.jsonl"} for n in ("one", "two")]
+    files = [
+        {p.name: p.read_bytes() for p in (here / n).iterdir() if not p.name.startswith(".")} for n in ("one", "two")
+    ]
     assert files[0] == files[1]
 
 

@@ -283,7 +283,7 @@ def test_fit_is_a_linear_head_at_every_cell_by_heads_that_have_not_seen_the_imag
     assert {i for i, number in enumerate(annotator.part) if number == 5} == validation
     fill_store(data, out, annotator, options())
     store = Maps(out)
-    assert store.manifest.class_names == data.class_names
+    assert store.meta.class_names == data.class_names
     assert np.mean([(store[data.key(i)].classes[..., 0] == data.label(i)).mean() for i in range(len(data))]) > 0.7
     # the mean of the cells is the answer for the image, by the head of its fold
     image = torch.randn(1, 3, 64, 64)

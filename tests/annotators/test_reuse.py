@@ -20,7 +20,7 @@ QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order"
 
 def content(folder: Path) -> dict[str, bytes]:
     """All files of a store that must be equal in equal stores."""
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "runs.jsonl"}
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if not p.name.startswith(".")}
 
 
 @pytest.fixture

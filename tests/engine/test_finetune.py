@@ -95,7 +95,7 @@ def test_as_many_classes_are_not_the_same_classes(photos, tmp_path):
 
 def test_maps_without_class_names_teach_tokens(photos, maps):
     store = maps((), 7)
-    assert not Maps(store).manifest.class_names
+    assert not Maps(store).meta.class_names
     chosen = options(photos, "", store)
     parts = build(chosen, ALONE)
     assert parts.step.model.token_head.out_features == 7

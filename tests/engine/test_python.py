@@ -118,8 +118,8 @@ def test_images_of_the_same_name_in_another_folder_are_not_the_annotated_ones(un
 
 def test_stores_that_do_not_say_what_they_held_out_are_named(undivided, maps, monkeypatch):
     train_set, val_set, _ = Inputs().splits(TrainOptions(data=str(undivided)))
-    fit = {k: v for k, v in maps.manifest.annotator["fit"].items() if k != "held_out"}
-    monkeypatch.setitem(maps.manifest.annotator, "fit", fit)
+    fit = {k: v for k, v in maps.meta.annotator["fit"].items() if k != "held_out"}
+    monkeypatch.setitem(maps.meta.annotator, "fit", fit)
     assert len(check_held_out(maps, train_set, val_set)) == 1
-    monkeypatch.setitem(maps.manifest.annotator, "name", "timm:resnet50")  # it has not learnt from these images
+    monkeypatch.setitem(maps.meta.annotator, "name", "timm:resnet50")  # it has not learnt from these images
     assert check_held_out(maps, train_set, val_set) == []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
+import mmap
+import os
 import random
 import resource
-import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from everytoken import files
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, format, verify
 from everytoken.maps.errors import StoreDamagedError
-from everytoken.maps.format import INDEX, KEYS, MANIFEST, shard_name
-from everytoken_lab.maps.released import ExportOptions, export_released
+from everytoken.maps.format import list_shards
+from everytoken_lab.maps.released import export_released
 
 
 @pytest.fixture
@@ -28,22 +29,16 @@ def folder(filling, tmp_path) -> Path:
     return tmp_path / "s"
 
 
-def flip(path: Path, bit: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(raw)
-
-
 def test_no_flipped_bit_is_read_as_a_map(folder, filling):
     """As training reads: by key and by number, with a fresh store."""
     chance, silent = random.Random(5), []
     keys = [key for key in filling.keys(40) if "0." not in key.split("_")[-1]]
     for path in sorted(folder.iterdir()):
-        if path.name in ("runs.jsonl", "skipped.csv"):
-            continue
         raw = path.read_bytes()
         for _ in range(20):
-            flip(path, chance.randrange(len(raw) * 8))
+            changed, bit = bytearray(raw), chance.randrange(len(raw) * 8)
+            changed[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(changed)
             try:
                 maps = Maps(folder)
                 maps_by_key = {key: maps[key] for key in keys}
@@ -57,37 +52,25 @@ def test_no_flipped_bit_is_read_as_a_map(folder, filling):
 
 
 def test_shards_in_each_others_place_are_noticed(folder):
-    first, second = folder / shard_name(0), folder / shard_name(1)
+    first, second = list_shards(folder)[:2]
     raw = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(raw)
-    with pytest.raises(StoreDamagedError, match=r"shard-00000\.npy"):
+    with pytest.raises(StoreDamagedError, match=r"shard-00000-of-00005"):
         Maps(folder).read(0)
 
 
-def test_a_damaged_index_is_called_damaged(folder):
-    key = Maps(folder).key(5)
-    index = np.load(folder / INDEX)
-    place = int(np.flatnonzero(index[0] == zlib.crc32(key.encode()))[0])
-    for row, value in ((1, 4_000_000_000), (0, index[0, place] ^ 1)):
-        changed = index.copy()
-        changed[row, place] = value
-        np.save(folder / INDEX, changed)
-        with pytest.raises(StoreDamagedError, match=r"index\.npy"):
-            Maps(folder)[key]
-
-
 @pytest.mark.parametrize("area", [(0, 0, np.nan, 1), (0, 0, np.inf, 1), (0.5, 0, 0.5, 1)])
-def test_an_impossible_area_is_named_although_its_checksum_is_right(folder, filling, area):
-    path = folder / shard_name(0)
-    records = np.load(path)
-    records["area"][1] = area
-    key = sorted(filling.keys(40))[1]
-    records["crc32"][1] = zlib.crc32(records[1:2].view(np.uint8)[4:].tobytes(), zlib.crc32(key.encode()))
-    np.save(path, records)
+def test_an_impossible_area_is_named_although_its_checksum_is_right(filling, tmp_path, monkeypatch, area):
+    monkeypatch.setattr("everytoken.maps.writer.check_maps", lambda keys, classes, shape, *arrays: dict(
+        zip(("scores", "classes", "size", "area"), map(np.asarray, arrays), strict=True)))  # fmt: skip
+    with MapWriter(tmp_path / "s", ["a.jpg"], filling.META) as writer:
+        one = filling.make_map("a.jpg")
+        writer.put([0], [one.scores], [one.classes], [one.size], [area])
+        writer.finalize()
     for check in (True, False):
-        with pytest.raises(StoreDamagedError, match=r"größe"):
-            Maps(folder, check=check)[key]
+        with pytest.raises(StoreDamagedError, match=r"a\.jpg"):
+            Maps(tmp_path / "s", check=check)["a.jpg"]
 
 
 EVIL = ["../evil.jpg", "/tmp/evil.jpg", "a/../../evil.jpg", "..\\evil.jpg", "\\\\host\\evil.jpg", "C:\\evil.jpg"]
@@ -106,45 +89,126 @@ def test_a_key_that_leads_out_of_the_folder_is_refused_and_reported(filling, tmp
         with pytest.raises(StoreDamagedError, match="evil"):
             read(maps)
     with pytest.raises(StoreDamagedError, match="evil"):
-        export_released(ExportOptions(tmp_path / "in/s", tmp_path / "in/pt"))
+        export_released(tmp_path / "in/s", tmp_path / "in/pt")
     assert not list(tmp_path.rglob("*.pt"))
     (problem,) = verify(tmp_path / "in/s").problems
-    assert problem.file == KEYS
     assert problem.keys == (evil,)
 
 
-ODD = [None, True, -1, 0, 1, 2**70, 1.5, float("1e300"), "", "x", [], [1], [0, 0], [10**9, 10**9], {}, {"a": 1}, [[1]]]
+ODD = [None, True, -1, 0, 1, 2**70, 1.5, 1e300, "", "x", [], [1], [0, 0], [10**9, 10**9], {}, {"a": 1}, [[1]]]
 
 
-def test_no_manifest_makes_a_traceback(folder):
-    content = files.unseal(folder / MANIFEST)
-    entry = content["shards"][0]
-    changes = [{name: value} for name in content for value in ODD]
-    changes += [{"shards": [entry | {name: value}, *content["shards"][1:]]} for name in entry for value in ODD]
-    changes += [{"shards": content["shards"][:-1]}, {"checksums": {"../../x": "0" * 64} | content["checksums"]}]
-    accepted, errors = [], []
-    for change in changes:
-        (folder / MANIFEST).write_bytes(files.seal(content | change))
+def rewritten(path: Path, change) -> None:
+    """A shard whose header was changed by `change`, and sealed again."""
+    raw = path.read_bytes()
+    end = int.from_bytes(raw[:8], "little") + 8
+    content = json.loads(raw[8:end])
+    change(content)
+    layout = {
+        name: (next(k for k, v in format._DTYPES.items() if v == entry["dtype"]), tuple(entry["shape"]))
+        for name, entry in content.items()
+        if name != "__metadata__"
+    }
+    metadata = {k: v for k, v in content["__metadata__"].items() if k != "sha256"}
+    path.write_bytes(format.make_header(metadata, layout) + raw[end:])
+
+
+def test_no_metadata_makes_a_traceback(folder):
+    path = list_shards(folder)[0]
+    raw = path.read_bytes()
+    store = json.loads(json.loads(raw[8 : int.from_bytes(raw[:8], "little") + 8])["__metadata__"]["store"])
+    changes = [{name: value} for name in store for value in ODD]
+    changes += [{"meta": store["meta"] | {name: value}} for name in store["meta"] for value in ODD]
+    texts = [json.dumps(store | change, sort_keys=True) for change in changes]
+    entries = [("store", text) for text in [*texts, "", "[]", "{", "[" * 100_000]]
+    entries += [("skipped", text) for text in ("", "{}", "[1]", "[[1, 2]]", '[["../x", "y"]]', "[" * 100_000)]
+    entries += [("shard", text) for text in ("", "x", "-1", "1", "00", "9" * 5000)]
+    accepted = []
+    for name, text in entries:
+        rewritten(path, lambda content, entry=(name, text): content["__metadata__"].update([entry]))
         try:
             maps = Maps(folder)
-            list(maps), maps.skipped, repr(maps)
-            accepted.append(next(iter(change)))
+            list(maps), maps.skipped, repr(maps), verify(folder)
+            accepted.append(text)
         except EverytokenError as error:
-            errors.append(str(error))
-    assert all(str(folder) in error for error in errors)
-    # what is free or follows from the rest may be anything; a value may be the right one by chance
-    free = {"annotator", "class_names_sha256", "maps", "skipped", "seal", "shards"}
-    assert set(accepted) <= free | {name for name in content if content[name] in ODD}
+            accepted += [] if str(folder) in str(error) else [str(error)]
+        path.write_bytes(raw)
+    assert set(accepted) <= {json.dumps(store, sort_keys=True)}  # a value may be the right one
+    rewritten(path, lambda content: content["__metadata__"].update(version="99"))
+    with pytest.raises(files.FileError, match="version 99"):
+        Maps(folder)
 
 
-@pytest.mark.parametrize("raw", [b"", b"nonsense", b"\x93NUMPY\x01\x00\xff\xff", b"\x93NUMPY\x03\x00\xff\xff\xff\x7f{"])
-def test_arrays_that_are_no_arrays_are_damage(folder, raw):
-    for name in (KEYS, INDEX, shard_name(0)):
-        shutil.copytree(folder, folder.parent / "t")
-        (folder.parent / "t" / name).write_bytes(raw)
-        with pytest.raises(StoreDamagedError, match=name):
-            Maps(folder.parent / "t").read(0)
-        shutil.rmtree(folder.parent / "t")
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"nonsense",
+        b"\xff" * 8,
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
+    ],
+)
+def test_what_is_no_shard_is_a_sentence(folder, raw):
+    list_shards(folder)[0].write_bytes(raw)
+    with pytest.raises(StoreDamagedError, match="shard-00000-of-00005"):
+        Maps(folder)
+    assert not verify(folder).ok
+
+
+@pytest.mark.parametrize("tensor", ["area", "key_offsets", "size", "crc32", "classes", "scores", "keys"])
+@pytest.mark.parametrize("change", [
+    lambda e: e.update(shape=[10**15, *e["shape"][1:]]), lambda e: e.update(shape=[-1, *e["shape"][1:]]),
+    lambda e: e.update(shape=[]), lambda e: e.update(dtype="U8"), lambda e: e.update(dtype="F64"),
+])  # fmt: skip
+def test_wrong_shapes_and_types_are_a_sentence(folder, tensor, change):
+    path = list_shards(folder)[0]
+    before = path.read_bytes()
+    rewritten(path, lambda content: change(content[tensor]))
+    if path.read_bytes() != before:
+        with pytest.raises(StoreDamagedError, match="shard-00000-of-00005"):
+            Maps(folder)
+
+
+def test_offsets_beyond_the_file_or_upon_each_other_are_a_sentence(folder):
+    path = list_shards(folder)[0]
+    raw = path.read_bytes()
+    end = int.from_bytes(raw[:8], "little") + 8
+    for offsets in ([0, 10**12], [10**12, 10**13], [0, 8], [-8, 0]):
+        content = json.loads(raw[8:end])
+        content["scores"]["data_offsets"] = offsets
+        text = json.dumps(content, separators=(",", ":")).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+        with pytest.raises(StoreDamagedError, match="shard-00000-of-00005"):
+            Maps(folder)
+
+
+def test_key_offsets_that_are_not_in_order_are_a_sentence(folder):
+    path = list_shards(folder)[0]
+    raw = bytearray(path.read_bytes())
+    count = json.loads(raw[8 : int.from_bytes(raw[:8], "little") + 8])["crc32"]["shape"][0]
+    at = int.from_bytes(raw[:8], "little") + 8 + count * 32
+    raw[at + 8 : at + 16] = (2**63).to_bytes(8, "little")
+    path.write_bytes(raw)
+    with pytest.raises(StoreDamagedError, match="shard-00000-of-00005"):
+        Maps(folder)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_a_shard_that_is_no_plain_file_is_a_sentence(folder, kind):
+    path = list_shards(folder)[1]
+    path.rename(folder.parent / "shard")
+    if kind == "link":
+        path.symlink_to(folder.parent / "shard")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(EverytokenError, match="shard-00001-of-00005"):
+        Maps(folder)
+    assert not verify(folder).ok
 
 
 def test_running_out_of_file_handles_is_not_called_damage(folder, monkeypatch):
@@ -153,7 +217,8 @@ def test_running_out_of_file_handles_is_not_called_damage(folder, monkeypatch):
 
     maps = Maps(folder)
     key = maps.key(0)
-    monkeypatch.setattr(np, "load", refuse)
+    maps._shards.clear()
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(files.FileError, match="Too many open files") as caught:
         maps[key]
     assert not isinstance(caught.value, files.DamagedError)
@@ -180,20 +245,6 @@ def test_a_store_of_more_shards_than_file_handles_can_be_read(tmp_path, filling)
     words = [sys.executable, "-c", MANY_SHARDS, str(tmp_path / "s")]
     ran = subprocess.run(words, preexec_fn=few_handles, capture_output=True, text=True)
     assert ran.stdout == f"{2 * 90 * 640}\n", ran.stderr
-
-
-def test_an_unreadable_manifest_or_shard_is_a_sentence(folder, monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied", "x")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
-        with pytest.raises(files.FileError, match=r"manifest\.json.*Permission denied"):
-            Maps(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "sha256_of", refuse)
-        with pytest.raises(files.FileError, match="Permission denied"):
-            verify(folder)
 
 
 def test_names_that_are_not_utf8_come_back(tmp_path, filling):

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
-from everytoken.maps.format import shard_name
+from everytoken.maps.format import list_shards
 from everytoken_lab.cli import main
 
 
@@ -44,14 +44,14 @@ def test_info_tells_settings_counts_and_agreement(data, capsys):
     assert run("info", data / "maps", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["maps"] == 11
-    assert facts["skipped images"] == 1
-    assert facts["skipped, for example"] == "dog/5.x.jpg: truncated"
+    assert facts["skipped images"] == {"dog/5.x.jpg": "truncated"}
     assert facts["annotator"] == {"name": "test", "settings": {"size": 224}}
     assert facts["map's class = folder's"] == "90.9%"
     assert run("info", data / "maps") == 0
     table = capsys.readouterr().out
     assert "annotator.settings.size" in table
     assert "224" in table
+    assert "skipped dog/5.x.jpg: truncated" in table
 
 
 def test_sheet_finds_the_images_of_a_divided_folder_and_tells_what_it_does_not_find(data, capsys):
@@ -68,11 +68,12 @@ def test_sheet_finds_the_images_of_a_divided_folder_and_tells_what_it_does_not_f
     assert run(*words, data / "divided") == 0
     assert f"1 of 11 images were not found under {data / 'divided/train'}" in capsys.readouterr().out
     assert run(*words, data / "maps") == 2
-    assert "11 of 11 images were not found under" in capsys.readouterr().err
+    assert "no image was found under" in capsys.readouterr().err
 
 
 def test_info_works_on_a_store_that_is_not_finished(data, filling, capsys):
-    with MapWriter(data / "begun", filling.keys(5), filling.META):
+    with MapWriter(data / "begun", filling.keys(5), filling.META, 3) as writer:
+        writer.write({key: filling.make_map(key) for key in writer.shard_keys(0)})
         assert run("info", data / "begun") == 0
     assert "not finished" in capsys.readouterr().out
 
@@ -110,32 +111,31 @@ def test_mistakes_are_explained_without_a_traceback(data, capsys):
 def test_verify_names_the_damaged_image_and_exits_with_1(data, capsys):
     assert run("verify", data / "maps") == 0
     assert "intact (11 maps, 1 skipped images" in capsys.readouterr().out
-    path = data / "maps" / shard_name(0)
+    path = list_shards(data / "maps")[0]
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 128
     path.write_bytes(raw)
     assert run("verify", data / "maps") == 1
     printed = capsys.readouterr().out
-    assert "dog/5.x.jpg" in printed
-    assert "delete damaged shard-*.npy" in printed
+    assert "damaged maps" in printed
+    assert "delete the damaged shards" in printed
 
 
 def test_export_and_import_are_a_round_trip(data, capsys):
     assert run("export", data / "maps", "--out", data / "pt") == 0
-    assert "released maps have 5 classes per cell" in capsys.readouterr().out
+    assert "11 maps" in capsys.readouterr().out
     (data / "pt/cat/bad.pt").write_bytes(b"hello")
     words = ["import", data / "pt", "--out", data / "back", "--images", data / "photos", "--num-classes", 2]
     assert run(*words, "--resize-mode", "squash") == 0
     printed = capsys.readouterr().out
-    assert "1 images without a label file:\n  dog/5.x.jpg" in printed
-    assert "1 label files without an image:\n  cat/bad.pt" in printed
+    assert "dog/5.x.jpg: there is no label file dog/5" in printed
+    assert "1 label files have no image (for example cat/bad.pt)" in printed
     before, after = Maps(data / "maps"), Maps(data / "back")
     assert dict(before) == dict(after)
-    assert after.manifest.class_names == ["cat", "dog"]
+    assert after.class_names == ["cat", "dog"]
     assert run("import", data / "pt", "--out", data / "bare", "--num-classes", 2, "--resize-mode", "squash") == 0
     printed = capsys.readouterr().out
-    assert "1 label files refused:\n  cat/bad.pt is no whole file" in printed
-    assert "skipped.csv" in printed
+    assert "cat/bad: cat/bad.pt cannot be loaded" in printed
 
 
 def test_maps_of_any_class_count_can_be_shown(tmp_path, capsys):

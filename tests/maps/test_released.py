@@ -11,14 +11,8 @@ from PIL import Image, ImageOps
 
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken.maps.errors import StoreError
-from everytoken_lab.maps.released import (
-    ExportOptions,
-    ImportOptions,
-    export_released,
-    import_released,
-    read_released,
-    released_path,
-)
+from everytoken.maps.released import read_released, released_path
+from everytoken_lab.maps.released import export_released, import_released
 
 torch = pytest.importorskip("torch")
 
@@ -43,13 +37,14 @@ def test_a_tree_of_released_maps_makes_the_round_trip_exactly(tmp_path):
     for i, name in enumerate(names):
         save(tmp_path / "pt", name, released_map(i))
     seen = []
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s"), lambda *step: seen.append(step))
-    assert (done.maps, done.refused, seen) == (70, {}, [(64, 70), (70, 70)])
+    _, notes = import_released(tmp_path / "pt", tmp_path / "s", progress=lambda *step: seen.append(step))
+    assert seen[-1] == (70, 70)
+    assert "'squash' is assumed" in notes[0]
     store = Maps(tmp_path / "s", check=True)
     assert store.key(0) == "n00/n00_0"
-    assert (store.manifest.grid, store.manifest.top_k, store.manifest.resize_mode) == ((15, 15), 5, "squash")
+    assert (store.meta.grid, store.meta.top_k, store.meta.resize_mode) == ((15, 15), 5, "squash")
     assert store.read(0).size == (0, 0)
-    assert export_released(ExportOptions(store.path, tmp_path / "back")) == []
+    export_released(store.path, tmp_path / "back")
     for name in names:
         before, after = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("pt", "back"))
         assert after.dtype == torch.float16
@@ -77,18 +72,15 @@ def test_keys_are_image_paths_when_images_are_given_and_sizes_are_upright(tmp_pa
     Image.new("RGB", (50, 100)).save(tmp_path / "images/x/n01/turned.jpg", exif=exif)
     for i, name in enumerate(("n01/a.pt", "n02/c.pt", "n01/turned.pt", "n02/orphan.pt")):
         save(tmp_path / "pt", name, released_map(i, (18, 18)))
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images"))
-    assert (done.maps, done.without_label, done.without_image) == (3, ["x/n02/new.png"], ["n02/orphan.pt"])
-    store = Maps(tmp_path / "s")
+    store, notes = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
+    assert notes[-1] == "1 label files have no image (for example n02/orphan.pt)"
     assert list(store) == ["x/n01/a.b.JPEG", "x/n01/turned.jpg", "x/n02/c.png"]
-    assert store.skipped == {"x/n02/new.png": "no label file n02/new.pt"}
-    assert store.manifest.resize_mode == "center"  # as the released generator does it
+    assert store.skipped == {"x/n02/new.png": "there is no label file n02/new"}
+    assert store.meta.resize_mode == "center"  # as the released generator does it
     assert store["x/n01/a.b.JPEG"].size == (60, 30)
     assert store["x/n01/a.b.JPEG"].area == pytest.approx((0.25, 0, 0.75, 1))
     assert store["x/n01/turned.jpg"].size == (100, 50)
-    assert (
-        export_released(ExportOptions(store.path, tmp_path / "back")) != []
-    )  # says that other code takes maps as whole images
+    export_released(store.path, tmp_path / "back")
     assert torch.equal(torch.load(tmp_path / "back/n02/c.pt"), torch.load(tmp_path / "pt/n02/c.pt"))
 
 
@@ -104,7 +96,7 @@ def test_maps_are_turned_upright_with_their_images(tmp_path, orientation):
     (tmp_path / "images/a").mkdir(parents=True)
     # a picture of the map: each cell is 2 x 1 pixels of its number
     Image.fromarray(number.astype(np.uint8).repeat(2, axis=1)).save(tmp_path / "images/a/x.png", exif=exif)
-    import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images"))
+    import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
     with Image.open(tmp_path / "images/a/x.png") as image:
         picture = ImageOps.exif_transpose(image)
     one = Maps(tmp_path / "s")["a/x.png"]
@@ -124,9 +116,8 @@ def test_an_import_takes_every_image_of_a_data_set_and_survives_a_bomb_and_a_cir
     Image.new("RGB", (200, 100)).save(folder / "bomb.png")
     (folder / "again").symlink_to(folder, target_is_directory=True)
     monkeypatch.setenv("EVERYTOKEN_MAX_PIXELS", "1000")
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images"))
-    store = Maps(tmp_path / "s")
-    assert (done.maps, list(store)) == (2, ["n/a.jfif", "n/b.png"])
+    store, _ = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
+    assert list(store) == ["n/a.jfif", "n/b.png"]
     assert list(store.skipped) == ["n/bomb.png"]
     assert "200 x 100 pixels" in store.skipped["n/bomb.png"]
     assert str(tmp_path) not in store.skipped["n/bomb.png"]
@@ -140,9 +131,9 @@ def test_a_turned_image_cannot_have_an_oblong_map(tmp_path):
         save(tmp_path / "pt", f"a/{name}.pt", released_map(1, (3, 4)))
         image = Image.new("RGB", (40, 30))
         image.save(tmp_path / f"images/a/{name}.png", **({"exif": exif} if name == "turned" else {}))
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images", resize_mode="squash"))
-    assert done.maps == 1
-    assert "lies on its side" in Maps(tmp_path / "s").skipped["a/turned.png"]
+    store, _ = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images", resize_mode="squash")
+    assert len(store) == 1
+    assert "lies on its side" in store.skipped["a/turned.png"]
 
 
 def test_two_images_that_claim_one_label_file_are_reported_and_get_none(tmp_path):
@@ -151,10 +142,10 @@ def test_two_images_that_claim_one_label_file_are_reported_and_get_none(tmp_path
         Image.new("RGB", (8, 8)).save(tmp_path / "images" / name)
     for name in ("a/cat.pt", "a/dog.pt"):
         save(tmp_path / "pt", name, released_map(1))
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images"))
-    assert done.ambiguous == {"a/cat.pt": ["a/cat.1.jpg", "a/cat.2.jpg"]}
-    assert done.without_image == []
-    assert list(Maps(tmp_path / "s")) == ["a/dog.jpg"]
+    store, notes = import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
+    assert store.skipped == dict.fromkeys(["a/cat.1.jpg", "a/cat.2.jpg"], "shares its label file a/cat with others")
+    assert not any("no image" in note for note in notes)
+    assert list(store) == ["a/dog.jpg"]
 
 
 class Evil:
@@ -171,12 +162,11 @@ def test_a_file_that_holds_code_is_refused_by_name_and_not_run(tmp_path):
     save(tmp_path / "pt", "a/evil.pt", Evil(tmp_path / "ran"))
     (tmp_path / "pt/a/raw.pt").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     (tmp_path / "pt/a/old.pt").write_bytes(pickle.dumps(Evil(tmp_path / "ran"), protocol=2))
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s"))
+    store, _ = import_released(tmp_path / "pt", tmp_path / "s")
     assert not (tmp_path / "ran").exists()
-    assert list(Maps(tmp_path / "s")) == ["a/good"]
-    assert sorted(done.refused) == ["a/evil.pt", "a/old.pt", "a/raw.pt"]
-    assert "posix.system" in done.refused["a/evil.pt"]
-    assert "a/evil.pt holds a Python object" in (tmp_path / "s/skipped.csv").read_text()
+    assert list(store) == ["a/good"]
+    assert sorted(store.skipped) == ["a/evil", "a/old", "a/raw"]
+    assert "a/evil.pt holds a Python object or code (posix.system)" in store.skipped["a/evil"]
     torch.load(tmp_path / "pt/a/evil.pt", weights_only=False)
     assert (tmp_path / "ran").exists()  # it would have
 
@@ -215,11 +205,11 @@ def test_a_map_with_impossible_values_is_refused_with_the_reason(tmp_path, value
 @pytest.mark.parametrize("raw", [b"", b"nonsense", b"PK\x03\x04"])
 def test_a_file_that_is_no_torch_file_is_refused(tmp_path, raw):
     (tmp_path / "x.pt").write_bytes(raw)
-    with pytest.raises(StoreError, match=r"no whole file|else than plain"):
+    with pytest.raises(StoreError, match="cannot be loaded as plain tensors"):
         read_released(tmp_path / "x.pt", 1000)
     save(tmp_path, "y.pt", released_map(0))
     (tmp_path / "y.pt").write_bytes((tmp_path / "y.pt").read_bytes()[:2000])
-    with pytest.raises(StoreError, match="no whole file"):
+    with pytest.raises(StoreError, match="cannot be loaded as plain tensors"):
         read_released(tmp_path / "y.pt", 1000)
 
 
@@ -227,10 +217,10 @@ def test_a_map_of_another_grid_than_the_rest_is_refused(tmp_path):
     save(tmp_path / "pt", "a/0.pt", released_map(0, (7, 7)))
     for i in range(1, 4):
         save(tmp_path / "pt", f"a/{i}.pt", released_map(i))
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s"))
-    assert list(done.refused) == ["a/0.pt"]
-    assert import_released(ImportOptions(tmp_path / "pt", tmp_path / "s")) == done  # nothing to do, the same report
-    assert len(Maps(tmp_path / "s")) == 3
+    for _ in range(2):  # the second time there is nothing to do
+        store, _ = import_released(tmp_path / "pt", tmp_path / "s")
+        assert list(store.skipped) == ["a/0"]
+        assert len(store) == 3
 
 
 def test_ids_that_float16_has_rounded_are_not_believed(tmp_path):
@@ -239,12 +229,11 @@ def test_ids_that_float16_has_rounded_are_not_believed(tmp_path):
     high[1, 0] = 2048
     save(tmp_path / "pt", "a/low.pt", low)
     save(tmp_path / "pt", "a/high.pt", high)
-    done = import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", num_classes=21841))
-    assert "rounded" in done.refused["a/high.pt"]
-    assert any("cannot be trusted" in note for note in done.notes)
-    assert list(Maps(tmp_path / "s")) == ["a/low"]
+    store, _ = import_released(tmp_path / "pt", tmp_path / "s", num_classes=21841)
+    assert "rounded" in store.skipped["a/high"]
+    assert list(store) == ["a/low"]
     with pytest.raises(StoreError, match="21841 classes"):
-        export_released(ExportOptions(tmp_path / "s", tmp_path / "back"))
+        export_released(tmp_path / "s", tmp_path / "back")
 
 
 def test_unsorted_float32_maps_are_sorted(tmp_path):
@@ -258,20 +247,20 @@ def test_unsorted_float32_maps_are_sorted(tmp_path):
 
 def test_an_import_that_cannot_work_says_why(tmp_path):
     with pytest.raises(StoreError, match="no folder"):
-        import_released(ImportOptions(tmp_path / "nowhere", tmp_path / "s"))
+        import_released(tmp_path / "nowhere", tmp_path / "s")
     (tmp_path / "pt").mkdir()
     with pytest.raises(StoreError, match=r"no \.pt files"):
-        import_released(ImportOptions(tmp_path / "pt", tmp_path / "s"))
+        import_released(tmp_path / "pt", tmp_path / "s")
     save(tmp_path / "pt", "a/x.pt", [1])
     with pytest.raises(StoreError, match=r"a/x\.pt holds no plain tensor"):
-        import_released(ImportOptions(tmp_path / "pt", tmp_path / "s"))
+        import_released(tmp_path / "pt", tmp_path / "s")
     save(tmp_path / "pt", "a/x.pt", released_map(0, (18, 18)))
     with pytest.raises(StoreError, match="images"):
-        import_released(ImportOptions(tmp_path / "pt", tmp_path / "s"))
+        import_released(tmp_path / "pt", tmp_path / "s")
     (tmp_path / "images/b").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "images/b/z.jpg")
     with pytest.raises(StoreError, match=r"b/z\.jpg would need b/z\.pt; the label files look like a/x\.pt"):
-        import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images"))
+        import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images")
     assert not (tmp_path / "s").exists()
 
 
@@ -280,8 +269,8 @@ def test_class_names_come_from_the_class_folders_if_their_number_fits(tmp_path):
         save(tmp_path / "pt", f"{name}/x.pt", released_map(0, top_k=2, num_classes=2))
         (tmp_path / f"images/{name}").mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / f"images/{name}/x.jpg")
-    import_released(ImportOptions(tmp_path / "pt", tmp_path / "s", tmp_path / "images", num_classes=2))
-    assert Maps(tmp_path / "s").manifest.class_names == ["a", "b"]
+    import_released(tmp_path / "pt", tmp_path / "s", tmp_path / "images", num_classes=2)
+    assert Maps(tmp_path / "s").meta.class_names == ["a", "b"]
 
 
 def test_an_export_that_would_mix_up_or_overwrite_files_is_refused(filling, tmp_path):
@@ -290,15 +279,14 @@ def test_an_export_that_would_mix_up_or_overwrite_files_is_refused(filling, tmp_
         writer.write({key: filling.make_map(key) for key in keys})
         writer.finalize()
     with pytest.raises(StoreError, match=r"'x/a/cat\.1\.jpg' and 'y/a/cat\.2\.jpg' would both be written to a/cat\.pt"):
-        export_released(ExportOptions(tmp_path / "s", tmp_path / "pt"))
+        export_released(tmp_path / "s", tmp_path / "pt")
     with MapWriter(tmp_path / "t", keys[:1], filling.META) as writer:
         writer.write({keys[0]: filling.make_map(keys[0])})
         writer.finalize()
-    notes = export_released(ExportOptions(tmp_path / "t", tmp_path / "pt"))
-    assert len(notes) == 2  # the grid is not square, k is not 5
+    export_released(tmp_path / "t", tmp_path / "pt")
     with pytest.raises(StoreError, match="not empty"):
-        export_released(ExportOptions(tmp_path / "t", tmp_path / "pt"))
-    export_released(ExportOptions(tmp_path / "t", tmp_path / "pt", overwrite=True))
+        export_released(tmp_path / "t", tmp_path / "pt")
+    export_released(tmp_path / "t", tmp_path / "pt", overwrite=True)
     assert torch.load(tmp_path / "pt/a/cat.pt").shape == (2, 2, 3, 4)
 
 

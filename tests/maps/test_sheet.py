@@ -9,13 +9,9 @@ from PIL import Image
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken_lab import draw
 from everytoken_lab.draw import OTHER, PALETTE, PANEL
-from everytoken_lab.maps.sheet import SheetOptions, Tile, draw_sheet, load_photo, sheet_picture
+from everytoken_lab.maps.sheet import MANY, OTHERS, WRONG, load_photo, pick, sheet_picture
 from everytoken_lab.maps.summary import (
-    MANY,
-    OTHERS,
-    WRONG,
     folder_label,
-    pick,
     probability,
     sample_positions,
     summarize,
@@ -180,20 +176,18 @@ def test_photos_are_shown_upright_and_changed_or_broken_ones_are_remarked(tmp_pa
     assert tiny.size == (PANEL, PANEL)
 
 
-def test_a_sheet_has_room_for_every_tile_and_survives_odd_names():
-    one = simple_map([[0, 1], [2, 3]])
-    odd = "日本/\udcff/" + "very_long_" * 40 + "/x.jpg"
-    tiles = [Tile(odd, f"section {i // 2}", one, summarize(one, 4), label=i % 2) for i in range(5)]
-    wide = draw_sheet(tiles, lambda i: "имя " * 30, "title", columns=2)
-    narrow = draw_sheet(tiles[:1], NAMES.__getitem__, "title", columns=7)
-    assert wide.width == 2 * narrow.width - draw.PAD
-    assert wide.height > 3 * PANEL
-    assert len(wide.getcolors(10**7)) > 50
+def test_a_sheet_has_room_for_every_image_and_survives_odd_names(tmp_path):
+    odd = "日本/\udcff/" + "very_long_" * 20 + "/{}.jpg"
+    maps = {odd.format(i): simple_map([[0, 1], [2, 3]]) for i in range(5)}
+    store = make_store(tmp_path / "s", maps, names=["имя " * 30 + str(i) for i in range(4)])
+    every, one = sheet_picture(store), sheet_picture(store, list(maps)[:1])
+    assert every.height > 3 * PANEL > one.height
+    assert len(every.getcolors(10**7)) > 50
 
 
 def test_a_store_shows_itself_and_tokens_are_drawn_where_they_are(tmp_path):
     maps = make_store(tmp_path / "maps", {"ant/1.png": simple_map([[0, 1]]), "bee/2.png": simple_map([[2, 2]])})
-    some, every = (sheet_picture(maps, SheetOptions(maps.path, keys=keys)) for keys in (("ant/1.png",), ()))
+    some, every = (sheet_picture(maps, keys) for keys in (("ant/1.png",), ()))
     assert some.height < every.height
     photo = Image.new("RGB", (40, 20), "#808080")
     picture = draw.class_overlay(photo, np.array([[7, 9]]), np.ones((1, 2)), {7: "#ff0000"})

@@ -19,7 +19,7 @@ class StoreUnfinishedError(StoreError):
 
 
 class StoreMismatchError(StoreError):
-    """The store exists and was started with other images or other settings."""
+    """The store was begun with other images or other settings."""
 
 
 class UnknownKeyError(StoreError, KeyError):

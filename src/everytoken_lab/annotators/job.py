@@ -4,8 +4,8 @@ Three stages work side by side: worker processes decode the next batches, this t
 thread checks and writes the maps of earlier batches. On a GPU nothing here waits for it: the copy back is waited for in
 the writing thread.
 
-Every shard's bytes follow from the plan and the annotator (see `reading`), so a job that was killed and started again,
-or shared by several processes, ends in the same store, byte for byte. (On the same kind of device, with the same number
+Every shard follows from the keys and the annotator (see `reading`), so a job that was killed and started again, or
+shared by several processes, ends in the same store. (On the same kind of device, with the same number
 of threads, the same batch size, with or without ONNX Runtime: other sums round differently.)
 
 Paper: All Tokens Matter (token labeling), 4.1, keeps the five best logits of each cell in half precision.
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
-from everytoken.maps import Manifest, Maps, MapWriter, StoreMeta
-from everytoken.maps.format import MANIFEST
+from everytoken.maps import Maps, MapWriter, StoreMeta
+from everytoken.maps.format import find_plan
 from everytoken.maps.writer import check_folder, mismatch
 from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator
 from everytoken_lab.annotators.fit import fit_annotator
@@ -67,7 +67,6 @@ class Outcome:
         notes: sentences the user should read.
         copied: maps that came from another store.
         world: this process among those that shared the job.
-        apart: if machines wrote to a disk each, the processes that wrote to this one; the store has a part of the maps.
     """
 
     data: DataSet
@@ -78,7 +77,6 @@ class Outcome:
     notes: tuple[str, ...] = ()
     copied: int = 0
     world: World = _ALONE
-    apart: tuple[int, ...] = ()
 
 
 def annotate(
@@ -107,8 +105,8 @@ def annotate(
     for name in ("img_size", "fit_size"):
         if isinstance(options.get(name), int):  # a square, as in `lab.train`
             options[name] = (options[name],)
-    outcome = run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
-    return Maps(out, partial=bool(outcome.apart))
+    run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
+    return Maps(out)
 
 
 def run_job(
@@ -123,16 +121,11 @@ def run_job(
     check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
     # processes wait for each other at the beginning and at the end only, and the end can be far
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
-        ranks = ranks_at(out, world)
-        apart = ranks if world.any(len(ranks) < world.size) else ()
-        if apart and annotator == "fit":
-            raise EverytokenError(
-                f"the processes do not share the disk of {out}, and the annotator fit is fitted there. Give a folder "
-                "on a shared disk, or an annotator that exists (timm:NAME)."
-            )
+        if world.any(len(ranks_at(out, world)) < world.size):
+            raise EverytokenError(f"the processes do not share the disk of {out}. Give a folder on a shared disk.")
         if isinstance(annotator, str):
             annotator = make_annotator(annotator, dataset, out, options, world)
-        return fill_store(dataset, out, annotator, options, world, progress, apart)
+        return fill_store(dataset, out, annotator, options, world, progress)
 
 
 def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
@@ -175,8 +168,8 @@ def check_out(data: DataSet, out: Path, annotator: str) -> None:
             f"the output {out} lies among the class folders of {data.name} and would be taken for a class in training. "
             "Give a folder outside it."
         )
-    if (out / MANIFEST).is_file():
-        begun = str(Manifest.read(out).annotator.get("name", "not known"))
+    if plan := find_plan(out):
+        begun = str(plan.meta.annotator.get("name", "not known"))
         if begun.split(":")[0] != annotator.split(":")[0]:
             raise mismatch(out, [f"annotator: {begun} in the store, {annotator} now"])
 
@@ -188,13 +181,11 @@ def fill_store(
     options: AnnotateOptions,
     world: World = _ALONE,
     progress: Progress | None = None,
-    apart: tuple[int, ...] = (),
 ) -> Outcome:
     """Give every image of `data` a score map in the store `out`, or continue a store that was begun.
 
     Args:
         progress: called with (images done, images in all) of this process, images of earlier runs included.
-        apart: if `out` is on several disks, the processes that write to the same one as this; see `Outcome`.
     """
     if not len(data):
         raise EverytokenError(f"{data.name} holds no images to annotate.")
@@ -217,13 +208,8 @@ def fill_store(
         world=world.size,
         retry_skipped=options.retry_skipped,
     ) as writer:
-        world.barrier()
         shards = writer.pending_shards()
-        of_rank: Sequence[int] = range(world.rank, writer.manifest.num_shards, world.size)
-        if apart:  # what is finished on no disk is divided anew
-            unfinished = set[int].intersection(*map(set, world.gather(writer.pending_shards(0, 1))))
-            of_rank = shards = sorted(unfinished)[world.rank :: world.size]
-        total = sum(len(writer.shard_range(i)) for i in of_rank)
+        total = sum(len(writer.shard_range(i)) for i in range(world.rank, writer.plan.num_shards, world.size))
         done = total - sum(len(writer.shard_range(i)) for i in shards)
         copied = frozenset() if older is None else copy_maps(writer, shards, older)
         done = before = done + len(copied)
@@ -231,7 +217,7 @@ def fill_store(
         tell(done, total)
         started = time.perf_counter()
         if done < total:
-            if writer.manifest.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
+            if writer.plan.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
                 annotator.accelerate()
             transform = replace(annotator.preprocessing, crop_pct=1.0, crop_mode=_CROP_MODES[options.resize])
             reader = ImageReader(data, store_order(data), transform)
@@ -245,11 +231,11 @@ def fill_store(
                     tell(done, total)
         seconds = time.perf_counter() - started
         world.barrier()
-        if world.is_main and (not apart or not writer.pending_shards(0, 1)):
+        if world.is_main:
             writer.finalize()
         world.barrier()
     notes = tuple(_notes(annotator, plan, grid))
-    return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world, apart)
+    return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world)
 
 
 def store_order(data: DataSet) -> np.ndarray:
@@ -263,7 +249,7 @@ def open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
     if source.resolve() == out.resolve():
         raise EverytokenError(f"reuse {source} is the store that shall be written; name another output folder.")
     store = Maps(source, check=True)
-    differences = store.manifest.differences(meta)
+    differences = store.meta.differences(meta)
     if differences:
         raise EverytokenError(
             f"reuse {source}: its maps were made in another way, so they cannot stand beside new ones:\n  "
@@ -297,7 +283,7 @@ def fill(
     closed."""
     with _writing(writer, annotator.name, amp_dtype) as put:
         for batch in stream:
-            put(batch, *_score(annotator, plan, writer.manifest.top_k, batch, amp_dtype, device))
+            put(batch, *_score(annotator, plan, writer.plan.meta.top_k, batch, amp_dtype, device))
             yield len(batch)
 
 

@@ -56,21 +56,7 @@ def main(argv: list[str], prog: str) -> int:
     with Progress("annotating", "images") as progress:
         plain = AnnotateOptions(**values_of(options, AnnotateOptions))
         outcome = run_job(options.data, options.out, options.annotator, plain, progress)
-    if outcome.apart:
-        return _report_part(options, outcome) if outcome.world.rank == outcome.apart[0] else 0
     return _report(options, outcome) if outcome.world.is_main else 0
-
-
-def _report_part(options: Annotate, outcome: Outcome) -> int:
-    """Print what this machine has, if each has a disk of its own."""
-    from everytoken.maps import Maps
-
-    store, out = Maps(options.out, partial=True), quote(str(options.out))
-    print(f"{options.out}: {len(store):,} maps of {store.manifest.total:,} images; other machines have the rest")
-    for note in outcome.notes:
-        print(f"note: {note}")
-    print(f"next, with the folders of all machines side by side:\n  everytoken maps merge {out} OTHERS --out all-maps")
-    return 0
 
 
 def _report(options: Annotate, outcome: Outcome) -> int:
@@ -82,13 +68,11 @@ def _report(options: Annotate, outcome: Outcome) -> int:
     from everytoken_lab.annotators.job import summarise
 
     data, store = outcome.data, Maps(options.out)
-    manifest, summary = store.manifest, summarise(options.out, data, outcome.plan.label_to_class)
+    meta, summary = store.meta, summarise(options.out, data, outcome.plan.label_to_class)
     table = Table(title=str(options.out), show_header=False)
-    grid = f"{manifest.grid[0]} x {manifest.grid[1]} cells"
-    table.add_row(
-        "maps", f"{summary.maps:,} of {grid}, the best {manifest.top_k} of {manifest.num_classes:,} classes in each"
-    )
-    table.add_row("skipped images", f"{summary.skipped:,}" + (" (listed in skipped.csv)" if summary.skipped else ""))
+    grid = f"{meta.grid[0]} x {meta.grid[1]} cells"
+    table.add_row("maps", f"{summary.maps:,} of {grid}, the best {meta.top_k} of {meta.num_classes:,} classes in each")
+    table.add_row("skipped images", f"{len(summary.skipped):,}")
     if summary.images_agree is not None:
         table.add_row("map's class is the folder's", f"{summary.images_agree:.1%} of {summary.labelled:,} maps")
         table.add_row("cell's class is the folder's", f"{summary.cells_agree:.1%} of their cells")
@@ -102,9 +86,9 @@ def _report(options: Annotate, outcome: Outcome) -> int:
         table.add_row("copied", f"{outcome.copied:,} maps of {options.reuse}")
     table.add_row("this run", f"{outcome.done:,} images{whose} in {outcome.seconds:,.1f} s{rate}")
     Console().print(table)
-    for key, reason in summary.skipped_examples:
+    for key, reason in list(summary.skipped.items())[:5]:
         print(f"skipped {key}: {reason}")
-    for note in [*outcome.notes, *_advice(summary, manifest.grid)]:
+    for note in [*outcome.notes, *_advice(summary, meta.grid)]:
         print(f"note: {note}")
     if not summary.maps:
         print("none of the images could be read, so there are no maps.", file=sys.stderr)

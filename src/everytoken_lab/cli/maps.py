@@ -6,19 +6,20 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from everytoken.maps.check import verify
-from everytoken.maps.merge import merge_maps
-from everytoken.maps.store import Maps
+from everytoken.errors import EverytokenError
+from everytoken.files import write_picture
+from everytoken.maps import Maps, verify
 from everytoken_lab.cli import Command, call
 from everytoken_lab.cli._parse import parse
-from everytoken_lab.maps.released import ExportOptions, ImportOptions, export_released, import_released
-from everytoken_lab.maps.sheet import SheetOptions, make_sheet
+from everytoken_lab.maps.released import export_released, import_released
+from everytoken_lab.maps.sheet import sheet_picture
+from everytoken_lab.maps.summary import summarize_store
 from everytoken_lab.progress import Progress
 
 
@@ -46,22 +47,50 @@ class Info:
 def info(argv: list[str], prog: str) -> int:
     options = parse(Info, prog, argv)
     from everytoken_lab.engine.recipe import flat_names
-    from everytoken_lab.maps.summary import describe
 
     facts = describe(Maps(options.maps, partial=True), options.sample)
     if options.json:
         print(json.dumps(facts, indent=1))
         return 0
     table = Table(title=str(options.maps), show_header=False)
+    skipped = facts["skipped images"]
+    facts["skipped images"] = len(skipped)
     for name, value in flat_names(facts).items():
         text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
         table.add_row(_plain(name), _plain(text))
     Console(markup=False).print(table)
+    _list((f"skipped {key}: {reason}" for key, reason in skipped.items()), 20)
     return 0
 
 
+def describe(maps: Maps, sample: int = 512) -> dict[str, Any]:
+    """What is in a store, for people: settings, counts, size, and what up to `sample` of its maps are like."""
+    names, summary = maps.class_names, summarize_store(maps, sample)
+    facts: dict[str, Any] = {
+        "state": "complete" if maps.complete else "not finished: the same command continues it",
+        "maps": len(maps),
+        "skipped images": summary.skipped,
+        "images": maps.total,
+        "grid": f"{maps.grid[0]} x {maps.grid[1]}",
+        "classes per cell": maps.top_k,
+        "classes": maps.num_classes,
+        "class names": f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "not known",
+        "image to annotator": maps.meta.resize_mode,
+        "annotator": maps.meta.annotator or "not known",
+        "size": f"{summary.bytes_per_image * maps.total / 1e6:,.1f} MB",
+        "bytes per image": round(summary.bytes_per_image),
+    }
+    if summary.looked_at:
+        agree = summary.images_agree
+        facts["looked at"] = f"{summary.looked_at:,} maps"
+        facts["classes in a map, mean"] = f"{summary.vocabulary:.1f}"
+        facts["confidence of a cell, mean"] = f"{summary.confidence:.1%}"
+        facts["map's class = folder's"] = "folder names are no class names" if agree is None else f"{agree:.1%}"
+    return facts
+
+
 @dataclass(frozen=True)
-class Sheet(SheetOptions):
+class Sheet:
     """Draw images with their maps. First those where map and folder disagree, then mixed ones; or those you name.
 
     Examples:
@@ -69,9 +98,30 @@ class Sheet(SheetOptions):
         everytoken maps sheet maps cat/1.jpg dog/7.jpg --images photos --out two.png
     """
 
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    """Folder of the store."""
+    keys: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY ...]")] = ()
+    """Images to draw: paths relative to the image folder. Default: those most worth looking at."""
+    images: Path | None = None
+    """The image folder that was annotated. Without it the cells are drawn on grey."""
+    out: Path = Path("sheet.png")
+    """Picture to write."""
+    count: int = 24
+    """Images on the sheet, if they are not named."""
+    names: Path | None = None
+    """Text file with one readable class name per line, in the order of the ids, to use in the legend."""
+
 
 def sheet(argv: list[str], prog: str) -> int:
-    make_sheet(parse(Sheet, prog, argv))
+    options = parse(Sheet, prog, argv)
+    maps = Maps(options.maps, partial=True)
+    picture = sheet_picture(maps, options.keys, options.images, options.count, options.names)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(options.out, picture)
+    except OSError as error:
+        raise EverytokenError(f"cannot write {options.out}: {error}.") from error
+    print(f"wrote {options.out}")
     return 0
 
 
@@ -105,14 +155,14 @@ def verify_store(argv: list[str], prog: str) -> int:
         return 0
     print(
         f"{options.maps}: {len(verdict.problems)} damaged file(s) ({count}).\n"
-        "Restore them from a copy; or delete damaged shard-*.npy files and run the command that made the store again: "
-        "it makes only those."
+        "Restore them from a copy; or delete the damaged shards and run the command that made the store again: it "
+        "makes only those."
     )
     return 1
 
 
 @dataclass(frozen=True)
-class Import(ImportOptions):
+class Import:
     """Make a store of a folder of released .pt maps: token labeling [2, 5, 18, 18], ReLabel [2, 5, 15, 15].
 
     Nothing in the files is executed; files that are not what they should be are refused and listed.
@@ -122,69 +172,53 @@ class Import(ImportOptions):
         everytoken maps import relabel --out maps --images imagenet/train
     """
 
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """Folder of the released maps, with one folder per class."""
+    out: Path
+    """Folder of the new store."""
+    images: Path | None = None
+    """Image folder; keys become its images' paths. Without it, keys are the maps' paths without .pt."""
+    num_classes: int = 1000
+    """Classes of the annotator."""
+    class_names: Path | None = None
+    """Text file with one class name per line, in order. Default: the class folders, if they are as many."""
+    resize_mode: Literal["squash", "center", "letterbox"] | None = None
+    """How images went into the annotator. Default: squash for 15x15 (ReLabel), else center (token labeling)."""
+
 
 def import_maps(argv: list[str], prog: str) -> int:
     options = parse(Import, prog, argv)
     with Progress("import", "maps") as progress:
-        result = import_released(options, progress)
-    print(f"{result.store}: {result.maps:,} maps")
-    for note in result.notes:
-        print(f"  {note}")
-    for names, what in (
-        ([f"{name} {reason}" for name, reason in result.refused.items()], "label files refused"),
-        (result.ambiguous, "label files that several images claim; none of them gets it"),
-        (result.without_label, "images without a label file"),
-        (result.without_image, "label files without an image"),
-    ):
-        if names:
-            print(f"{len(names):,} {what}:")
-            _list(names, 10)
-    if result.refused or result.ambiguous or result.without_label:
-        print(f"All images without a map are listed in {result.store / 'skipped.csv'}.")
+        store, notes = import_released(**vars(options), progress=progress)
+    skipped = store.skipped
+    print(f"{options.out}: {len(store):,} maps, {len(skipped):,} images without one")
+    _list((f"{key}: {reason}" for key, reason in skipped.items()), 10)
+    for note in notes:
+        print(f"note: {note}")
     return 0
 
 
 @dataclass(frozen=True)
-class Export(ExportOptions):
+class Export:
     """Write a store as released .pt maps [2, k, height, width], for other code that reads them.
 
     Examples:
         everytoken maps export maps --out pt_maps
     """
 
+    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    """Folder of the store."""
+    out: Path
+    """Folder for the files; new or empty."""
+    overwrite: bool = False
+    """Replace files in a folder that is not empty."""
+
 
 def export_maps(argv: list[str], prog: str) -> int:
     options = parse(Export, prog, argv)
     with Progress("export", "maps") as progress:
-        notes = export_released(options, progress)
+        export_released(options.maps, options.out, options.overwrite, progress)
     print(f"{options.out}: {len(Maps(options.maps)):,} maps")
-    for note in notes:
-        print(f"  note: {note}")
-    return 0
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Make one store of several: parts that machines with a disk each have annotated, or stores of different images.
-
-    The stores must come from the same annotator with the same settings and classes. An interrupted merge resumes when
-    the same command is run again.
-
-    Examples:
-        everytoken maps merge node0/maps node1/maps --out maps
-    """
-
-    maps: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
-    """Folders of two stores or more; unfinished ones, too, if together they have all images."""
-    out: Path
-    """Folder of the new store."""
-
-
-def merge(argv: list[str], prog: str) -> int:
-    options = parse(Merge, prog, argv)
-    with Progress("merge", "maps") as progress:
-        store = merge_maps(options.maps, options.out, progress)
-    print(f"{options.out}: {len(store):,} maps, {store.manifest.skipped:,} skipped images")
     return 0
 
 
@@ -206,7 +240,6 @@ _COMMANDS: dict[str, Command] = {
     "info": ("what is in a store, as a table", info),
     "sheet": ("a picture of many maps on their images: wrong and interesting ones first, or those you name", sheet),
     "verify": ("check every byte; names the images whose maps are damaged", verify_store),
-    "merge": ("make one store of several", merge),
     "import": ("make a store of released .pt maps (token labeling, ReLabel)", import_maps),
     "export": ("write a store as released .pt maps", export_maps),
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, get_args
 
 from everytoken.maps import Maps
+from everytoken.maps.format import list_shards
 from everytoken_lab.data.datasets import dataset_title
 from everytoken_lab.doctor.findings import Finding, Level
 from everytoken_lab.doctor.images import Images, examine, open_images
@@ -26,13 +26,7 @@ def kind_of(path: str) -> Literal["images", "maps", "run"]:
     folder = Path(path).expanduser()
     if is_run(folder) or (folder / "checkpoints").is_dir():
         return "run"
-    try:
-        content = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except OSError:
-        return "images"
-    except ValueError:
-        return "maps"  # damaged, and will be reported so
-    return "maps" if not isinstance(content, dict) or "format" in content else "images"
+    return "maps" if list_shards(folder) else "images"
 
 
 def diagnose(

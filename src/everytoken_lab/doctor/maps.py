@@ -8,6 +8,7 @@ from pathlib import Path
 
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, verify
+from everytoken.maps.format import list_shards
 from everytoken_lab.classes import class_finder
 from everytoken_lab.data.datasets import DataSet, split_off
 from everytoken_lab.doctor.findings import Finding, some
@@ -49,10 +50,10 @@ def compare(store: Maps, images: Images) -> list[Finding]:
 
 
 def _class_order(store: Maps, data: DataSet) -> list[Finding]:
-    mine, theirs = list(data.class_names), list(store.manifest.class_names)
+    mine, theirs = list(data.class_names), list(store.meta.class_names)
     where = str(store.path)
     if not theirs:
-        what = f"the maps do not name their {store.manifest.num_classes} classes"
+        what = f"the maps do not name their {store.meta.num_classes} classes"
         todo = "Their order cannot be checked; give names when importing (`everytoken maps import --help`)."
         return [Finding("warning", "classes-unnamed", what, where, todo)]
     if mine == theirs:
@@ -115,7 +116,7 @@ def _held_out(data: DataSet, keys: set[str]) -> float:
 def _stale(store: Maps, data: DataSet, images: Images) -> list[Finding]:
     """Images that have another size than when they were annotated, or were written after that."""
     resized, newer = [], []
-    made = (store.path / "manifest.json").stat().st_mtime
+    made = max(path.stat().st_mtime for path in list_shards(store.path))
     for index, image in images.facts.get("train", {}).items():
         key = data.key(index)
         if image.trouble or key not in store:

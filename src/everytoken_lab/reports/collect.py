@@ -194,7 +194,7 @@ def _add_annotators(report: Report) -> None:
         except (EverytokenError, OSError) as error:
             report.notes.append(f"{run.name}: nothing about its score maps, because {_first_line(error)}")
             continue
-        annotator = maps.manifest.annotator
+        annotator = maps.meta.annotator
         words = f"{where}, by the annotator {annotator.get('name', 'unknown')}: {found.maps:,} maps"
         if isinstance(held_out := annotator.get("held_out_accuracy"), int | float):
             words += f"; it was right on {held_out:.1%} of images held out from it"

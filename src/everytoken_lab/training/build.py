@@ -160,7 +160,7 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
     Only the annotator `fit` learns from the dataset; its store records the fraction of images, by the hash that divides
     data everywhere, that it did not learn from. Images without a map were not there at all.
     """
-    annotator = store.manifest.annotator
+    annotator = store.meta.annotator
     fit = annotator.get("fit")
     if annotator.get("name") != "fit" or not isinstance(fit, dict):
         return []
@@ -181,7 +181,7 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
 
 def _check_released(store: Maps, objectives: Mapping[str, nn.Module]) -> None:
     """The released code reads square maps only."""
-    rows, columns = store.manifest.grid
+    rows, columns = store.meta.grid
     for name, objective in objectives.items():
         if "maps" in required_by(objective) and getattr(objective, "released", False) and rows != columns:
             raise ContradictionError(
@@ -196,11 +196,11 @@ def _resolve_class_targets(
     """With maps of other classes, the class token learns the data's own labels; say so."""
     settings = {name: dict(fields) for name, fields in options.objectives.items()}
     notes: list[str] = []
-    if store is None or list(store.manifest.class_names) == list(train_set.class_names):
+    if store is None or list(store.meta.class_names) == list(train_set.class_names):
         return settings, notes
     if "relabel" in settings and "class_map" not in settings["relabel"]:
         raise ContradictionError(
-            f"ReLabel teaches the class token what the score maps say, and the maps have {store.manifest.num_classes} "
+            f"ReLabel teaches the class token what the score maps say, and the maps have {store.meta.num_classes} "
             f"classes, not the {train_set.num_classes} of {options.data}. Use `token_labeling`, which lets every token "
             "learn the maps' classes, or say which classes correspond with class_map."
         )
@@ -208,7 +208,7 @@ def _resolve_class_targets(
         # whatever the recipe says: the maps cannot label whole images
         settings["token_labeling"]["class_target"] = "truth"
         notes.append(
-            f"the maps have {store.manifest.num_classes} classes (such as {store.manifest.class_name(0)!r}), the data "
+            f"the maps have {store.meta.num_classes} classes (such as {store.meta.class_name(0)!r}), the data "
             f"{train_set.num_classes} (such as {train_set.class_names[0]!r}): tokens learn the maps' classes, the "
             "class token the data's labels"
         )
@@ -217,7 +217,7 @@ def _resolve_class_targets(
 
 def _class_names(store: Maps) -> tuple[str, ...]:
     """One name per class of the maps, also where they have none of their own."""
-    return tuple(store.manifest.class_name(i) for i in range(store.manifest.num_classes))
+    return tuple(store.meta.class_name(i) for i in range(store.meta.num_classes))
 
 
 def _start_heads(

@@ -156,7 +156,7 @@ class Classification(Task):
             "weights": options.model.weights or "none, from scratch",
             "token grid": f"{setup.grid[0]} x {setup.grid[1]} at {options.model.img_size} px",
             "images": f"{images}, {setup.train_set.num_classes} classes",
-            "score maps": f"{options.maps} ({setup.store.manifest.num_classes} classes)" if setup.store else "none",
+            "score maps": f"{options.maps} ({setup.store.meta.num_classes} classes)" if setup.store else "none",
             "objectives": ", ".join(
                 f"{name} (weight {getattr(objective, 'weight', 1):g})"
                 for name, objective in setup.step.objectives.items()
