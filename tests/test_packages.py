@@ -12,7 +12,6 @@ SOURCE = Path(__file__).parents[1] / "src"
 LIBRARY = {"torch", "timm", "torchvision", "numpy", "PIL", "safetensors", "filelock", "everytoken"}
 # torch and timm themselves import yaml and typing_extensions, which the lab needs too
 LAB = ["pydantic", "tyro", "rich", "jinja2", "sklearn", "simplejpeg", "matplotlib", "fsspec", "scipy", "everytoken_lab"]
-PENDING = {"format.py": {"everytoken_lab", "typing_extensions"}}  # until the store has its new format
 HIDE = """
 import sys
 from importlib.machinery import PathFinder
@@ -42,7 +41,7 @@ def imports(path: Path) -> set[str]:
 
 def test_the_library_imports_neither_the_lab_nor_what_the_lab_needs():
     for path in sorted((SOURCE / "everytoken").rglob("*.py")):
-        foreign = imports(path) - LIBRARY - sys.stdlib_module_names - PENDING.get(path.name, set())
+        foreign = imports(path) - LIBRARY - sys.stdlib_module_names
         assert not foreign, f"{path.relative_to(SOURCE)} imports {', '.join(sorted(foreign))}"
 
 
@@ -78,10 +77,7 @@ print("done")
 
 
 def test_the_library_trains_and_reads_score_maps_without_the_labs_packages(photo_maps):
-    done = run(
-        [name for name in LAB if not PENDING or name not in ("pydantic", "everytoken_lab")],
-        f"STORE = {str(photo_maps)!r}\n{STEP}",
-    )
+    done = run(LAB, f"STORE = {str(photo_maps)!r}\n{STEP}")
     assert done.stdout.strip() == "done", done.stderr
 
 
