@@ -155,7 +155,7 @@ def run_command(*words: str) -> str:
 
     with redirect_stdout(out), redirect_stderr(out):
         try:
-            code = cli.dispatch("everytoken", cli.GROUPS, list(words), plain)
+            code = cli.dispatch("everytoken", cli.GROUPS, list(words), plain, ())
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 2
     if code not in (0, None, 1, 2):

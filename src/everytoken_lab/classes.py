@@ -260,7 +260,7 @@ class ClassPlan:
         return self.count if self.groups is None else len(self.groups)
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest."""
+        """For the store's metadata."""
         if self.groups is None:
             return {"classes": self.how}
         content = json.dumps([self.groups, self.targets])

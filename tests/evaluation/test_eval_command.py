@@ -160,7 +160,7 @@ def test_runs_that_held_out_different_images_are_not_compared(photos, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(f"data: {undivided}\nval_split: {share}\n")
     sources = [str(tmp_path / "one"), str(tmp_path / "two")]
-    with pytest.raises(EverytokenError, match="different parts"):
+    with pytest.raises(EverytokenError, match="different fractions"):
         open_part(sources, str(undivided))
     assert len(open_part(sources[:1], str(undivided))[0]) < len(open_part([], str(undivided))[0])
 

@@ -1,6 +1,6 @@
 """Annotators: what gives every cell of an image a score for every class. `ANNOTATORS` lists the kinds.
 
-The job that fills a store sees only `Annotator`. Its `settings` go into the store's manifest: everything that changes
+The job that fills a store sees only `Annotator`. Its `settings` go into the store's metadata: everything that changes
 the maps, and nothing else, so that a store is continued only by the annotator that began it.
 """
 
@@ -38,10 +38,10 @@ class Annotator(ABC):
     """Scores for every cell.
 
     Attributes:
-        name: how the user calls it, for messages and the manifest.
+        name: how the user calls it, for messages and the metadata.
         preprocessing: the size, filter and normalisation of its input; how much of an image is seen is up to the job.
         classes: what its scores mean.
-        settings: what the manifest says about it (plain JSON values).
+        settings: what the store says about it (plain JSON values).
     """
 
     name: str
@@ -61,7 +61,7 @@ class Annotator(ABC):
         """Spend a second or two on being faster, for many images; after `to`."""
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest."""
+        """For the store's metadata."""
         wanted = {name: getattr(self.preprocessing, name) for name in ("size", "mean", "std", "interpolation")}
         return {"name": self.name, "input": wanted, **self.settings}
 
