@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from everytoken import keyed
-from everytoken_lab.robust.corruptions import CORRUPTIONS, SEVERITIES, STANDARD, corrupt
+from everytoken_lab.robust.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from everytoken_lab.robust.filters import gaussian
 
 
@@ -53,8 +53,7 @@ def main() -> None:
     for name in CORRUPTIONS:
         cost = milliseconds(pixels, name, 3, options.seconds)
         print(f"{name:<20}{cost:8.1f}{1000 / cost:10.0f}")
-        if name in STANDARD:
-            total += sum(milliseconds(pixels, name, s, options.seconds / 10) for s in SEVERITIES)
+        total += sum(milliseconds(pixels, name, s, options.seconds / 10) for s in SEVERITIES)
     print(f"\n15 corruptions at 5 severities: {total:.0f} ms per image")
 
 

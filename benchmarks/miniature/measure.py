@@ -40,7 +40,7 @@ from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import DataSet, open_dataset
 from everytoken_lab.evaluation.locate import THRESHOLD, box_of, scaled
 from everytoken_lab.models.open import OpenModel, open_model
-from everytoken_lab.robust.corruptions import STANDARD, corrupt
+from everytoken_lab.robust.corruptions import CORRUPTIONS, corrupt
 
 COUNT = 1000  # validation images of the slower measurements
 CACHE = Path()  # WORK/pixels: images as all these networks see them
@@ -117,7 +117,7 @@ def corrupted(opened: OpenModel, data: DataSet) -> Columns:
     """Percent of the 15 corruptions under which an image is right."""
     chosen = keyed.generator(0, "corrupted").permutation(len(data))[:COUNT]
     clean, right = pixels(opened, data, chosen, "clean"), np.zeros(COUNT, np.float32)
-    for name in STANDARD:
+    for name in CORRUPTIONS:
 
         def make(name: str = name) -> np.ndarray:
             return np.stack([corrupt(p, name, 3, keyed.generator(0, name, i)) for i, p in enumerate(clean)])
@@ -125,7 +125,7 @@ def corrupted(opened: OpenModel, data: DataSet) -> Columns:
         changed = cached(name, make)
         answers = torch.cat([opened.model(images).logits.argmax(1) for images in batches(opened, changed)])
         right += answers.numpy() == data.labels[chosen]
-    return {"corrupted": right / len(STANDARD)}
+    return {"corrupted": right / len(CORRUPTIONS)}
 
 
 def features(opened: OpenModel, data: DataSet, chosen: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from PIL import Image
 from everytoken import keyed
 from everytoken.errors import EverytokenError
 from everytoken_lab.robust import corruptions, filters
-from everytoken_lab.robust.corruptions import CORRUPTIONS, EXTRA, STANDARD, corrupt
+from everytoken_lab.robust.corruptions import CORRUPTIONS, corrupt
 
 
 def scene(height=224, width=224):
@@ -26,10 +26,6 @@ def dice(*key):
     return keyed.generator(0, "test", *key)
 
 
-def test_there_are_fifteen_and_four():
-    assert (len(STANDARD), len(EXTRA)) == (15, 4)
-
-
 @pytest.mark.parametrize("name", CORRUPTIONS)
 @pytest.mark.parametrize("size", [(32, 32), (50, 31), (96, 160)])
 def test_every_corruption_works_at_any_size_and_depends_on_the_key_alone(name, size):
@@ -41,14 +37,11 @@ def test_every_corruption_works_at_any_size_and_depends_on_the_key_alone(name, s
     assert np.array_equal(first, again)
     assert np.array_equal(x, before)
     assert not np.array_equal(first, x)
-    fixed = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression", "gaussian_blur",
-             "saturate"}  # fmt: skip
+    fixed = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression"}
     assert np.array_equal(first, other) == (name in fixed)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(CORRUPTIONS) - {"elastic_transform", "frost", "saturate", "snow", "spatter"})
-)
+@pytest.mark.parametrize("name", sorted(set(CORRUPTIONS) - {"elastic_transform", "frost", "snow"}))
 def test_a_higher_severity_is_farther_from_the_image(name):
     x = scene()
     far = [np.abs(corrupt(x, name, s, dice(0)).astype(float) - x).mean() for s in (1, 3, 5)]
@@ -65,8 +58,6 @@ def test_noise_has_the_published_moments():
         photons = (60, 25, 12, 5, 3)[severity - 1]
         assert got.mean() == pytest.approx(value, rel=0.02)
         assert got.var() == pytest.approx(value / photons, rel=0.05)
-        got = noise_of("speckle_noise", x, severity)
-        assert got.std() == pytest.approx(value * (0.15, 0.2, 0.35, 0.45, 0.6)[severity - 1], rel=0.02)
         hit = corrupt(x, "impulse_noise", severity, dice(0))
         amount = (0.03, 0.06, 0.09, 0.17, 0.27)[severity - 1]
         assert (hit == 255).mean() == pytest.approx(amount / 2, rel=0.06)
@@ -79,21 +70,17 @@ def noise_of(name, x, severity):
     return CORRUPTIONS[name](x.astype(np.float32) / 255, severity, dice(severity), 1.0)
 
 
-def test_brightness_and_saturation_are_those_of_hsv():
+def test_brightness_is_the_value_of_hsv():
     colours = np.random.default_rng(0).integers(0, 256, (6, 6, 3)).astype(np.uint8)
     colours[0] = [[0, 0, 0], [9, 9, 9], [255, 255, 255], [255, 0, 0], [0, 255, 0], [0, 0, 1]]
     image = colours.astype(np.float32) / 255
     for severity in range(1, 6):
         bright = corruptions.brightness(image, severity, dice(0), 1.0)
-        rich = corruptions.saturate(image, severity, dice(0), 1.0)
-        factor, summand = ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2))[severity - 1]
         for y in range(6):
             for x in range(6):
                 h, s, v = colorsys.rgb_to_hsv(*map(float, image[y, x]))
                 wanted = colorsys.hsv_to_rgb(h, s, min(v + 0.1 * severity, 1))
                 assert bright[y, x] == pytest.approx(wanted, abs=1e-5)
-                wanted = colorsys.hsv_to_rgb(h, min(max(s * factor + summand, 0), 1), v)
-                assert rich[y, x] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_contrast_pixelate_and_jpeg_are_one_line_each():
@@ -145,20 +132,6 @@ def test_drawn_frost_is_as_bright_as_the_published_photographs():
     assert textures.std() == pytest.approx(0.13, abs=0.01)
 
 
-def test_spatter_cuts_distances_off_where_the_published_program_does():
-    grey = np.zeros((9, 9), np.float32)
-    grey[:, 4:] = 200  # one edge, so that all distances are whole numbers and means of three rows too
-    edges = filters.canny(grey, 50, 150)
-    mean = filters.box3(np.minimum(filters.distance_to(edges, 20), 20))
-    assert (mean % 1 > 0.5).any()  # where rounding and cutting off differ
-    level = filters.equalise(np.floor(mean).astype(np.uint8)).astype(np.float32)
-    padded = np.pad(level, 1, mode="reflect")
-    emboss = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3))
-    wanted = np.round(filters.box3(np.clip((windows * emboss).sum((2, 3)), 0, 255)))
-    assert np.array_equal(filters.relief(grey, 20), wanted)
-
-
 def test_snow_whitens_and_adds_flakes_that_are_symmetric():
     image = np.full((224, 224, 3), 0.2, np.float32)
     got = corruptions.snow(image, 3, dice(0), 1.0)
@@ -167,23 +140,6 @@ def test_snow_whitens_and_adds_flakes_that_are_symmetric():
     flakes = got - whitened
     assert np.abs(flakes - flakes[::-1, ::-1]).max() < 1e-5
     assert flakes.max() > 0.1
-
-
-def test_spatter_is_pale_turquoise_water_and_then_brown_mud():
-    image = np.full((224, 224, 3), 0.3, np.float32)
-    water = corruptions.spatter(image, 2, dice(0), 1.0) - image
-    assert water.min() == 0
-    assert water.max() == pytest.approx(0.6 * 238 / 255, rel=1e-3)
-    wet = water[..., 1] > 0.01
-    assert 0.001 < wet.mean() < 0.5
-    assert water[wet][:, 0] == pytest.approx(water[wet][:, 1] * 175 / 238, rel=1e-3)
-    mud = corruptions.spatter(image, 5, dice(0), 1.0)
-    share = (image[..., 0] - mud[..., 0]) / (0.3 - 63 / 255)
-    dirty = share > 1e-3
-    assert 0.001 < dirty.mean() < 0.7
-    assert 0.799 < share[dirty].min() <= share[dirty].max() < 1.001
-    wanted = 0.3 + (np.array([63, 42, 20]) / 255 - 0.3) * share[dirty][:, None]
-    assert mud[dirty] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_the_elastic_transform_moves_a_little_and_its_affine_part_takes_points_back():

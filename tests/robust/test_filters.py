@@ -90,27 +90,3 @@ def test_plasma_is_diamond_and_square_on_a_torus():
     wanted = np.array([[field[y, x] for x in range(size)] for y in range(size)])
     wanted = (wanted - wanted.min()) / np.ptp(wanted)
     assert np.abs(corruptions.plasma(size, decay, np.random.default_rng(2)) - wanted).max() < 1e-6
-
-
-def test_distances_to_edges_are_cut_off_at_the_limit():
-    mask = np.zeros((9, 9), bool)
-    assert (filters.distance_to(mask, 5) == 5).all()
-    mask[4, 0] = True
-    assert filters.distance_to(mask, 5)[4].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5]
-
-
-def test_canny_finds_the_outline_of_a_square_and_drops_weak_lines_that_touch_nothing():
-    grey = np.zeros((40, 40))
-    grey[10:30, 10:30] = 200
-    found = filters.canny(grey, 50, 150)
-    assert found.any()
-    ys, xs = np.nonzero(found)
-    border = np.minimum.reduce([abs(ys - 9.5), abs(ys - 29.5), abs(xs - 9.5), abs(xs - 29.5)])
-    assert border.max() <= 1
-    assert not filters.canny(grey / 200 * 25, 50, 150).any()  # gradient 100: above the low threshold only
-
-
-def test_equalising_stretches_the_cumulative_histogram():
-    levels = np.array([[3, 3, 5, 9]], np.uint8)
-    assert filters.equalise(levels).tolist() == [[0, 0, 128, 255]]
-    assert filters.equalise(np.full((2, 2), 7, np.uint8)).tolist() == [[7, 7], [7, 7]]

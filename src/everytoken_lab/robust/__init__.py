@@ -40,7 +40,7 @@ class RobustOptions(InferenceOptions):
     real: str = ""
     """ReaL labels (real.json) for the suite `real`; default: timm's copy."""
     corruptions: tuple[str, ...] = ("standard",)
-    """standard (15), extra (4), all, noise, blur, weather, digital, or names."""
+    """standard (all 15), noise, blur, weather, digital, or names."""
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Severities to test, 1 to 5."""
     frost_textures: str = ""

@@ -1,8 +1,4 @@
-"""Filters on float32 images [h, w, c] that the corruptions are made of, each with the borders of the published one.
-
-Most are SciPy's, as in the published program. The second half is what spatter draws its drops of water with: Canny's
-edge detector (Sobel 3 x 3, sum of absolute values), the distance to the nearest edge, smoothed, equalised, embossed.
-"""
+"""Filters on float32 images [h, w, c] that the corruptions are made of, each with the borders of the published one."""
 
 from __future__ import annotations
 
@@ -27,17 +23,6 @@ def gaussian(
         image, sigma, mode=border, truncate=truncate, radius=radius, axes=(0, 1)
     )
     return blurred
-
-
-def correlate3(image: np.ndarray, kernel: Sequence[Sequence[float]]) -> np.ndarray:
-    """Correlate [h, w] with 3 x 3 weights, mirrored borders."""
-    out: np.ndarray = ndimage.correlate(image.astype(np.float32), np.array(kernel), mode="mirror")
-    return out
-
-
-def box3(image: np.ndarray) -> np.ndarray:
-    """Mean of 3 x 3, mirrored borders."""
-    return correlate3(image, [[1.0] * 3] * 3) / 9
 
 
 def convolve(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
@@ -93,54 +78,3 @@ def sample(image: np.ndarray, y: np.ndarray, x: np.ndarray, border: Border) -> n
     """Linear interpolation of [h, w, c] at positions y, x [h', w'] (pixel centres are whole numbers)."""
     channels = np.moveaxis(image, -1, 0)
     return np.stack([ndimage.map_coordinates(c, (y, x), order=1, mode=border) for c in channels], -1)
-
-
-_EMBOSS = ((-2, -1, 0), (-1, 1, 1), (0, 1, 2))
-
-
-def relief(grey: np.ndarray, limit: float) -> np.ndarray:
-    """Grey values 0..255 [h, w] -> relief 0..255 along the edges; distances count up to `limit` pixels."""
-    distance = distance_to(canny(grey, 50, 150), limit)
-    if limit != 20:  # bytes need the published range
-        distance = distance * (20 / limit)
-    level = equalise(box3(distance).astype(np.uint8))
-    return np.round(box3(np.clip(correlate3(level, _EMBOSS), 0, 255)))
-
-
-def canny(grey: np.ndarray, low: float, high: float) -> np.ndarray:
-    """bool [h, w]: ridges of the gradient above `high`, and those above `low` that touch them."""
-    gy, gx = (ndimage.sobel(grey.astype(np.float32), axis, mode="nearest") for axis in (0, 1))
-    size = np.abs(gx) + np.abs(gy)
-    around = np.pad(size, 1)
-    height, width = size.shape
-
-    def near(dy: int, dx: int) -> np.ndarray:
-        return around[1 + dy : 1 + dy + height, 1 + dx : 1 + dx + width]
-
-    flat = np.abs(gy) < np.tan(np.pi / 8) * np.abs(gx)  # gradient along x: compare with left and right
-    steep = np.abs(gy) > np.tan(3 * np.pi / 8) * np.abs(gx)
-    falling = gx * gy < 0
-    before = np.where(flat, near(0, -1), np.where(steep, near(-1, 0), np.where(falling, near(-1, 1), near(-1, -1))))
-    after = np.where(flat, near(0, 1), np.where(steep, near(1, 0), np.where(falling, near(1, -1), near(1, 1))))
-    diagonal = ~flat & ~steep
-    ridge = (size > before) & np.where(diagonal, size > after, size >= after)
-    edges: np.ndarray = ndimage.binary_propagation(ridge & (size > high), np.ones((3, 3)), ridge & (size > low))
-    return edges
-
-
-def distance_to(mask: np.ndarray, limit: float) -> np.ndarray:
-    """float32 [h, w]: distance to the nearest True, at most `limit`."""
-    if not mask.any():
-        return np.full(mask.shape, limit, np.float32)
-    return np.minimum(ndimage.distance_transform_edt(~mask), limit).astype(np.float32)
-
-
-def equalise(levels: np.ndarray) -> np.ndarray:
-    """uint8 -> uint8, cumulative histogram stretched over 0..255 (OpenCV's rule: the lowest level becomes 0)."""
-    counts = np.bincount(levels.ravel(), minlength=256)
-    lowest = int(np.flatnonzero(counts)[0])
-    rest = levels.size - counts[lowest]
-    if not rest:
-        return levels
-    table = np.round((np.cumsum(counts) - counts[lowest]) * (255 / rest))
-    return np.clip(table, 0, 255).astype(np.uint8)[levels]

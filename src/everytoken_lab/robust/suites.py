@@ -18,7 +18,7 @@ from pathlib import Path
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.data.datasets import dataset_path
-from everytoken_lab.robust.corruptions import CORRUPTIONS, GROUPS, SEVERITIES, STANDARD, check
+from everytoken_lab.robust.corruptions import CORRUPTIONS, GROUPS, SEVERITIES, check
 
 KINDS = ("val", "v2", "a", "r", "sketch", "real", "c", "corrupt", "attack")
 V2 = ("matched-frequency", "threshold0.7", "top-images")
@@ -42,9 +42,9 @@ class Suite:
 
 
 def corruption_names(words: Sequence[str]) -> tuple[str, ...]:
-    """`standard`, `extra`, `all`, a group such as `noise`, or names -> names in the published order."""
+    """`standard` (all), a group such as `noise`, or names -> names in the published order."""
     groups = {name: tuple(f.__name__ for f in group) for name, group in GROUPS.items()}
-    groups |= {"standard": STANDARD, "all": tuple(CORRUPTIONS)}
+    groups["standard"] = tuple(CORRUPTIONS)
     chosen: set[str] = set()
     for word in words:
         for name in groups.get(word, (word,)):
@@ -55,13 +55,13 @@ def corruption_names(words: Sequence[str]) -> tuple[str, ...]:
 
 def parse_suites(
     words: Sequence[str],
-    corruptions: Sequence[str] = STANDARD,
+    corruptions: Sequence[str] = tuple(CORRUPTIONS),
     severities: Sequence[int] = SEVERITIES,
     eps: Sequence[float] = (),
 ) -> list[Suite]:
     """All suites, in the order given."""
     for severity in severities:
-        check(STANDARD[0], severity)
+        check("fog", severity)
     given = [(name, path) for name, _, path in (word.partition("=") for word in words)]
     if not given:
         raise EverytokenError("say what to test on: a suite such as val=FOLDER, a=FOLDER, corrupt, attack")

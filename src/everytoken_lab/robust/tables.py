@@ -16,7 +16,7 @@ import numpy as np
 
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
-from everytoken_lab.robust.corruptions import EXTRA, SEVERITIES
+from everytoken_lab.robust.corruptions import SEVERITIES
 from everytoken_lab.robust.suites import Suite
 from everytoken_lab.stats import Estimate, bootstrap, paired_difference, percentage
 
@@ -44,7 +44,7 @@ Cell = str | float | int | None
 
 
 def mean_corruption_error(errors: Errors, clean: float | np.ndarray | None = None) -> float | np.ndarray | None:
-    """mCE in percent over the corruptions that are there; None without any. Extra ones are left out.
+    """mCE in percent over the corruptions that are there; None without any.
 
     Args:
         clean: the error (0..1) without corruption, for the relative mCE.
@@ -182,16 +182,12 @@ def _corruption_lines(results: list[Result], clean: Result | None) -> list[Line]
     for name in dict.fromkeys(corruption for corruption, _ in by_place):
         places = [p for p in by_place if p[0] == name]
         lines.append(mean_line(name, places, float(np.mean([by_place[p].top5 for p in places]))))
-    standard = [p for p in by_place if p[0] in ALEXNET]
-    for title, places in (("mean", standard), ("extra mean", [p for p in by_place if p[0] in EXTRA])):
-        if places:
-            lines.append(mean_line(title, places))
-    if not standard:
-        return lines
-    columns = stack(standard)
+    every = list(by_place)
+    lines.append(mean_line("mean", every))
+    columns = stack(every)
 
     def mce(means: np.ndarray, relative: bool = False) -> np.ndarray:
-        errors = {p: 1 - means[..., i] for i, p in enumerate(standard)}
+        errors = {p: 1 - means[..., i] for i, p in enumerate(every)}
         return np.asarray(mean_corruption_error(errors, 1 - means[..., -1] if relative else None))
 
     lines.append(Line(f"{label} mCE", columns, keys, mce))
@@ -235,7 +231,7 @@ def _mce_notes(results: Sequence[Result]) -> list[str]:
     notes = []
     for kind, label in LABELS.items():
         places = {(r.suite.corruption, r.suite.severity) for r in results if r.suite.kind == kind}
-        if places and len([p for p in places if p[0] in ALEXNET]) < len(ALEXNET) * len(SEVERITIES):
+        if places and len(places) < len(ALEXNET) * len(SEVERITIES):
             notes.append(f"{label}: mCE covers only these corruptions and severities, for AlexNet as well.")
     corrupted = [r.suite.corruption for r in results if r.suite.kind == "corrupt"]
     if corrupted:
