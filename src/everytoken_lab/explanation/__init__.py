@@ -27,10 +27,9 @@ class ExplainOptions:
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="class", metavar="NAME|INDEX")
     ] = ()
     """A class to explain; can be given several times. Default: the two that the model finds most likely."""
-    method: Literal["auto", "attention", "lrp", "rollout", "cam"] = "auto"
+    method: Literal["auto", "attention", "lrp", "cam"] = "auto"
     """attention: gradient-weighted attention relevance. lrp: relevance propagated through layers, as in the papers'
-    pictures (ViT, DeiT, LV-ViT). rollout: attention rollout. cam: Grad-CAM. auto: attention for transformers with a
-    class token, else cam."""
+    pictures (ViT, DeiT, LV-ViT). cam: Grad-CAM. auto: attention for transformers with a class token, else cam."""
     compare: str = ""
     """A second model, shown next to the first on the same images and classes."""
     mix: bool = False

@@ -30,7 +30,6 @@ from everytoken_lab.models.open import OpenModel
 METHODS = {
     "attention": "gradient-weighted attention (Chefer et al., ICCV 2021)",
     "lrp": "relevance propagated through layers (Chefer et al., CVPR 2021)",
-    "rollout": "attention rollout, the same for all classes",
     "cam": "Grad-CAM",
 }
 BOXES = 32  # random ones, for the RMSE of a mixture
@@ -138,11 +137,7 @@ def _explain_image(
     ]
     for c, values in zip(chosen, heat, strict=True):
         title, caption = f"for {shown_name(name_of(model.classes, c))}", f"says {probabilities[c]:.1%} · by {method}"
-        if method == "rollout":
-            title, caption = "where attention comes from", "the same for all classes"
         panels.append(draw.Panel(title, draw.heat_overlay(photo, values), caption))
-        if method == "rollout":
-            break
     says = " · ".join(f"{shown_name(name_of(model.classes, c))} {probabilities[c]:.1%}" for c in best[:3])
     bars = [("unsure", "sure", "heat"), ("irrelevant", "relevant", "heat")]
     row = draw.Row(f"{model.name}   says: {says}", panels, entries, bars)

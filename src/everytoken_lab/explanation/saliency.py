@@ -1,19 +1,17 @@
-"""Which regions of an image support a class: four methods behind one function, `relevance`.
+"""Which regions of an image support a class: three methods behind one function, `relevance`.
 
 "attention": Chefer, Gur and Wolf, "Generic Attention-model Explainability" (2021), self-attention rules. With A of a
     block and its gradient for the class's logit,  Ā = mean over heads of (∇A ⊙ A)⁺,  R ← R + Ā·R,  R = 1 at the start.
 "lrp": Chefer, Gur and Wolf, "Transformer Interpretability Beyond Attention Visualization" (2021), which the papers'
     pictures were made with: relevance propagated through every layer in the place of A; see `propagation`.
-"rollout":   Abnar and Zuidema, "Quantifying Attention Flow" (2020):  R ← (½·mean over heads of A + ½·1)·R. It does not
-    know of classes: all get the same map.
-"cam":       Selvaraju et al., "Grad-CAM" (2017):  (Σ_k α_k·F_k)⁺ with α_k the mean over places of ∂logit/∂F_k.
+"cam": Selvaraju et al., "Grad-CAM" (2017):  (Σ_k α_k·F_k)⁺ with α_k the mean over places of ∂logit/∂F_k.
 
 What the answer is read from: the row of the class token; the mean of the rows of class and distillation token where
 both answer; the mean over all patch rows, without the start's 1, where the head reads the mean of the tokens. Blocks
 that update the class token only (CaiT) change that row only, and tokens that join late join with R = 1.
-What we do differently: talking heads (CaiT) mix heads after the softmax; what mixes tokens then has any sign, counts by
-size in rollout and as it is in "attention". Grad-CAM of a model with a class token looks at the patches before the last
-block, because after it they do not reach the head.
+What we do differently: talking heads (CaiT) mix heads after the softmax, and what mixes tokens then has any sign.
+Grad-CAM of a model with a class token looks at the patches before the last block, because after it they do not reach
+the head.
 
 Attention is made explicit while the model runs (`record_attention`): fused attention is answered by the same formula
 with its matrix; a layer that makes its matrix itself hands it to `attn_drop`, where a hook gets it. Which layers these
@@ -31,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from everytoken.functional.shares import row_normalised
 from everytoken.models.align.aligner import HEADS, pooling
 from everytoken.models.align.attention import self_attention, talking_heads
 from everytoken.models.align.rules import rule_of
@@ -39,7 +36,7 @@ from everytoken.models.families import UnsupportedModelError, family_of
 from everytoken.models.token_model import TokenModel, grid_shape, last_block
 from everytoken_lab.explanation.propagation import attention_relevance, check, record_blocks
 
-Method = Literal["auto", "attention", "lrp", "rollout", "cam"]
+Method = Literal["auto", "attention", "lrp", "cam"]
 Classes = Tensor | Sequence[int]
 
 WAY_OUT = "Use method='cam', which needs no attention."
@@ -65,13 +62,7 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
             return _grad_cam(backbone, inputs, indices)
         with record_attention(backbone) as attention, record_blocks(backbone, chosen == "lrp") as blocks:
             logits = class_logits(backbone, inputs)
-        size = (images.shape[-2], images.shape[-1])
-        if chosen == "rollout":
-            with torch.no_grad():
-                steps = [_rollout_step(a, s) for a, s in zip(attention.matrices, attention.softmax, strict=True)]
-                rows = _read(backbone, accumulate(steps, residual=False), size)
-            return rows[:, None].expand(-1, indices.shape[1], -1, -1).clone()
-        maps = []
+        size, maps = (images.shape[-2], images.shape[-1]), []
         for i in range(indices.shape[1]):
             score = logits.gather(1, indices[:, i : i + 1]).sum()  # images do not see each other
             grads = torch.autograd.grad(score, attention.matrices, retain_graph=True, allow_unused=True)
@@ -105,11 +96,11 @@ def choose_method(model: nn.Module, method: Method = "auto") -> Method:
     return method
 
 
-def accumulate(steps: Sequence[Tensor], residual: bool = True) -> Tensor:
-    """R of all blocks, [B, T, T], from R = 1: R ← R + step·R, or without `residual` R ← step·R.
+def accumulate(steps: Sequence[Tensor]) -> Tensor:
+    """R of all blocks, [B, T, T], from R = 1: R ← R + step·R.
 
     A step [B, M, N] updates the first M tokens. One with more tokens than R means that tokens joined in front, with
-    R = 1. Without `residual`, tokens that a step does not update stay as they are.
+    R = 1.
     """
     first = steps[0]
     result = _identity(first.shape[0], first.shape[2], first)
@@ -119,8 +110,7 @@ def accumulate(steps: Sequence[Tensor], residual: bool = True) -> Tensor:
             result = F.pad(result, (more, 0, more, 0))
             result[:, :more, :more] = _identity(len(result), more, result)
         updated = step.shape[1]
-        new = torch.bmm(step, result)
-        result = torch.cat((result[:, :updated] + new if residual else new, result[:, updated:]), dim=1)
+        result = torch.cat((result[:, :updated] + torch.bmm(step, result), result[:, updated:]), dim=1)
     return result
 
 
@@ -129,12 +119,6 @@ def _relevance_step(attention: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return attention.new_zeros(attention.shape[0], *attention.shape[2:])
     return (gradient * attention).clamp(min=0).mean(1)
-
-
-def _rollout_step(attention: Tensor, softmax: bool) -> Tensor:
-    """½·mean over heads of A + ½·1 for the tokens that the block updates, [B, M, N]."""
-    mixing = (attention if softmax else row_normalised(attention)).mean(1)
-    return 0.5 * mixing + 0.5 * torch.eye(*mixing.shape[1:], device=mixing.device)
 
 
 def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
@@ -265,16 +249,13 @@ def read_tokens(backbone: nn.Module) -> str:
 class AttentionRecord(TorchFunctionMode):
     """The attention matrices of one pass: inside attention layers, fused attention is answered with its matrix.
 
-    Attributes:
-        matrices: [B, heads, M, N] of each layer that has run; outputs m are made from inputs n.
-        softmax: for each, whether its rows are a softmax (talking heads mix heads afterwards: any sign).
+    `matrices`: [B, heads, M, N] of each layer that has run; outputs m are made from inputs n.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.matrices: list[Tensor] = []
-        self.softmax: list[bool] = []
-        self._inside = False
+        self._layers, self._inside = 0, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -285,9 +266,8 @@ class AttentionRecord(TorchFunctionMode):
             return out
         return func(*args, **(kwargs or {}))
 
-    def _enter(self, softmax: bool) -> None:
-        self._inside = True
-        self.softmax.append(softmax)
+    def _enter(self) -> None:
+        self._layers, self._inside = self._layers + 1, True
 
     def _add(self, matrix: Tensor) -> None:
         if self._inside:
@@ -295,7 +275,7 @@ class AttentionRecord(TorchFunctionMode):
 
     def _leave(self, module: nn.Module) -> None:
         self._inside = False
-        if len(self.matrices) != len(self.softmax):
+        if len(self.matrices) != self._layers:
             raise UnsupportedModelError(
                 f"{type(module).__name__} ({type(module).__module__}) ran, but its attention matrix did not show up. "
                 f"{WAY_OUT}"
@@ -330,8 +310,7 @@ def record_attention(backbone: nn.Module) -> Iterator[AttentionRecord]:
     record, handles = AttentionRecord(), []
     try:
         for layer in attention_layers(backbone):
-            softmax = rule_of(layer) is not talking_heads
-            handles.append(layer.register_forward_pre_hook(lambda m, a, softmax=softmax: record._enter(softmax)))
+            handles.append(layer.register_forward_pre_hook(lambda m, a: record._enter()))
             drop = getattr(layer, "attn_drop", None)
             if isinstance(drop, nn.Module):
                 handles.append(drop.register_forward_pre_hook(lambda m, a: record._add(a[0])))
