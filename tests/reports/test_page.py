@@ -67,7 +67,7 @@ def test_the_page_has_everything_and_asks_for_nothing_from_outside(trained, tmp_
     for words in (
         "token minus plain, seed by seed (1, 2)", "95 % interval", "Confusion matri",
         "objectives.token_labeling.class_target",
-        "recall %: token", "Learning rate", "Images per second", "Waiting for data", "The annotator", "best top-1 %",
+        "recall %: token", "Learning rate", "Images per second", "Waiting for data", "best top-1 %",
         "Nothing was skipped", "Training: token_labeling/token", "Validation loss",
     ):  # fmt: skip
         assert words in text, words

@@ -31,7 +31,7 @@ class Report:
     Attributes:
         groups: runs with the same settings; the first group of each dataset is what the others are compared with.
         differences: of the other groups with it; settings: options that differ between groups.
-        classes: per group, where there are predictions; samples: pictures; annotators: what their score maps are like.
+        classes: per group, where there are predictions; samples: pictures.
         notes: what could not be shown, as sentences; skipped: images that could not be read, key -> reason.
     """
 
@@ -41,7 +41,6 @@ class Report:
     settings: list[tuple[str, list[Any]]]
     classes: list[Classes] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    annotators: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
@@ -143,7 +142,6 @@ def collect(
             result.notes.append(f"{run.name}: {run.bad_updates} updates were left out {why}.")
     if options.predictions:
         _add_predictions(result, options, progress, images)
-        _add_annotators(result)
     else:
         result.notes.append("Predictions were left out on request.")
     return result
@@ -180,33 +178,6 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress,
             report.samples.extend(samples(shown[:4], options.samples, device))
         except (EverytokenError, OSError, RuntimeError) as error:
             report.notes.append(f"No sample predictions, because {_first_line(error)}")
-
-
-def _add_annotators(report: Report) -> None:
-    from everytoken.maps import Maps
-    from everytoken_lab.maps.summary import summarize_store
-
-    first_of = {where: run for run in reversed(report.runs) if (where := str(run.config.get("maps") or ""))}
-    for where, run in first_of.items():
-        try:
-            maps = Maps(str(run.place("maps") or where), partial=True)
-            found = summarize_store(maps, 2000)
-        except (EverytokenError, OSError) as error:
-            report.notes.append(f"{run.name}: nothing about its score maps, because {_first_line(error)}")
-            continue
-        annotator = maps.meta.annotator
-        words = f"{where}, by the annotator {annotator.get('name', 'unknown')}: {found.maps:,} maps"
-        if isinstance(held_out := annotator.get("held_out_accuracy"), int | float):
-            words += f"; it was right on {held_out:.1%} of images held out from it"
-        if found.images_agree is not None:
-            words += (
-                f"; the main class of a map is the folder's for {found.images_agree:.1%} of {found.labelled:,} maps"
-            )
-        report.annotators.append(f"{words}; a cell is {found.confidence:.0%} sure on average.")
-        if found.skipped:
-            report.notes.append(
-                f"{found.skipped:,} images have no score map in {where}; `everytoken doctor` names them."
-            )
 
 
 def _first_line(error: BaseException) -> str:

@@ -36,7 +36,6 @@ def render_report(report: Report, title: str = "") -> str:
         "curves": "Training curves",
         "classes": "Classes" if report.classes else "",
         "samples": "Sample predictions" if report.samples else "",
-        "annotator": "The annotator" if report.annotators else "",
         "skipped": "What was skipped, and what is missing here",
         "machine": "Where and when" if any(run.starts for run in report.runs) else "",
     }
