@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -128,7 +130,26 @@ def test_a_lock_file_that_is_a_link_or_a_second_name_is_refused(tmp_path):
     assert victim.read_text() == "precious"
     lock.unlink()
     Lock(tmp_path, "run", patience=0).release()
-    assert not lock.exists()
+
+
+def test_one_of_many_has_the_lock(tmp_path):
+    """Threads that wait for it, take it and give it back: never two at once, also when its file is new."""
+    inside, most = [0], [0]
+
+    def work() -> None:
+        for _ in range(20):
+            with Lock(tmp_path, "run", patience=60):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(0.001)
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
 
 
 def test_what_killed_writers_left_is_removed_by_the_owner_of_the_folder(tmp_path):

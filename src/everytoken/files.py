@@ -20,7 +20,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -254,15 +254,16 @@ def unseal(path: Path) -> dict[str, Any]:
 class Lock:
     """Exclusive lock on ``folder/.lock-<name>``; raises `BusyError` when somebody else has it. A context manager.
 
-    The lock dies with its process: after kill -9 there is nothing to clean up.
+    The lock dies with its process: after kill -9 there is nothing to clean up. Its file stays: removing it would let
+    two processes lock two files of the same name.
 
     Args:
         folder: an existing folder.
         name: what is locked.
-        patience: seconds to keep trying. A process that was just killed may need a moment to go away.
+        patience: seconds to keep trying. Loader workers of a process that was killed live up to five seconds longer.
     """
 
-    def __init__(self, folder: Path, name: str, patience: float = 3.0) -> None:
+    def __init__(self, folder: Path, name: str, patience: float = 8.0) -> None:
         self.path = Path(folder) / f"{LOCK}{name}"
         if self.path.is_symlink() or (self.path.exists() and self.path.stat().st_nlink > 1):
             raise FileError(f"{self.path} is a link, which a lock must not be. Remove it.")
@@ -280,11 +281,8 @@ class Lock:
             log.warning(f"the file system of {folder} has no file locks: make sure that only one run writes there")
 
     def release(self) -> None:
-        """Give the lock back and remove its file."""
-        if self._lock.is_locked:
-            with suppress(PermissionError):  # Windows does not remove an open file; an empty one does no harm
-                self.path.unlink(missing_ok=True)
-            self._lock.release()
+        """Give the lock back."""
+        self._lock.release()
 
     def __enter__(self) -> Lock:
         return self

@@ -81,7 +81,7 @@ class MapWriter:
         rank: int = 0,
         world: int = 1,
         retry_skipped: bool = False,
-        patience: float = 3.0,
+        patience: float = 8.0,
     ) -> None:
         self.path, self.rank, self.world = Path(path), rank, world
         self._keys = encode_keys(keys)
