@@ -145,7 +145,8 @@ def test_many_gpus_share_the_statistics_of_batch_norms_and_timms_norms_keep_thei
 
 def test_an_evaluation_on_a_gpu_has_the_numbers_of_the_cpu_and_waits_when_answers_leave_it(photos):
     torch.manual_seed(0)
-    opened = open_model("timm:test_efficientnet", untrained=True, num_classes=3, img_size=32)
+    opened = open_model("timm:test_efficientnet", untrained=True, img_size=32)
+    opened.model.backbone.reset_classifier(3)
     classes = ClassList(3, ("class-0", "class-1", "class-2"))
     opened = replace(opened, classes=classes, token_classes=classes)
     options, numbers = EvalOptions(batch_size=5, workers=0), []

@@ -116,7 +116,7 @@ def test_unreadable_images_can_be_left_out(photos, weights, tmp_path, capsys):
     assert main(["predict", str(weights), str(tmp_path), "--on-bad-image", "skip", *FAST]) == 0
     text = capsys.readouterr().out
     assert text.count("class-0") == 12
-    assert "1 unreadable images were left out" in text
+    assert "Left out 1 unreadable image, the first: bad.jpg" in text
 
 
 def test_outputs_without_a_folder_have_numbers(photos, tmp_path, capsys):

@@ -316,8 +316,8 @@ def test_unreadable_images_can_be_left_out_of_everything(photos, weights, tmp_pa
         rows = rows_of(tmp_path / "out")
         assert {rows["mine"]["images"], rows["attack 1/255"]["images"]} == {11}
         said = capsys.readouterr().out
-        assert "mine: 1 unreadable images are left out" in said
-        assert "attack 1/255: 1 unreadable images are left out" in said
+        assert "mine: left out 1 unreadable image" in said
+        assert "attack 1/255: left out 1 unreadable image" in said
     monkeypatch.setattr(robust_run, "ATTACK_BATCH", 4)
     assert robust(weights[0], tmp_path / "other", *words) == 0
     assert rows_of(tmp_path / "other")["attack 1/255"] == rows["attack 1/255"]

@@ -14,6 +14,7 @@ import tyro
 from everytoken.files import plain_json
 from everytoken_lab.cli._parse import given_options, parse, values_of
 from everytoken_lab.cli.train import print_plan, resolve
+from everytoken_lab.progress import counted
 
 if TYPE_CHECKING:
     from everytoken_lab.dense.common import Evaluation
@@ -83,7 +84,7 @@ def report(
     console.print(table)
     console.print(f"{result.numbers['images_per_second']:.2f} images/s")
     if result.skipped:
-        console.print(f"{len(result.skipped)} unreadable images left out")
+        console.print(f"Left out {counted(len(result.skipped), 'unreadable image')}")
     if options.table:
         shown = sorted(result.classes, key=lambda row: row[order])[: None if options.table < 0 else options.table]
         classes = Table(title=f"Classes, worst first ({len(shown)} of {len(result.classes)} that occur)")

@@ -13,7 +13,7 @@ import tyro
 
 from everytoken_lab.cli._parse import check_source, parse, values_of
 from everytoken_lab.evaluation import PredictOptions, predict
-from everytoken_lab.progress import Progress
+from everytoken_lab.progress import Progress, counted
 
 if TYPE_CHECKING:
     from everytoken_lab.evaluation.predictions import ImagePrediction
@@ -84,7 +84,8 @@ def main(argv: list[str], prog: str) -> None:
         box = f" at {' '.join(f'{edge:.0f}' for edge in image.location.pixels)}" if image.location else ""
         print(f"{image.path}: {likely}{box}")
     if result.skipped:
-        print(f"{len(result.skipped)} unreadable images were left out, the first: {next(iter(result.skipped))}")
+        left_out = counted(len(result.skipped), "unreadable image")
+        print(f"Left out {left_out}, the first: {next(iter(result.skipped))}")
 
 
 def _row(image: ImagePrediction, thresholded: bool) -> dict[str, Any]:

@@ -39,11 +39,6 @@ class Finding:
         return list(self.examples[:SHOWN])
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """ "1 image", "1,200 images"; verbs that follow are written by the caller."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
 def some(items: Sequence[str]) -> tuple[str, ...]:
     """The first few of a list of examples."""
     return tuple(items[:SHOWN])

@@ -10,8 +10,9 @@ import numpy as np
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.data.datasets import NAMED, DataSet, find_split, open_dataset
 from everytoken_lab.data.duplicates import ImageFacts, equal_groups, near_pairs, read_all
-from everytoken_lab.doctor.findings import Finding, Level, counted
+from everytoken_lab.doctor.findings import Finding, Level
 from everytoken_lab.maps.summary import sample_positions
+from everytoken_lab.progress import counted
 
 TINY = 10  # images of a class below which it can hardly be learned
 FEW = 50  # images per class (median) below which training from scratch learns little

@@ -452,6 +452,11 @@ def _timm_weights(name: str) -> Weights:
     """Of a name with a tag, or the default of a name without; which one is taken is logged if there are several."""
     check_architecture(name)
     architecture, _, tag = name.partition(".")
+    if family_of_name(architecture) is None:
+        raise UnsupportedModelError(
+            f"{name} has no token view: it is not known how its features lie in the image. `everytoken models` "
+            "lists the families that have one."
+        )
     tags = [full.partition(".")[2] for full in timm.list_models(f"{architecture}.*", pretrained=True)]
     if tag and tag not in tags:
         raise EverytokenError(
@@ -506,11 +511,6 @@ def _untrained(name: str) -> Weights:
 
 def create_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """`create_sized` with pretrained weights; when they cannot be downloaded, the error says what else can be done."""
-    if not name.startswith(HUB) and family_of_name(name.partition(".")[0]) is None:  # before anything is downloaded
-        raise UnsupportedModelError(
-            f"{name} has no token view: it is not known how its features lie in the image. `everytoken models` "
-            "lists the families that have one."
-        )
     with _downloading(name):
         return create_sized(name, arguments, pretrained=True)
 

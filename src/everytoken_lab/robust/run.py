@@ -29,6 +29,7 @@ from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.run import Inference, Voter, open_with
 from everytoken_lab.models.open import OpenModel
+from everytoken_lab.progress import counted
 from everytoken_lab.robust import Progress, RobustOptions, autoattack
 from everytoken_lab.robust.corruptions import corrupt, stored
 from everytoken_lab.robust.gradient_attacks import AttackBatch, Model
@@ -191,7 +192,7 @@ class SuiteRunner:
             saved[0].save(path, note, saved[1])
         predictions, skipped = saved
         if skipped:
-            notes.append(f"{suite.name}: {len(skipped)} unreadable images are left out")
+            notes.append(f"{suite.name}: left out {counted(len(skipped), 'unreadable image')}")
         keys = [keys[i] for i in predictions.index]
         if suite.kind == "real":
             return self._real(suite, predictions, keys, match, notes)
@@ -257,7 +258,7 @@ class SuiteRunner:
             counts = [f"{name} broke {broke.count(name)}" for name in sorted(set(broke))]
             notes.append(f"{suite.name}: " + (", ".join(counts) or "nothing broke"))
             if len(records) < len(every):
-                notes.append(f"{suite.name}: {len(every) - len(records)} unreadable images are left out")
+                notes.append(f"{suite.name}: left out {counted(len(every) - len(records), 'unreadable image')}")
             results.append(Result(suite, correct, [r["key"] for r in records], notes=tuple(notes)))
         return results
 
