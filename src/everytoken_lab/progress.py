@@ -16,11 +16,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """1, "image" -> "1 image"; 1200, "image" -> "1,200 images"."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
 class Progress:
     """Shows the progress of a command on stderr: call it with (done, total). A context manager.
 

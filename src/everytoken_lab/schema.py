@@ -73,6 +73,11 @@ def printable(text: str) -> str:
         return raw.decode("utf-8", "backslashreplace")
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """1, "image" -> "1 image"; 1200, "image" -> "1,200 images"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def _printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(name): _printable(item) for name, item in value.items()}

@@ -185,7 +185,7 @@ def test_images_outside_the_class_folders_are_left_out_with_a_warning(tmp_path, 
     put(tmp_path, "cover.jpg", "a/1.jpg")
     with caplog.at_level(logging.WARNING):
         assert len(open_dataset(tmp_path)) == 1
-    assert "1 images outside" in caplog.text
+    assert "1 image outside" in caplog.text
 
 
 @pytest.mark.parametrize("make", [in_folder, in_zip])

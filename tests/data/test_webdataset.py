@@ -72,6 +72,6 @@ def test_mistakes_in_shards_are_explained(tmp_path):
     shard(tmp_path / "d.tar", [*one, ("2.jpg", jpeg()), ("2.cls", b"dog")])
     refuse("make them all alike", tmp_path / "d.tar")
     shard(tmp_path / "e.tar", [("1.jpg", jpeg()), ("1.cls", b"3")])
-    refuse("not one of 1 classes", tmp_path / "e.tar", class_list=["only"])
+    refuse("'number 3' is not one of the 1 classes", tmp_path / "e.tar", class_list=["only"])
     shard(tmp_path / "f.tar", [("1.jpg", jpeg()), ("1.json", b'{"caption": "x"}')])
     refuse("no field 'label'", tmp_path / "f.tar")

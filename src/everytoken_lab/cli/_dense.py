@@ -14,7 +14,7 @@ import tyro
 from everytoken.files import plain_json
 from everytoken_lab.cli._parse import given_options, parse, values_of
 from everytoken_lab.cli.train import print_plan, resolve
-from everytoken_lab.progress import counted
+from everytoken_lab.schema import counted
 
 if TYPE_CHECKING:
     from everytoken_lab.dense.common import Evaluation

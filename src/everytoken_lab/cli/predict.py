@@ -13,7 +13,8 @@ import tyro
 
 from everytoken_lab.cli._parse import check_source, parse, values_of
 from everytoken_lab.evaluation import PredictOptions, predict
-from everytoken_lab.progress import Progress, counted
+from everytoken_lab.progress import Progress
+from everytoken_lab.schema import counted
 
 if TYPE_CHECKING:
     from everytoken_lab.evaluation.predictions import ImagePrediction

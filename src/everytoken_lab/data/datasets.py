@@ -205,19 +205,15 @@ class Subset(DataSet):
         self.name, self.class_names, self.labels = base.name, base.class_names, base.labels[indices]
 
     def key(self, i: int) -> str:
-        """The key in the whole dataset."""
         return self.base.key(int(self.indices[i]))
 
     def where(self, i: int) -> str:
-        """What the whole dataset calls it."""
         return self.base.where(int(self.indices[i]))
 
     def open_bytes(self, i: int) -> bytes:
-        """The image file."""
         return self.base.open_bytes(int(self.indices[i]))
 
     def picture(self, i: int) -> Picture:
-        """As the whole dataset opens it."""
         return self.base.picture(int(self.indices[i]))
 
 
@@ -260,15 +256,12 @@ class ReaderSet(DataSet):
         self.labels = values.astype(np.int64 if values.ndim < 2 else np.uint8)
 
     def key(self, i: int) -> str:
-        """The path relative to the dataset's root."""
         return self._keys[i]
 
     def where(self, i: int) -> str:
-        """The file, or the archive and the member."""
         return self.reader.where(int(self._positions[i]))
 
     def open_bytes(self, i: int) -> bytes:
-        """The image file of sample i."""
         return self.reader.read(int(self._positions[i]))
 
 
@@ -413,22 +406,23 @@ def _open_files(spec: str, split: str, held_out: bool, class_names: list[str] | 
             "with val_split, such as 0.1."
         )
     if train and labelled and class_names is None:  # the training images number the classes
-        shards = _read_shards(train)
-        class_names = shards.class_names if shards else train.folders()
-        return _read_tree(tree, class_names, labelled, names_from=train.name)
+        return _read_tree(tree, _class_names(train), labelled, names_from=train.name)
     return _read_tree(tree, class_names, labelled)
 
 
+def _class_names(tree: FileTree) -> list[str]:
+    """The classes of a tree, found without a walk over its images unless it is made of shards."""
+    values = _shard_labels(tree, tree.images()[1]) if tree.reader else []
+    return _name_labels(tree.name, values, None)[1] if values else tree.folders()
+
+
 def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, names_from: str = "the list") -> DataSet:
-    """The dataset of a tree, its first folders as classes.
+    """The dataset of a tree, with labels of a labels file, of shards, or from its first folders.
 
     Args:
-        class_names: the classes; None: the folders' sorted names.
+        class_names: the classes; None: those that occur, sorted.
         names_from: where the names come from, for messages.
     """
-    shards = _read_shards(tree, class_names)
-    if shards:
-        return shards
     reader, images = tree.images()
     if not images:
         raise DataError(
@@ -438,6 +432,9 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
         return ReaderSet(tree.name, reader, images)
     if tree.rows:
         texts = [row.labels for row in tree.rows]
+    elif values := _shard_labels(tree, images):
+        names, class_names = _name_labels(tree.name, values, class_names)
+        texts = [(name,) for name in names]
     else:
         in_folders = [(path, i) for path, i in images if "/" in path]
         if not in_folders:
@@ -447,7 +444,7 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
                 f"folder with the class's name, or write {LABELS_NAME} with path and label.{why and f' ({why})'}"
             )
         if left := len(images) - len(in_folders):
-            _warn(f"{tree.name}: {left} images outside the class folders are left out")
+            _warn(f"{tree.name}: left out {schema.counted(left, 'image')} outside the class folders")
         images, texts = in_folders, [(path.split("/", 1)[0],) for path, _ in in_folders]
     used = {text for labels in texts for text in labels}
     if class_names is None:
@@ -471,8 +468,8 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
         labels = np.zeros((len(images), len(class_names)), dtype=np.uint8)
         for i, row in enumerate(texts):
             labels[i, [number[text] for text in row]] = 1
-    names = list(map(schema.printable, class_names))  # folders need not be; weights and stores keep these
-    return ReaderSet(tree.name, reader, images, labels, names)
+    printable = map(schema.printable, class_names)  # folders' names need not be; weights and stores keep these
+    return ReaderSet(tree.name, reader, images, labels, list(printable))
 
 
 class NoClassFoldersError(DataError):
@@ -780,36 +777,26 @@ _MOST_CLASSES = 10_000_000
 _LABEL_FIELDS = ("label", "cls", "class")
 
 
-def _read_shards(tree: FileTree, class_names: list[str] | None = None) -> ReaderSet | None:
-    """The dataset of WebDataset shards, or None if the tree is not made of shards.
+def _shard_labels(tree: FileTree, images: Sequence[tuple[str, int]]) -> list[int | str]:
+    """The label of each image in WebDataset shards; [] if the tree is not made of shards.
 
     The files of one sample share a name: 000123.jpg, 000123.cls. The label is in `.cls` (a number or a class name) or
     in the field "label", "cls" or "class" of `.json`. The shards are indexed and read at random like other archives;
     nothing is streamed, so shuffling is complete and resuming exact.
-
-    Args:
-        class_names: the classes (of the training shards, or given); None: taken from the labels.
     """
-    reader = tree.reader
-    if reader is None:
-        return None
-    members = tree.members()
-    label_files = {_stem(path): i for path, i in members if path.endswith(_LABEL_FILES)}
-    images = sorted((path, i) for path, i in members if is_image(path))
-    if not any(_stem(path) in label_files for path, _ in images):
-        return None
-    values = []
-    for number, (path, i) in enumerate(images):
-        if number and images[number - 1][0] == path:
+    reader, members, numbers = tree.reader, tree.members(), dict(images)
+    files = {_stem(path): i for path, i in members if path.endswith(_LABEL_FILES)}
+    if reader is None or not any(_stem(path) in files for path in numbers):
+        return []
+    for path, i in members:
+        if numbers.get(path, i) != i:
             raise DataError(
-                f"{tree.name}: two samples have the name {path!r} ({reader.where(images[number - 1][1])} and "
-                f"{reader.where(i)}). Names must be unique over all shards, because maps and logs go by them."
+                f"{tree.name}: two samples have the name {path!r} ({reader.where(i)} and "
+                f"{reader.where(numbers[path])}). Names must be unique over all shards: maps and logs go by them."
             )
-        if _stem(path) not in label_files:
+        if path in numbers and _stem(path) not in files:
             raise DataError(f"{reader.where(i)} has no label: neither .cls nor .json of the same name is there.")
-        values.append(_shard_label(reader, label_files[_stem(path)]))
-    labels, class_names = _number_labels(tree.name, values, class_names)
-    return ReaderSet(tree.name, reader, images, labels, class_names)
+    return [_shard_label(reader, files[_stem(path)]) for path in numbers]
 
 
 def _stem(path: str) -> str:
@@ -830,26 +817,19 @@ def _shard_label(reader: ArchiveReader, i: int) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
-def _number_labels(name: str, values: list[int | str], class_names: list[str] | None) -> tuple[list[int], list[str]]:
-    """Labels as numbers, and the names of the classes."""
+def _name_labels(where: str, values: Sequence[int | str], class_names: list[str] | None) -> tuple[list[str], list[str]]:
+    """Labels as names, and the names of the classes; a number is a position among these."""
     numbers = [value for value in values if isinstance(value, int)]
-    if numbers and len(numbers) < len(values):
-        raise DataError(f"{name}: some labels are numbers and some are names; make them all alike.")
-    if numbers:
-        if not class_names and max(numbers) >= _MOST_CLASSES:
-            raise DataError(f"{name}: the label {max(numbers)} cannot be the number of a class; the first is 0.")
-        class_names = class_names or [str(k) for k in range(max(numbers) + 1)]
-        number_of: dict[int | str, int] = {k: k for k in range(len(class_names))}
-    else:
-        class_names = class_names or sorted({str(value) for value in values})
-        number_of = {name: k for k, name in enumerate(class_names)}
-    unknown = next((value for value in values if value not in number_of), None)
-    if unknown is not None:
-        raise DataError(
-            f"{name}: the label {unknown!r} is not one of {len(class_names)} classes, which are those of the training "
-            f"shards or the list.{did_you_mean(str(unknown), class_names)}"
-        )
-    return [number_of[value] for value in values], class_names
+    if not numbers:
+        names = list(map(str, values))
+        return names, class_names or sorted(set(names))
+    if len(numbers) < len(values):
+        raise DataError(f"{where}: some labels are numbers and some are names; make them all alike.")
+    if not class_names and max(numbers) >= _MOST_CLASSES:
+        raise DataError(f"{where}: the label {max(numbers)} cannot be the number of a class; the first is 0.")
+    class_names = class_names or [str(k) for k in range(max(numbers) + 1)]
+    known = dict(enumerate(class_names))
+    return [known.get(number, f"number {number}") for number in numbers], class_names
 
 
 # Images that a user names one by one --------------------------------------------------------------------------------

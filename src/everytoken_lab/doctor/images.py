@@ -12,7 +12,7 @@ from everytoken_lab.data.datasets import NAMED, DataSet, find_split, open_datase
 from everytoken_lab.data.duplicates import ImageFacts, equal_groups, near_pairs, read_all
 from everytoken_lab.doctor.findings import Finding, Level
 from everytoken_lab.maps.summary import sample_positions
-from everytoken_lab.progress import counted
+from everytoken_lab.schema import counted
 
 TINY = 10  # images of a class below which it can hardly be learned
 FEW = 50  # images per class (median) below which training from scratch learns little

@@ -19,7 +19,7 @@ from everytoken.files import write_atomically
 from everytoken_lab.data.datasets import DataSet, dataset_title
 from everytoken_lab.doctor.findings import Finding
 from everytoken_lab.doctor.images import Images
-from everytoken_lab.progress import counted
+from everytoken_lab.schema import counted
 
 FEWEST = 100  # images: fewer say little, and are looked at quickly
 FRACTION, LEAST, MOST = 0.05, 10, 100  # of the images that are listed

@@ -29,12 +29,12 @@ from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.run import Inference, Voter, open_with
 from everytoken_lab.models.open import OpenModel
-from everytoken_lab.progress import counted
 from everytoken_lab.robust import Progress, RobustOptions, autoattack
 from everytoken_lab.robust.corruptions import corrupt, stored
 from everytoken_lab.robust.gradient_attacks import AttackBatch, Model
 from everytoken_lab.robust.suites import Suite, corruption_names, parse_suites
 from everytoken_lab.robust.tables import Result, Table, make_table
+from everytoken_lab.schema import counted
 
 STORED_QUALITY = 85  # of the published ImageNet-C files
 ATTACK_BATCH = 16  # images that are attacked together, and written to the log together
