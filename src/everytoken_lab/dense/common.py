@@ -66,15 +66,12 @@ class FileSet(DataSet):
         self.labels = np.full(len(images), -1, dtype=np.int64)  # of whole images: none
 
     def key(self, i: int) -> str:
-        """The image's path below the root."""
         return self.images[i]
 
     def where(self, i: int) -> str:
-        """The image's path."""
         return f"{self.root}/{self.images[i]}"
 
     def open_bytes(self, i: int) -> bytes:
-        """The image file."""
         return Path(self.where(i)).read_bytes()
 
 
@@ -102,19 +99,14 @@ def resized(size: tuple[float, float], short: float, longest: float) -> tuple[in
 
 @dataclass(frozen=True)
 class DenseInfo:
-    """What somebody needs to know to use the weights of a dense task; subclasses add their head and evaluation.
-
-    Attributes:
-        backbone: how its timm model was made, and the input's normalisation; img_size is that of training.
-        taps: blocks of a plain transformer.
-    """
+    """What somebody needs to know to use the weights of a dense task; subclasses add their head and evaluation."""
 
     METADATA: ClassVar[str]  # the key in the weights file
     HINT: ClassVar[str]  # what to do with weights that are something else
 
-    backbone: Description
+    backbone: Description  # img_size is that of training
     class_names: tuple[str, ...]
-    taps: tuple[int, ...]
+    taps: tuple[int, ...]  # blocks of a plain transformer
 
 
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
@@ -156,7 +148,7 @@ class Score(Generic[A]):
         raise NotImplementedError
 
     def card(self, batch: Batch, answer: A) -> Card:
-        """Ground truth and answer."""
+        """Ground truth and answer, side by side."""
         raise NotImplementedError
 
     def join(self, world: World) -> None:
@@ -232,13 +224,11 @@ class DenseTask(Task):
 
     @property
     def backbone(self) -> nn.Module:
-        """The timm model."""
         network: Any = getattr(self.module, self.network_name)
         backbone: nn.Module = network.features.backbone
         return backbone
 
     def train_batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Training batches of an epoch from a position on."""
         info = self.info.backbone
         yield from Prefetcher(self.train_loader.epoch(epoch, start), self.world.device, info.mean, info.std)
 
@@ -269,7 +259,6 @@ class DenseTask(Task):
         score.save_sheet(self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """The whole network in one file."""
         prefix = self.network_name + "."
         return {"": {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}}
 
@@ -278,7 +267,6 @@ class DenseTask(Task):
         return {self.info.METADATA: json.dumps(asdict(self.info))}
 
     def describe(self) -> str:
-        """Data and model in a few words."""
         count = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         return (
             f"{len(self.train_set):,} training and {len(self.val_set):,} validation images, "
@@ -286,7 +274,6 @@ class DenseTask(Task):
         )
 
     def picture(self, batch: Batch) -> Image.Image:
-        """Images of a batch with what is to be found in them."""
         info, count = self.info.backbone, min(IMAGES, len(batch))
         images = pixels_of(batch.images[:count], info.mean, info.std)
         cards = [Card(batch.keys[i], [self.truth(pixels, batch, i)], side=SIDE) for i, pixels in enumerate(images)]
@@ -324,17 +311,6 @@ def train_dense(
         assignments: of the kind `model_kwargs.depth=4`, which come last.
         dry_run: give the plan instead, with the time from a few timed steps, and write nothing.
     """
-    options, output = _completed(task_type, options, asked, assignments)
-    if dry_run:
-        quick = replace(options, dataset=replace(options.dataset, workers=0))
-        return plan(partial(task_type, quick), options, output)
-    return run(partial(task_type, options), options, output)
-
-
-def _completed(
-    task_type: type[DenseTask], options: Any, asked: Set[str], assignments: Sequence[str]
-) -> tuple[Any, str]:
-    """The options with what was left open, such as the weights' full name and the rate's scaling; and the folder."""
     options = task_type.complete(options)
     asked = {*asked, *(text.partition("=")[0] for text in assignments)}
     options = replace(options, model=name_weights(options.model, "model" in asked))
@@ -344,7 +320,11 @@ def _completed(
     check_rate(options.optim)
     output = options.run.out or default_output(options, task_type.command)
     optim = replace(options.optim, lr_scaling=default_scaling(options.optim, options.recipe))
-    return replace(options, optim=optim), output
+    options = replace(options, optim=optim)
+    if dry_run:
+        quick = replace(options, dataset=replace(options.dataset, workers=0))
+        return plan(partial(task_type, quick), options, output)
+    return run(partial(task_type, options), options, output)
 
 
 # -- evaluation and prediction ----------------------------------------------------------------------------------------
@@ -352,17 +332,12 @@ def _completed(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A network on a dataset.
+    """A network on a dataset."""
 
-    Attributes:
-        numbers: by name, in percent; also images and images_per_second. classes: a row for each class that occurs.
-        notes: what the user should know. skipped: images that could not be read, with the reason.
-    """
-
-    numbers: dict[str, float]
-    classes: list[dict[str, Any]]
-    notes: list[str]
-    skipped: dict[str, str]
+    numbers: dict[str, float]  # by name, in percent; also images and images_per_second
+    classes: list[dict[str, Any]]  # a row for each class that occurs
+    notes: list[str]  # for the user
+    skipped: dict[str, str]  # images that could not be read, with the reason
 
 
 def answer_images(

@@ -37,16 +37,10 @@ BOXES = 32  # random ones, for the RMSE of a mixture
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` made.
+    """What `explain` made."""
 
-    Attributes:
-        cards: a picture for each image (with `mix`: one).
-        facts: all numbers, as in explain.json.
-        files: what was written.
-    """
-
-    cards: list[Image.Image]
-    facts: dict[str, Any]
+    cards: list[Image.Image]  # one for each image (with `mix`: one)
+    facts: dict[str, Any]  # all numbers, as in explain.json
     files: list[Path] = field(default_factory=list)
 
 
@@ -54,10 +48,8 @@ def explain_files(
     source: str | Path | OpenModel, files: Sequence[str], out: Path | None, options: ExplainOptions
 ) -> Explanation:
     """See `everytoken_lab.explanation.explain`."""
-    how, names = (
-        InferenceOptions(img_size=options.img_size, device=options.device, workers=0),
-        read_class_names(options.names),
-    )
+    how = InferenceOptions(img_size=options.img_size, device=options.device, workers=0)
+    names = read_class_names(options.names)
     models = [open_explained(source, replace(how, model=options.model, weights=options.weights), names)]
     if options.compare:
         models.append(open_explained(options.compare, how, names))

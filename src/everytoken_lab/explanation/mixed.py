@@ -30,22 +30,17 @@ from everytoken_lab.explanation.saliency import evaluating
 class MixStory:
     """What became of one mixture; shares are those of the first image.
 
-    Attributes:
-        ratio: by area; share: of what the class head reads, after the last layer.
-        start, aligned: [h, w] of the patches at the beginning and after the last layer.
-        layers: of what the head reads, at the start and after every mixing layer (before a class token joins: of all
-            tokens); only start and end where the model has no such layers.
-        likeness: the same by likeness to the unmixed images, after every layer; empty where it cannot be had.
-        rmse: between aligned shares and those by area, over random boxes.
+    `layers` are the shares of what the head reads, at the start and after every mixing layer (before a class token
+    joins: of all tokens); only start and end where the model has no such layers.
     """
 
-    ratio: float
-    share: float
-    start: Tensor
-    aligned: Tensor
+    ratio: float  # by area
+    share: float  # of what the class head reads, after the last layer
+    start: Tensor  # [h, w] of the patches
+    aligned: Tensor  # [h, w] after the last layer
     layers: tuple[float, ...]
-    likeness: tuple[float, ...]
-    rmse: float
+    likeness: tuple[float, ...]  # the same by likeness to the unmixed images; empty where it cannot be had
+    rmse: float  # between aligned shares and those by area, over random boxes
 
 
 def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:

@@ -27,37 +27,24 @@ Area = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What a model sees of an image.
+    """What a model sees of an image."""
 
-    Attributes:
-        pixels: uint8 [H, W, 3], the network's input before normalisation.
-        images: float32 [1, 3, H, W], the network's input.
-        area: (x0, y0, x1, y1) of the source image, in fractions, that it shows.
-    """
-
-    pixels: np.ndarray
-    images: Tensor
-    area: Area
+    pixels: np.ndarray  # uint8 [H, W, 3], before normalisation
+    images: Tensor  # float32 [1, 3, H, W], the network's input
+    area: Area  # (x0, y0, x1, y1) of the source image, in fractions
 
 
 @dataclass(frozen=True)
 class ExplainedModel:
-    """A model in evaluation mode, and what one needs to know of it.
+    """A model in evaluation mode, and what one needs to know of it."""
 
-    Attributes:
-        name: short, for pictures; source: as the user named it.
-        classes: of the class head; token_classes: of the token head (those of the class head without one).
-        transform: how it looks at images.
-        info: its description, with the calibration of its run.
-    """
-
-    name: str
-    source: str
+    name: str  # short, for pictures
+    source: str  # as the user named it
     model: TokenModel
     classes: ClassList
-    token_classes: ClassList
+    token_classes: ClassList  # those of the class head without a token head
     transform: EvalTransform
-    info: Description
+    info: Description  # with the calibration of its run
 
     def read(self, path: str | Path) -> ModelInput:
         """Read an image file as evaluation does: upright, resized, centre crop."""

@@ -27,22 +27,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What the template draws.
-
-    Attributes:
-        about: the chart in words, for screen readers; data: its numbers as JSON, for the script.
-        x_ticks, y_ticks: (position in pixels, text).
-        lines: colour, whether it is dashed, and points in pixels.
-    """
+    """What the template draws."""
 
     title: str
     unit: str
-    about: str
-    x_ticks: list[tuple[float, str]]
+    about: str  # in words, for screen readers
+    x_ticks: list[tuple[float, str]]  # (position in pixels, text)
     y_ticks: list[tuple[float, str]]
-    lines: list[tuple[int, bool, list[tuple[float, float]]]]
+    lines: list[tuple[int, bool, list[tuple[float, float]]]]  # colour, whether it is dashed, points in pixels
     note: str
-    data: str
+    data: str  # its numbers as JSON, for the script
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

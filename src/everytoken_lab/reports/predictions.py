@@ -37,24 +37,17 @@ CACHE = "report-predictions.npz"
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """Predictions of one run on its validation images.
-
-    Attributes:
-        keys: of the images, by `predictions.index`.
-        skipped: unreadable images, key -> reason.
-        calibration: what the images say about its probabilities; None of too few.
-        opened: its model, if it had to be opened for the predictions.
-    """
+    """Predictions of one run on its validation images."""
 
     run: Run
     predictions: AnyPredictions
     class_names: list[str]
-    keys: list[str]
+    keys: list[str]  # of the images, by `predictions.index`
     data: DataSet
-    skipped: dict[str, str]
+    skipped: dict[str, str]  # unreadable images, key -> reason
     weights: Path
-    calibration: Calibration | None
-    opened: OpenModel | None = None
+    calibration: Calibration | None  # None of too few images
+    opened: OpenModel | None = None  # if it had to be opened for the predictions
 
     def model(self) -> OpenModel:
         """The model with its calibration."""

@@ -30,19 +30,13 @@ SIDE = 160  # pixels of a picture on the page, at most
 
 @dataclass(frozen=True)
 class TokenMap:
-    """The classes of a grid of tokens.
+    """The classes of a grid of tokens."""
 
-    Attributes:
-        top: [h, w] the best class; confidence: [h, w] its probability; names: of the classes.
-        source: who says so: "token head" or "class head".
-        box: where the object of the predicted class is: (left, top, right, bottom) in fractions of the picture.
-    """
-
-    top: np.ndarray
-    confidence: np.ndarray
+    top: np.ndarray  # [h, w] the best class
+    confidence: np.ndarray  # [h, w] its probability
     names: Sequence[str]
-    source: str
-    box: tuple[float, float, float, float] | None = None
+    source: str  # "token head" or "class head"
+    box: tuple[float, float, float, float] | None = None  # of the predicted class, in fractions of the picture
 
     def fractions(self) -> list[tuple[str, float]]:
         """(class, fraction of the tokens), greatest first."""

@@ -42,20 +42,13 @@ def attacks(name: str, steps: int = 100, queries: int = QUERIES, targets: int = 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a batch.
+    """What became of a batch."""
 
-    Attributes:
-        clean, attacked: [B] predicted class without attack, and of `images`.
-        images: [B, C, H, W] adversarial where found, else as given.
-        by: for each image the attack that succeeded; "" if it withstood; "clean" if it was wrong before.
-        distance: [B] size of the change.
-    """
-
-    clean: Tensor
-    images: Tensor
-    attacked: Tensor
-    by: list[str]
-    distance: Tensor
+    clean: Tensor  # [B] predicted class without attack
+    images: Tensor  # [B, C, H, W] adversarial where found, else as given
+    attacked: Tensor  # [B] predicted class of `images`
+    by: list[str]  # the attack that succeeded; "" if the image withstood; "clean" if it was wrong before
+    distance: Tensor  # [B] size of the change
 
 
 def run(

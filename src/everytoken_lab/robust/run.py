@@ -44,19 +44,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class TestedModel:
-    """A model under test.
-
-    Attributes:
-        net: normalised images -> logits, with the vote of the tokens, in evaluation mode.
-        weights: a hash of all weights.
-    """
+    """A model under test."""
 
     __test__ = False  # for pytest, which takes the name for a test's
 
     name: str
     opened: OpenModel
-    net: Voter
-    weights: str
+    net: Voter  # normalised images -> logits, with the vote of the tokens, in evaluation mode
+    weights: str  # a hash of all weights
 
     @property
     def view(self) -> EvalTransform:
@@ -335,14 +330,8 @@ class AttackLog:
     """The log of an attack: its settings, then one JSON line per image, appended batch by batch.
 
     A batch is appended by one write after all of its attacks, and counts only if all its lines are there; what a kill
-    left half-written is cut off. An attack that was stopped ends with the same log as one that was not.
-
-    Args:
-        path: of the log; made if it is not there.
-        sizes: images in each batch.
-
-    Attributes:
-        batches: the records of the complete ones, from the first.
+    left half-written is cut off. An attack that was stopped ends with the same log as one that was not. `sizes` are
+    those of the batches; `batches` are the records of the complete ones.
     """
 
     def __init__(self, path: Path, settings: Record, sizes: Sequence[int]) -> None:

@@ -105,34 +105,24 @@ def _shown(cell: Cell) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a model did on one suite.
-
-    Attributes:
-        correct: [N] right or wrong. keys: [N] names of the images.
-        top5: percent, or None. ece: percent, or None.
-    """
+    """What a model did on one suite."""
 
     suite: Suite
-    correct: np.ndarray
-    keys: list[str]
-    top5: float | None = None
-    ece: float | None = None
+    correct: np.ndarray  # bool [N]
+    keys: list[str]  # [N] names of the images
+    top5: float | None = None  # percent
+    ece: float | None = None  # percent
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row: the images' right or wrong in columns, and what is made of the columns' means.
-
-    Attributes:
-        columns: [N, k] 0 or 1. keys: [N].
-        statistic: [..., k] -> [...], percent; None: the accuracy of the only column.
-    """
+    """One row: the images' right or wrong in columns, and what is made of the columns' means."""
 
     name: str
-    columns: np.ndarray
+    columns: np.ndarray  # [N, k] 0 or 1
     keys: list[str]
-    statistic: Callable[[np.ndarray], np.ndarray] | None = None
+    statistic: Callable[[np.ndarray], np.ndarray] | None = None  # [..., k] -> [...], percent; None: the accuracy
     top5: float | None = None
     ece: float | None = None
 

@@ -342,22 +342,15 @@ def random_crop(size: tuple[int, int], first: float, *draws: float) -> tuple[flo
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects of a batch, those of the first image first.
+    """Objects of a batch, those of the first image first."""
 
-    Attributes:
-        boxes: float32 [n, 4] in pixels of the canvas. labels: int64 [n], classes from 1 (0 is none of them).
-        masks: uint8 [n, H, W] on the canvas; None without masks.
-        counts: objects of each image. sizes: (height, width) of each image on the canvas.
-        matrices: float64 [B, 2, 3], pixel of the canvas -> pixel of the source. sources: (height, width) of each.
-    """
-
-    boxes: Tensor
-    labels: Tensor
-    masks: Tensor | None
-    counts: tuple[int, ...]
-    sizes: tuple[tuple[int, int], ...]
-    matrices: np.ndarray
-    sources: tuple[tuple[int, int], ...]
+    boxes: Tensor  # float32 [n, 4] in pixels of the canvas
+    labels: Tensor  # int64 [n], classes from 1 (0 is none of them)
+    masks: Tensor | None  # uint8 [n, H, W] on the canvas
+    counts: tuple[int, ...]  # objects of each image
+    sizes: tuple[tuple[int, int], ...]  # (height, width) of each image on the canvas
+    matrices: np.ndarray  # float64 [B, 2, 3], pixel of the canvas -> pixel of the source
+    sources: tuple[tuple[int, int], ...]  # (height, width) of each source
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Objects:
         masks = None if self.masks is None else change(self.masks)

@@ -58,18 +58,12 @@ SURE = 0.5  # score from which on objects of validation images are drawn
 
 @dataclass(frozen=True)
 class Detections:
-    """Objects of one image, best first.
+    """Objects of one image, best first."""
 
-    Attributes:
-        boxes: float64 [n, 4], x0, y0, x1, y1 in pixels of the source. scores: float64 [n].
-        labels: int64 [n], classes from 0.
-        masks: COCO run lengths at the source's size; None without masks.
-    """
-
-    boxes: np.ndarray
-    scores: np.ndarray
-    labels: np.ndarray
-    masks: list[dict[str, Any]] | None
+    boxes: np.ndarray  # float64 [n, 4], x0, y0, x1, y1 in pixels of the source
+    scores: np.ndarray  # float64 [n]
+    labels: np.ndarray  # int64 [n], classes from 0
+    masks: list[dict[str, Any]] | None  # COCO run lengths at the source's size
 
     def take(self, chosen: np.ndarray) -> Detections:
         """Some of them; bool [n]."""
@@ -193,12 +187,10 @@ class DetectScore(Score[Detections]):
         self.detections: dict[int, Detections] = {}  # by number of the image in `whole`
 
     def count(self, batch: Batch, answer: Detections) -> None:
-        """They are compared at the end."""
         assert batch.indices is not None
         self.detections[whole_set(self.data, int(batch.indices[0]), InstanceSet)[1]] = answer
 
     def join(self, world: World) -> None:
-        """The detections of all processes."""
         self.detections = {k: v for part in world.gather(self.detections) for k, v in part.items()}
 
     def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -207,7 +199,6 @@ class DetectScore(Score[Detections]):
         return dict(sorted(numbers.items(), key=lambda item: not item[0].startswith("mask"))), classes
 
     def card(self, batch: Batch, answer: Detections) -> Card:
-        """The objects of an image and those that were detected, side by side."""
         i, names, side = next(reversed(self.detections)), self.whole.class_names, 480
         pixels = np.asarray(self.whole.picture(i).upright())
         truth = draw_objects(pixels, truth_of(self.whole, i, answer.masks is not None), names, scores=False, side=side)

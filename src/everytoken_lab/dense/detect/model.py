@@ -192,17 +192,12 @@ def _with_none(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Regions of one image that a stage is trained on.
+    """Regions of one image that a stage is trained on."""
 
-    Attributes:
-        boxes: [n, 4]. labels: int64 [n], 0 for none. matched: int64 [n], the true box of each, -1 for none.
-        added: bool [n], true boxes that were added to the proposals.
-    """
-
-    boxes: Tensor
-    labels: Tensor
-    matched: Tensor
-    added: Tensor
+    boxes: Tensor  # [n, 4]
+    labels: Tensor  # int64 [n], 0 for none
+    matched: Tensor  # int64 [n], the true box of each, -1 for none
+    added: Tensor  # bool [n], true boxes that were added to the proposals
 
 
 class Stage(nn.Module):

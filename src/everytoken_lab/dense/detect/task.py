@@ -83,13 +83,11 @@ class DetectTask(DenseTask):
 
     @staticmethod
     def complete(options: DetectOptions) -> DetectOptions:
-        """Evaluation as for a new run where it is left open."""
         tool()  # say at once if it is missing
         sizes = {"size": min(800, max(options.augment.sizes)), "max_size": options.augment.longest}
         return replace(options, find=fill(options.find, {**NEW_RUN, **sizes}))
 
     def inference(self, network: Detector) -> Callable[[Batch], Detections]:
-        """How validation uses a network."""
         return Inference.of(network, self.info).on(self.world.device)
 
     def score(self, pictures: int) -> DetectScore:
@@ -97,7 +95,6 @@ class DetectTask(DenseTask):
         return DetectScore(self.val_set, pictures=pictures)
 
     def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
-        """The image and its objects."""
         objects: Objects = batch.targets
         some = slice(sum(objects.counts[:i]), sum(objects.counts[: i + 1]))
         names = [self.info.class_names[label - 1] for label in objects.labels[some].tolist()]
@@ -107,7 +104,6 @@ class DetectTask(DenseTask):
         return Row("", [Panel("what the network gets", photo), Panel(f"its {len(names)} objects", shown)])
 
     def network_words(self) -> str:
-        """Detector and backbone."""
         options, sizes = self.options.detector, self.options.augment.sizes
         kind = {"cascade": "Cascade ", "mask": ""}[options.detector] + ("Mask R-CNN" if options.masks else "R-CNN")
         return f"{kind} on {self.info.backbone.architecture}, short side {min(sizes)} to {max(sizes)}"

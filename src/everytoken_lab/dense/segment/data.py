@@ -20,7 +20,7 @@ import torch
 from everytoken import keyed
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DataError, DataSet, Strings, is_image
-from everytoken_lab.data.decode import ImageError, Picture, naming_errors, open_image
+from everytoken_lab.data.decode import ImageError, naming_errors, open_image
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.dense.common import SPLITS, FileSet, split_by_name, whole_set
 from everytoken_lab.dense.segment.augment import SegmentTransform
@@ -67,11 +67,7 @@ class MaskSet(FileSet):
         self.table[list(classes)] = range(len(classes))
 
     def mask(self, i: int, size: tuple[int, int] | None = None) -> np.ndarray:
-        """int16 [H, W] of classes; -1 is ignored.
-
-        Args:
-            size: (width, height) of the upright image, which the mask's must equal.
-        """
+        """int16 [H, W] of classes, -1 is ignored; `size`: (width, height) of the upright image, which it must have."""
         where = self.root / self.masks[i]
         stored = _read_mask(where)
         if size is not None and stored.shape[1::-1] != size:
@@ -142,26 +138,21 @@ class MaskReader(BatchReader[MaskSample]):
         self.transform, self.seed, self.masks = transform, seed, masks
 
     def view(self, request: Request, key: str) -> MaskSample:
-        """An image and its mask."""
         picture = self.data.picture(request.sample)
-        mask = mask_of(self.data, request.sample, picture) if self.masks else np.zeros((1, 1), np.int16)
+        mask = np.zeros((1, 1), np.int16)
+        if self.masks:
+            data, i = whole_set(self.data, request.sample, MaskSet)
+            mask = data.mask(i, picture.size)
         if self.transform is None:
             return np.asarray(picture.upright()), mask, np.array([[1.0, 0, 0], [0, 1, 0]])
         return self.transform(picture, mask, keyed.generator(self.seed, request.epoch, key, "segment"))
 
     def collate(self, views: list[MaskSample]) -> tuple[np.ndarray, np.ndarray, Any]:
-        """All images of a batch have one size."""
         if not views:
             return np.empty((0, 3, 1, 1), np.uint8), np.empty((0, 2, 3)), torch.empty((0, 1, 1), dtype=torch.int16)
         images = np.stack([np.ascontiguousarray(pixels.transpose(2, 0, 1)) for pixels, _, _ in views])
         masks = torch.from_numpy(np.stack([mask for _, mask, _ in views]))
         return images, np.stack([placement for _, _, placement in views]), masks
-
-
-def mask_of(data: DataSet, i: int, picture: Picture) -> np.ndarray:
-    """The mask of sample i of a `MaskSet` or of a subset of one."""
-    masks, i = whole_set(data, i, MaskSet)
-    return masks.mask(i, picture.size)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------

@@ -187,7 +187,6 @@ class SegmentScore(Score[Tensor]):
         self.counts = torch.zeros(len(class_names), len(class_names), dtype=torch.int64)
 
     def count(self, batch: Batch, answer: Tensor) -> None:
-        """Pixels of an image."""
         self.count_pixels(batch.targets[0], answer)
 
     def count_pixels(self, truth: Tensor, prediction: Tensor) -> None:
@@ -199,7 +198,6 @@ class SegmentScore(Score[Tensor]):
         self.counts += torch.bincount(pairs, minlength=k * k).reshape(k, k).cpu()
 
     def join(self, world: World) -> None:
-        """The sum of all matrices."""
         self.counts = world.add(self.counts.to(world.device)).cpu()
 
     def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -224,7 +222,6 @@ class SegmentScore(Score[Tensor]):
         return numbers, rows
 
     def card(self, batch: Batch, answer: Tensor) -> Card:
-        """The image, its mask and the answer."""
         pixels = batch.images[0].permute(1, 2, 0).numpy()
         masks = {"truth": batch.targets[0].numpy(), "answer": answer.numpy()}
         return Card(batch.keys[0], [mask_row(pixels, masks, self.class_names)], side=SIDE)

@@ -83,23 +83,18 @@ class SegmentTask(DenseTask):
 
     @staticmethod
     def complete(options: SegmentOptions) -> SegmentOptions:
-        """Evaluation as for a new run where it is left open."""
         return replace(options, evaluation=fill(options.evaluation, NEW_RUN))
 
     def inference(self, network: Segmenter) -> Callable[[Batch], Tensor]:
-        """How validation uses a network."""
         return segmenter_inference(network, self.info).on(self.world.device)
 
     def score(self, pictures: int) -> SegmentScore:
-        """mIoU."""
         return SegmentScore(self.info.class_names, pictures)
 
     def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
-        """The image and its mask."""
         return mask_row(pixels, {"its mask": batch.targets[i].cpu().numpy()}, self.info.class_names)
 
     def network_words(self) -> str:
-        """Backbone and head."""
         head, side = self.options.decoder.head, self.options.augment.crop_size
         return f"{self.info.backbone.architecture} + {head} on crops of {side}"
 
