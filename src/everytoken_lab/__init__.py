@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from everytoken_lab.engine.run_folder import Run
     from everytoken_lab.evaluation import evaluate, export, load, predict
     from everytoken_lab.explanation import explain
-    from everytoken_lab.reports import report
+    from everytoken_lab.reports.collect import report
     from everytoken_lab.training.classify import train
 
 __getattr__, __dir__ = lazy(
@@ -24,7 +24,7 @@ __getattr__, __dir__ = lazy(
         "everytoken_lab.engine.run_folder": ["Run"],
         "everytoken_lab.evaluation": ["evaluate", "export", "load", "predict"],
         "everytoken_lab.explanation": ["explain"],
-        "everytoken_lab.reports": ["report"],
+        "everytoken_lab.reports.collect": ["report"],
         "everytoken_lab.training.classify": ["train"],
     },
 )

@@ -8,7 +8,7 @@ import pytest
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.engine.run_folder import RunFolder, find_runs, read_run
-from everytoken_lab.reports import report
+from everytoken_lab.reports.collect import report
 from everytoken_lab.reports.groups import config_differences, difference, differences, group_runs
 from everytoken_lab.stats import mean, t_quantile
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import shutil
@@ -10,12 +11,16 @@ import typing
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import tyro
-from tyro import _errors  # its hook for parse errors, which has no public name yet
 
 from everytoken.errors import EverytokenError, did_you_mean
+
+try:
+    from tyro._errors import on_parse_error  # has no public name yet; without it, tyro prints its own message
+except ImportError:
+    on_parse_error = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 _KINDS = {"INT": "an integer", "FLOAT": "a number"}
@@ -30,10 +35,11 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
     settings: dict[str, Any] = {} if default is None else {"default": default}
     words = _spelled_out(config, argv)
 
-    def explain(event: _errors.ParseErrorEvent) -> NoReturn:
-        raise EverytokenError(f"{_sentence(config, words, event)} `{prog} --help` explains it.")
+    def explain(event: Any) -> None:
+        with contextlib.suppress(AttributeError):  # an event of another version of tyro, which then prints its message
+            raise EverytokenError(f"{_sentence(config, words, event)} `{prog} --help` explains it.")
 
-    with _errors.on_parse_error(explain):
+    with contextlib.nullcontext() if on_parse_error is None else on_parse_error(explain):
         return tyro.cli(config, prog=prog, args=words, description=_description(config), **settings)
 
 
@@ -50,22 +56,23 @@ def _description(config: type) -> str:
     return "\n\n".join(block if block.startswith("Examples:") else wrap(block) for block in blocks)
 
 
-def _sentence(config: type, words: Sequence[str], event: _errors.ParseErrorEvent) -> str:
+def _sentence(config: type, words: Sequence[str], event: Any) -> str:
     """What is wrong with the words, and the way out."""
     known = {f"--{name}" for name, _ in _options(config)}
     for flag in (word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")):
         if not {flag, flag.replace("--no-", "--", 1)} & known:
             return f"unrecognized option {flag}.{did_you_mean(flag, known)}"
-    if isinstance(event, _errors.UnrecognizedArgs):
+    problem = type(event).__name__
+    if problem == "UnrecognizedArgs":
         return f"unrecognized: {' '.join(event.tokens)}."
-    if isinstance(event, _errors.MissingArgs):
+    if problem == "MissingArgs":
         missing = " and ".join(_name(item.arg) for item in event.missing_arguments)
         return f"{missing} must be given, as in: {examples(config)[0]}."
-    if isinstance(event, _errors.InvalidChoice):
+    if problem == "InvalidChoice":
         return f"{_name(event.argument)} must be one of {', '.join(event.choices)}, got {event.value!r}."
-    if isinstance(event, _errors.BadValue):
+    if problem == "BadValue":
         return f"{_name(event.argument)} needs a value."
-    if isinstance(event, _errors.InstantiationFailure) and event.argument is not None:
+    if problem == "InstantiationFailure" and event.argument is not None:
         kind = _KINDS.get(str(event.argument.lowered.metavar).split()[0].strip("[{}]"))
         value = event.message.rpartition(": ")[2]
         return f"{_name(event.argument)} " + (

@@ -11,7 +11,7 @@ import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli._parse import parse, values_of
-from everytoken_lab.reports import ReportOptions, report
+from everytoken_lab.reports import ReportOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ def main(argv: list[str], prog: str) -> int:
     if not options.runs:
         raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
     from everytoken_lab.progress import Progress
+    from everytoken_lab.reports.collect import report
 
     sys.stdout.flush()
     result = report(

@@ -85,7 +85,7 @@ class Run:
 
     def report(self, path: str | Path, **options: Any) -> Path:
         """Write the page of `everytoken report` about this run; options: those of `lab.report`."""
-        from everytoken_lab.reports import report
+        from everytoken_lab.reports.collect import report
 
         report(self.path, path, **options)
         return Path(path)

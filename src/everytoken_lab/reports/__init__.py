@@ -1,5 +1,26 @@
 """The page of one or several runs: groups of seeds, intervals, curves, classes, predictions and token maps."""
 
-from everytoken_lab.reports.collect import Report, ReportOptions, report
+from __future__ import annotations
 
-__all__ = ["Report", "ReportOptions", "report"]
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a report shows."""
+
+    title: str = ""
+    """Title of the page."""
+    predictions: bool = True
+    """Evaluate the best weights on the validation images, for class tables and sample predictions (kept in the run)."""
+    samples: int = 12
+    """Validation images to show."""
+    data: str = ""
+    """Where the images are now, if not where they were in training; also needed if they are at an address."""
+    device: str = ""
+    """cpu, cuda, mps; default: the best available."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
+    """Loader processes."""

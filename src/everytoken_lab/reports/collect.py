@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
 from everytoken_lab import schema
 from everytoken_lab.engine.run_folder import Run, find_runs
+from everytoken_lab.reports import ReportOptions
 from everytoken_lab.reports.groups import Difference, Group, config_differences, differences, group_runs
 
 if TYPE_CHECKING:
@@ -56,24 +55,6 @@ class Report:
         from everytoken_lab.reports.words import headline
 
         return headline(self)
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """What a report shows."""
-
-    title: str = ""
-    """Title of the page."""
-    predictions: bool = True
-    """Evaluate the best weights on the validation images, for class tables and sample predictions (kept in the run)."""
-    samples: int = 12
-    """Validation images to show."""
-    data: str = ""
-    """Where the images are now, if not where they were in training; also needed if they are at an address."""
-    device: str = ""
-    """cpu, cuda, mps; default: the best available."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-j"])] = 0
-    """Loader processes."""
 
 
 def report(
