@@ -17,7 +17,6 @@ serves all classes, because few held-out images say little about a threshold of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -72,96 +71,63 @@ class Calibration:
         return (self.thresholds[best], self.accuracy[best], self.coverage[best]) if best >= 0 else (0.5, 0.0, 0.0)
 
 
-def calibrate_several(logits: NDArray[np.floating], labels: NDArray[np.bool_]) -> Calibration:
-    """The same for multi-label images, with labels [N, K]."""
+def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool_]) -> Calibration:
+    """The calibration of a network by logits [N, K] and labels of images that it was not trained on.
+
+    Labels are class numbers [N], or 0 and 1 [N, K] in multi-label data.
+    """
     logits = np.asarray(logits, np.float32)
-
-    def likeliest(rows: slice, temperature: float) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
-        x, y = logits[rows], labels[rows]
-        return sigmoid(x.max(1) / temperature), y[np.arange(len(x)), x.argmax(1)]
-
-    temperature = _fit_several(logits, labels)
-    probability = sigmoid(logits.ravel() / temperature).astype(np.float64)
-    order = np.argsort(-probability, kind="stable")
-    right = np.cumsum(labels.ravel()[order])
-    found = np.flatnonzero(labels.ravel()[order]) + 1  # decisions up to each label that is found
-    counts = (
-        np.unique(found[np.ceil(len(found) * np.arange(1, POINTS + 1) / POINTS).astype(int) - 1])
-        if len(found)
-        else found
-    )
-    before, correct = likeliest(slice(None), 1.0)
-    after = before.astype(np.float64)
-    for half in (0, 1) if len(labels) > 1 else ():
-        after[half::2] = likeliest(slice(half, None, 2), _fit_several(logits[1 - half :: 2], labels[1 - half :: 2]))[0]
-    return Calibration(
-        temperature=round(temperature, 5),
-        images=len(labels),
-        error_before=round(100 * calibration_error(before, correct), 4),
-        error_after=round(100 * calibration_error(after, correct), 4),
-        thresholds=tuple((np.floor(probability[order][counts - 1] * 1e6) / 1e6).tolist()),
-        accuracy=tuple(np.round(100 * right[counts - 1] / counts, 4).tolist()),
-        coverage=tuple(np.round(100 * right[counts - 1] / max(1, len(found)), 4).tolist()),
-    )
-
-
-def sigmoid(x: NDArray[np.floating]) -> NDArray[np.floating]:
-    """1 / (1 + e^-x), without overflow."""
-    positive: NDArray[np.floating] = 0.5 * (1 + np.tanh(0.5 * x))
-    return positive
-
-
-def _fit_several(logits: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
-    doubt = 1 / (labels.size + 2)
-    target = float(((1 - doubt) * labels + doubt / 2).ravel() @ logits.ravel().astype(np.float64)) / len(logits)
-
-    def moments(inverse: float) -> tuple[float, float]:
-        p = sigmoid(inverse * logits)
-        return float((p * logits).sum(1).mean()) - target, float((p * (1 - p) * logits**2).sum(1).mean())
-
-    return _minimum(moments)
-
-
-def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> Calibration:
-    """The calibration of a network by logits [N, K] and labels [N] of images that it was not trained on."""
-    logits = np.asarray(logits, np.float32)
+    count, multi_label = len(labels), labels.ndim == 2
+    labels = labels.astype(bool) if multi_label else labels
     temperature = fit_temperature(logits, labels)
-    probability, correct = confidence(logits, labels, temperature)
-    probability = probability.astype(np.float64)
-    order = np.argsort(-probability, kind="stable")
-    right = np.cumsum(correct[order])
-    counts = np.unique(np.ceil(len(labels) * np.arange(1, POINTS + 1) / POINTS).astype(int))
-    after = np.empty(len(labels))
-    for half in (0, 1) if len(labels) > 1 else ():
+    before, correct = confidence(logits, labels)
+    after = before.astype(np.float64)
+    for half in (0, 1) if count > 1 else ():
         other = fit_temperature(logits[1 - half :: 2], labels[1 - half :: 2])
         after[half::2] = confidence(logits[half::2], labels[half::2], other)[0]
+    if multi_label:
+        probability, right = sigmoid(logits.ravel() / temperature), labels.ravel()
+    else:
+        probability, right = confidence(logits, labels, temperature)
+    order = np.argsort(-probability.astype(np.float64), kind="stable")
+    right = right[order]
+    asked = np.flatnonzero(right) + 1 if multi_label else np.arange(1, count + 1)  # decisions: recall counts labels
+    places = np.ceil(len(asked) * np.arange(1, POINTS + 1) / POINTS).astype(int) - 1
+    counts = np.unique(asked[places]) if len(asked) else asked
+    found = np.cumsum(right)[counts - 1]
     return Calibration(
         temperature=round(temperature, 5),
-        images=len(labels),
-        error_before=round(100 * calibration_error(confidence(logits, labels)[0], correct), 4),
-        error_after=round(100 * calibration_error(after if len(labels) > 1 else probability, correct), 4),
+        images=count,
+        error_before=round(100 * calibration_error(before, correct), 4),
+        error_after=round(100 * calibration_error(after, correct), 4),
         # rounded down, so that the image that a threshold is from is above it
-        thresholds=tuple((np.floor(probability[order][counts - 1] * 1e6) / 1e6).tolist()),
-        accuracy=tuple(np.round(100 * right[counts - 1] / counts, 4).tolist()),
-        coverage=tuple(np.round(100 * counts / len(labels), 4).tolist()),
+        thresholds=tuple((np.floor(probability[order][counts - 1].astype(np.float64) * 1e6) / 1e6).tolist()),
+        accuracy=tuple(np.round(100 * found / counts, 4).tolist()),
+        coverage=tuple(np.round(100 * (found if multi_label else counts) / max(1, len(asked)), 4).tolist()),
     )
 
 
-def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
+def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool_]) -> float:
     """The temperature with the least cross entropy: a convex problem in its inverse, solved by safeguarded Newton."""
     logits = np.asarray(logits, np.float32)
-    doubt = 1 / (len(labels) + 2)
-    target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
+    doubt = 1 / (labels.size + 2)
+    if labels.ndim == 2:
+        target = (((1 - doubt) * labels + doubt / 2) * logits).sum(1)
+    else:
+        target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
 
     def moments(inverse: float) -> tuple[float, float]:
-        mean, variance = _moments(logits, inverse)
+        """Slope and curvature of the mean cross entropy."""
+        if labels.ndim == 2:
+            p = sigmoid(inverse * logits)
+            mean, variance = (p * logits).sum(1), (p * (1 - p) * logits**2).sum(1)
+        else:
+            p = np.exp(inverse * (logits - logits.max(1, keepdims=True)))
+            p /= p.sum(1, keepdims=True)
+            mean = (p * logits).sum(1)
+            variance = (p * (logits - mean[:, None]) ** 2).sum(1)
         return float((mean - target).mean()), float(variance.mean())
 
-    return _minimum(moments)
-
-
-def _minimum(moments: Callable[[float], tuple[float, float]]) -> float:
-    """The temperature where the slope vanishes; `moments`: slope and curvature by the inverse temperature."""
     inverse, low, high = 1.0, _FLATTEST, _SHARPEST
     for _ in range(50):
         slope, curvature = moments(inverse)
@@ -174,20 +140,21 @@ def _minimum(moments: Callable[[float], tuple[float, float]]) -> float:
     return 1 / inverse
 
 
-def _moments(logits: NDArray[np.float32], inverse: float) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
-    """Mean and variance [N] of each image's logits under its tempered probabilities."""
-    weights = np.exp(inverse * (logits - logits.max(1, keepdims=True)))
-    weights /= weights.sum(1, keepdims=True)
-    mean = (weights * logits).sum(1)
-    return mean, (weights * (logits - mean[:, None]) ** 2).sum(1)
+def sigmoid(x: NDArray[np.floating]) -> NDArray[np.floating]:
+    """1 / (1 + e^-x), without overflow."""
+    positive: NDArray[np.floating] = 0.5 * (1 + np.tanh(0.5 * x))
+    return positive
 
 
 def confidence(
-    logits: NDArray[np.floating], labels: NDArray[np.integer], temperature: float = 1.0
+    logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool_], temperature: float = 1.0
 ) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
-    """Probability [N] of the best class, and whether it is the label [N]."""
+    """Probability [N] of the best class, and whether it is the label, or one of the labels [N]."""
+    best = logits.argmax(1)
+    if labels.ndim == 2:
+        return sigmoid(logits.max(1) / temperature), labels[np.arange(len(logits)), best]
     weights = np.exp((logits - logits.max(1, keepdims=True)) / temperature)
-    return 1 / weights.sum(1), logits.argmax(1) == labels
+    return 1 / weights.sum(1), best == labels
 
 
 def calibration_error(confidence: NDArray[np.floating], correct: NDArray[np.bool_], bins: int = 15) -> float:

@@ -87,12 +87,19 @@ def _printable(value: Any) -> Any:
 
 
 def from_keywords(kind: type[T], keywords: Mapping[str, Any], where: str) -> T:
-    """Options from the keywords of a Python call; an unknown name is an error that names the nearest."""
-    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in keywords:
-        if name not in names:
-            raise SchemaError(f"{where} has no option {name!r}.{did_you_mean(name, names)}")
-    return kind(**keywords)
+    """Options from the keywords of a Python call, or of a command; an unknown name is an error with the nearest one."""
+    import pydantic
+
+    hints, values = typing.get_type_hints(kind, include_extras=True), {}
+    for name, value in keywords.items():
+        if name not in hints:
+            raise SchemaError(f"{where} has no option {name!r}.{did_you_mean(name, hints)}")
+        try:
+            values[name] = pydantic.TypeAdapter(hints[name]).validate_python(value)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            raise SchemaError(_explain(kind, {name: value}, {**first, "loc": (name, *first["loc"])})) from error
+    return kind(**values)
 
 
 def read_json(path: Path, kind: type[T]) -> T:

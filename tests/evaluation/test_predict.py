@@ -104,7 +104,7 @@ def test_what_is_wrong_is_named(weights, tmp_path, capsys):
     assert main(["predict", str(weights), *FAST]) == 2
     assert "name the images" in capsys.readouterr().err
     assert main(["predict", str(weights), str(bad), "--top", "0", *FAST]) == 2
-    assert "top must be at least 1" in capsys.readouterr().err
+    assert "top is 0, but should be greater than or equal to 1" in capsys.readouterr().err
     assert main(["predict", str(weights), str(bad), "--device", "gpu"]) == 2
     assert "device is 'gpu'" in capsys.readouterr().err
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_calibrated_says_so_and_still_answers(run, weights, photo
     assert alone.threshold == 0.5
     assert all(image.sure == (image.probabilities[0] >= 0.5) for image in alone)
     assert main(["predict", str(weights), str(photos / "val"), "--sure", "95", *FAST]) == 2
-    assert "sure must be in [0, 1]" in capsys.readouterr().err
+    assert "sure is 95.0, but should be less than or equal to 1" in capsys.readouterr().err
 
 
 # -- where the object is ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from everytoken.models import TokenView
 from everytoken.objectives.hard import HardLabels
 from everytoken.objectives.online_token import OnlineTokenLabeling
 from everytoken_lab.annotators.linear import fit_linear, stratified_folds
-from everytoken_lab.calibration import calibrate_several
+from everytoken_lab.calibration import calibrate
 from everytoken_lab.cli import main
 from everytoken_lab.engine.accuracy import MultiLabelPredictions, average_precision
 from everytoken_lab.engine.checkpoint import write_weights
@@ -181,7 +181,7 @@ def test_the_calibration_of_several_labels_finds_the_temperature_and_thresholds_
     rng = np.random.default_rng(0)
     logits = rng.normal(-1, 2, (4000, 5)).astype(np.float32)
     label = rng.random(logits.shape) < 1 / (1 + np.exp(-logits / 2.5))
-    calibration = calibrate_several(logits, label)
+    calibration = calibrate(logits, label)
     assert calibration.temperature == pytest.approx(2.5, rel=0.05)
     threshold, recall = calibration.threshold(0.7)
     chosen = 1 / (1 + np.exp(-logits / calibration.temperature)) >= threshold

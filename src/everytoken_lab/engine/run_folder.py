@@ -43,7 +43,7 @@ from everytoken_lab.engine.recipe import flat_names
 
 if TYPE_CHECKING:
     from everytoken_lab.engine.track import Tracker
-    from everytoken_lab.evaluation.run import LoadedModel
+    from everytoken_lab.models.open import OpenModel
 
 logger = logging.getLogger(__name__)
 PUBLISHED = ("timm:", "registry:", "hf-hub:", "local-dir:")
@@ -90,7 +90,7 @@ class Run:
         report(self.path, path, **options)
         return Path(path)
 
-    def load(self) -> LoadedModel:
+    def load(self) -> OpenModel:
         """The model with the best weights, ready to use, as `lab.load` gives it."""
         from everytoken_lab.evaluation import load
 

@@ -14,11 +14,12 @@ The options are dataclasses that the commands share. Nothing heavy is imported u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from annotated_types import Interval
 
 from everytoken_lab import schema
 from everytoken_lab.machine import Workers, default_workers
@@ -27,19 +28,8 @@ if TYPE_CHECKING:
     from everytoken_lab.data.datasets import DataSet
     from everytoken_lab.evaluation.exporting import Exported
     from everytoken_lab.evaluation.predictions import ImagePredictions
-    from everytoken_lab.evaluation.run import Evaluation, LoadedModel
+    from everytoken_lab.evaluation.run import Evaluation
     from everytoken_lab.models.open import OpenModel
-
-__all__ = [
-    "EvalOptions",
-    "ExportOptions",
-    "InferenceOptions",
-    "PredictOptions",
-    "evaluate",
-    "export",
-    "load",
-    "predict",
-]
 
 Progress = Callable[[int, int], None]
 """Hears how many images are done, of how many."""
@@ -53,7 +43,7 @@ class OpenOptions:
     """timm model name, for weights without metadata."""
     weights: str = ""
     """Weights for timm:NAME, instead of the pretrained ones."""
-    img_size: int = 0
+    img_size: Annotated[int, Interval(ge=0)] = 0
     """Another input size; position embeddings are resized. 0: the model's own."""
 
 
@@ -61,12 +51,12 @@ class OpenOptions:
 class InferenceOptions(OpenOptions):
     """How a model is opened and applied to images."""
 
-    crop_pct: float = 0.0
+    crop_pct: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Fraction of the resized image that the centre crop shows; 0: the model's own."""
     token_vote: float | None = None
     """Add this much of the strongest token logit of each class; default: as the run was validated. The papers' LV-ViT
     numbers used 0.5."""
-    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 64
+    batch_size: Annotated[int, Interval(ge=1), tyro.conf.arg(aliases=["-b"])] = 64
     """Images per step."""
     workers: Workers = field(default_factory=default_workers)
     """Loader processes."""
@@ -93,9 +83,9 @@ class EvalOptions(InferenceOptions):
 class PredictOptions(InferenceOptions):
     """How images are classified."""
 
-    top: int = 3
+    top: Annotated[int, Interval(ge=1)] = 3
     """Classes for each image."""
-    sure: float = 0.0
+    sure: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Answer "unsure" below a probability at which the other answers have this accuracy (such as 0.95) on the images
     that the run held out. For models without held-out images it is the probability itself. 0: always answer. Of
     multi-label models: the precision of the labels; 0: the best F1."""
@@ -125,7 +115,7 @@ class ExportOptions(OpenOptions):
     """push: make a new repository private."""
 
 
-def load(source: str | Path, **options: Any) -> LoadedModel:
+def load(source: str | Path, **options: Any) -> OpenModel:
     """Open a trained model for use.
 
     Example:
@@ -138,11 +128,9 @@ def load(source: str | Path, **options: Any) -> LoadedModel:
             registry:efficientnet_lite0|1|2.
         options: of `everytoken_lab.models.open.open_model`: architecture, weights, img_size, crop_pct, device, ...
     """
-    from everytoken_lab.evaluation.run import LoadedModel
     from everytoken_lab.models.open import open_model
 
-    opened = open_model(source, **options)
-    return LoadedModel(**{item.name: getattr(opened, item.name) for item in fields(opened)})
+    return open_model(source, **options)
 
 
 def evaluate(
@@ -185,9 +173,8 @@ def predict(
     from everytoken_lab.evaluation.predictions import run_prediction
 
     files = [images] if isinstance(images, str | Path) else images
-    return run_prediction(
-        source, [str(file) for file in files], schema.from_keywords(PredictOptions, options, "predict()"), progress
-    )
+    settings = schema.from_keywords(PredictOptions, options, "predict()")
+    return run_prediction(source, list(map(str, files)), settings, progress)
 
 
 def export(source: str | Path | OpenModel, out: str | Path | None = None, **options: Any) -> Exported:

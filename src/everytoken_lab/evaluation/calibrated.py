@@ -63,7 +63,7 @@ def validation_set(run: Run, data: str = "") -> DataSet:
 
 
 def read_calibration(run: Run, weights: Path) -> Calibration | None:
-    """What is kept about these weights; None if that is nothing, or about others."""
+    """What the run keeps about these weights; None if nothing, or if it is about others."""
     with contextlib.suppress(schema.SchemaError, OSError):  # a torn file is made again
         kept = schema.read_json(run.path / FILE, RunCalibration)
         if kept.weights == sha256_of(weights):

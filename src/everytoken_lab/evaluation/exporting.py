@@ -8,8 +8,8 @@
 Every file is compared with the model on images before it takes its place. Class names, preprocessing and calibration
 are in config.json and in the metadata of model.safetensors and model.onnx; README.md is the model card.
 
-Weights are the plain timm model, which answers for whole images. The head for tokens, where there is one, is part of it
-(LV-ViT, VOLO) or lies beside it in model.token_head.safetensors, which this package reads and others ignore.
+The token head is part of the weights (LV-ViT, VOLO) or beside them in model.token_head.safetensors, which only this
+package reads.
 """
 
 from __future__ import annotations
@@ -84,14 +84,12 @@ def run_export(source: str | Path | OpenModel, out: Path | None, options: Export
     """See `export`."""
     kinds = list(dict.fromkeys("timm" if kind == "hf" else kind for kind in options.to))
     _check_options(kinds, options.push)
-    opened = open_with(
-        source,
-        InferenceOptions(model=options.model, weights=options.weights, img_size=options.img_size, device="cpu"),
-    )
+    how = InferenceOptions(model=options.model, weights=options.weights, img_size=options.img_size, device="cpu")
+    opened = open_with(source, how)
     if isinstance(opened.model, OnnxModel):
         raise EverytokenError(f"{opened.source} is an exported program; export the weights that it was made from.")
-    run = run_of(opened.source) if Path(opened.source).is_file() else None
     path = Path(opened.source)
+    run = run_of(path) if path.is_file() else None
     name = path.stem if path.is_file() else re.split("[:/]", opened.source)[-1]
     folder = out or (Path("export") / name if run is None else run.path / "export")
     if out is None:
@@ -121,9 +119,6 @@ def run_export(source: str | Path | OpenModel, out: Path | None, options: Export
 
 def _check_options(kinds: Sequence[str], push: str) -> None:
     """What would fail after all the work is said before it."""
-    for kind in kinds:
-        if kind not in WRITERS:
-            raise EverytokenError(f"there is no export to {kind!r}; there is {' and '.join(WRITERS)}.")
     if "onnx" in kinds:
         for module in ("onnx", "onnxscript", "onnxruntime"):
             need(module, "export", "an ONNX file")
@@ -185,17 +180,16 @@ def _write_timm(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
         write_atomically(trial / "config.json", plain_json(about).encode())
         again = timm.create_model(f"local-dir:{trial}", pretrained=True).eval()
         trained = _Answers(opened, False, 0.0).eval()  # timm's model has no token head to vote with
-        difference = _compare("model.safetensors", lambda x: (_class_logits(again(x)),), trained, images)
+
+        def answer(x: Tensor) -> tuple[Tensor, ...]:
+            output = again(x)  # LV-ViT and VOLO also answer for tokens
+            return (output[0] if isinstance(output, tuple) else output,)
+
+        difference = _compare("model.safetensors", answer, trained, images)
         (folder / _TOKEN_HEAD).unlink(missing_ok=True)  # of another model
         for file in sorted(trial.iterdir()):
             file.replace(folder / file.name)
     return difference
-
-
-def _class_logits(output: Any) -> Tensor:
-    """Of a model that may also answer for tokens (LV-ViT, VOLO)."""
-    logits: Tensor = output[0] if isinstance(output, tuple) else output
-    return logits
 
 
 def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:
@@ -269,12 +263,8 @@ def _push(folder: Path, names: list[str], options: ExportOptions) -> str:
     api = huggingface_hub.HfApi()
     try:
         repository = api.create_repo(options.push, private=options.private or None, exist_ok=True)
-        api.upload_folder(
-            repo_id=options.push,
-            folder_path=folder,
-            allow_patterns=names,
-            commit_message="Model exported by everytoken",
-        )
+        message = "Model exported by everytoken"
+        api.upload_folder(repo_id=options.push, folder_path=folder, allow_patterns=names, commit_message=message)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise EverytokenError(

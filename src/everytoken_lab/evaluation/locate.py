@@ -8,8 +8,7 @@ that take any size look at it twice as large, which halves their cells. The cell
 the image by a guided filter (He, Sun and Tang 2010: within each window, the map is a linear function of the colours),
 scaled to 0..1, and cut at one threshold; the box is that of the part with the strongest cell.
 
-What it is worth is measured by benchmarks/locate.py and reported in docs/predict.md. Cost: one more pass of the network
-at twice the size (four times the work for a CNN), and 15 ms per image for the filter on one core.
+benchmarks/locate.py measures it; docs/predict.md has the numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy import ndimage
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,10 +31,8 @@ from everytoken_lab.models.open import OpenModel
 
 ALIKE = 5  # classes that are counted, at most
 SIDE = 128  # pixels of a heat map
-RADIUS, SMOOTHNESS = (
-    16,
-    1e-3,
-)  # of the guided filter: half a window in pixels, and the variance of colours that is noise
+RADIUS = 16  # half a window of the guided filter in pixels
+SMOOTHNESS = 1e-3  # the variance of colours that is noise
 THRESHOLD = 0.45  # of the heat, which is scaled to 0..1
 
 
@@ -57,8 +55,7 @@ class Location:
     @property
     def pixels(self) -> tuple[float, float, float, float]:
         """The box in pixels of the upright image."""
-        width, height = self.size
-        left, top, right, bottom = self.box
+        (width, height), (left, top, right, bottom) = self.size, self.box
         return round(left * width, 1), round(top * height, 1), round(right * width, 1), round(bottom * height, 1)
 
     def mask(self, size: tuple[int, int] | None = None) -> NDArray[np.bool_]:
@@ -68,14 +65,7 @@ class Location:
 
 
 class Locator:
-    """Locates objects with an opened model.
-
-    Args:
-        opened: any classifier with a token view.
-
-    Attributes:
-        view: how images have to be made for it: whole, squashed.
-    """
+    """Locates objects with any classifier that has a token view; `view`: how it sees images, whole and squashed."""
 
     def __init__(self, opened: OpenModel) -> None:
         self.opened = opened
@@ -94,9 +84,7 @@ class Locator:
         """
         _, cells = self.opened.model.class_and_cell_logits(images)
         cells = cells.float()
-        if (
-            self.opened.token_classes != self.opened.classes
-        ):  # tokens that were taught other classes are asked for these
+        if self.opened.token_classes != self.opened.classes:  # tokens that learnt other classes are asked for these
             probabilities, classes = cells.mean((1, 2)).softmax(-1).topk(min(ALIKE, cells.shape[-1]))
         weights = probabilities**2 / (probabilities**2).sum(-1, keepdim=True)
         chosen = cells.gather(-1, classes[:, None, None].expand(*cells.shape[:3], -1))
@@ -175,16 +163,7 @@ def box_of(mask: NDArray[np.bool_], peak: tuple[float, float]) -> tuple[float, f
     height, width = mask.shape
     rows, columns = np.nonzero(mask)
     nearest = np.hypot((columns + 0.5) / width - peak[0], (rows + 0.5) / height - peak[1]).argmin()
-    allowed = torch.from_numpy(mask.astype(np.float32))[None, None]
-    part = torch.zeros_like(allowed)
-    part[0, 0, rows[nearest], columns[nearest]] = 1
-    while True:  # grows by a few pixels at a time, around corners too
-        grown = part
-        for _ in range(4):
-            grown = F.max_pool2d(grown, 3, 1, 1) * allowed
-        if torch.equal(grown, part):
-            break
-        part = grown
-    rows, columns = np.nonzero(part[0, 0].numpy())
+    parts, _ = ndimage.label(mask, np.ones((3, 3)))
+    rows, columns = np.nonzero(parts == parts[rows[nearest], columns[nearest]])
     left, right = columns.min() / width, (columns.max() + 1) / width
     return float(left), float(rows.min() / height), float(right), float((rows.max() + 1) / height)

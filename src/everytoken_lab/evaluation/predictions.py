@@ -63,7 +63,7 @@ class ImagePredictions(Sequence[ImagePrediction]):
 
     Attributes:
         skipped: images that could not be read, and why.
-        threshold: the least probability of a sure answer, or of each of several labels; 0: every answer is.
+        threshold: the least probability of a sure answer, or of each label; 0: every answer is.
         notes: what to know about the probabilities.
     """
 
@@ -77,9 +77,6 @@ class ImagePredictions(Sequence[ImagePrediction]):
 
     def __getitem__(self, i: Any) -> Any:
         return self.images[i]
-
-    def __iter__(self) -> Iterator[ImagePrediction]:
-        return iter(self.images)
 
     def to_csv(self, path: str | Path) -> None:
         """One line per image: its path, class, probability, and the next best classes.
@@ -208,10 +205,6 @@ def run_prediction(
     source: str | Path | OpenModel, images: Sequence[str], options: PredictOptions, progress: Progress | None
 ) -> ImagePredictions:
     """See `predict`."""
-    if options.top < 1:
-        raise EverytokenError(f"top must be at least 1, got {options.top}")
-    if not 0 <= options.sure <= 1:
-        raise EverytokenError(f"sure must be in [0, 1], such as 0.95, got {options.sure}")
     root, names = gather_images(images)
     opened = open_with(source, options)
     remark, calibration = "", None

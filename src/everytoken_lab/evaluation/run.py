@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
 from everytoken.models.common import make_attention_explicit
 from everytoken.models.token_model import probe
-from everytoken_lab.calibration import Calibration, calibrate, calibrate_several
+from everytoken_lab.calibration import Calibration, calibrate
 from everytoken_lab.classes import imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
@@ -41,45 +41,9 @@ from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
-if TYPE_CHECKING:
-    from everytoken_lab.evaluation.exporting import Exported
-    from everytoken_lab.evaluation.predictions import ImagePredictions
-    from everytoken_lab.explanation.cards import Explanation
-
 LOGITS = 50_000_000  # numbers that are kept at most, to calibrate
 WORTH_EXPORTING = 64 * 224 * 224  # pixels of all images from which on a faster program is made of the network first
 CONVOLUTIONS = 10  # layers; networks with fewer are matrix products, and no faster in ONNX Runtime
-
-
-@dataclass(frozen=True)
-class LoadedModel(OpenModel):
-    """An opened model that can be asked: `lab.load`."""
-
-    def predict(self, images: str | Path | Sequence[str | Path], **options: Any) -> ImagePredictions:
-        """The classes of images: files and folders. Options: fields of `PredictOptions`."""
-        from everytoken_lab.evaluation import predict
-
-        return predict(self, images, **options)
-
-    def explain(
-        self, images: str | Path | Sequence[str | Path], out: str | Path | None = None, **options: Any
-    ) -> Explanation:
-        """Pictures of what it sees in images. Options: fields of `ExplainOptions`."""
-        from everytoken_lab.explanation import explain
-
-        return explain(self, images, out, **options)
-
-    def export(self, out: str | Path, **options: Any) -> Exported:
-        """Write a folder for timm, the Hub or ONNX. Options: fields of `ExportOptions`."""
-        from everytoken_lab.evaluation import export
-
-        return export(self, out, **options)
-
-    def evaluate(self, data: str | Path | DataSet, **options: Any) -> Evaluation:
-        """Accuracy on labelled images. Options: fields of `EvalOptions`."""
-        from everytoken_lab.evaluation import evaluate
-
-        return evaluate(self, data, **options)
 
 
 @dataclass(frozen=True)
@@ -186,13 +150,9 @@ def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> Open
 
 
 class Inference:
-    """A model over images. `batches` gives (batch, logits), each image once.
+    """A model (normalised images -> logits) over images, prepared by `view`, or by `transform` in its place.
 
-    Args:
-        model: normalised images -> logits.
-        view: how it wants to see them.
-        dtype: of mixed precision; None: float32.
-        transform: another way to make the view, which may change the pixels.
+    `dtype`: of mixed precision; None: float32.
     """
 
     def __init__(
@@ -249,7 +209,7 @@ class Inference:
         labels: Tensor,
         columns: Tensor | None = None,
         keep: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-        several: bool = False,
+        multi_label: bool = False,
     ) -> AnyPredictions:
         """What each image got.
 
@@ -257,7 +217,6 @@ class Inference:
             labels: the class of the model (or column) for each class of the data.
             columns: outputs that may be answered; None: all.
             keep: called with the positions, labels and logits of each batch.
-            several: multi-label.
         """
         parts: list[AnyPredictions] = []
         labels = labels.to(self.device)
@@ -266,16 +225,16 @@ class Inference:
             assert batch.labels is not None
             assert batch.indices is not None
             chosen = logits if columns is None else logits[:, columns]
-            if batch.labels.dim() == 2 and not several:
+            if batch.labels.dim() == 2 and not multi_label:
                 raise EverytokenError(f"images of {self.data.name} are multi-label, and one label is asked for here")
-            truth = _several(batch.labels, labels, chosen) if several else labels[batch.labels]
+            truth = _many_labels(batch.labels, labels, chosen) if multi_label else labels[batch.labels]
             parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
                 keep(batch.indices, truth, chosen)
         return join_predictions(parts)
 
 
-def _several(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
+def _many_labels(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
     """[B, K] labels in the model's classes, of one label [B] or several [B, classes of the data]."""
     out = torch.zeros(logits.shape, dtype=torch.uint8, device=logits.device)
     if labels.dim() == 1:
@@ -300,8 +259,6 @@ class _LogitSample:
         """What they say about the probabilities, whatever the order of the batches was."""
         indices, labels, logits = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
         order = np.argsort(indices)
-        if labels.ndim == 2:
-            return calibrate_several(logits[order], labels[order].astype(bool))
         return calibrate(logits[order], labels[order])
 
 
@@ -322,10 +279,10 @@ def run_evaluation(
         dataset, note = open_part([name], str(data), options.split)
         notes = (note,) if note else ()
     labels = torch.from_numpy(match_classes(opened.classes, dataset.class_names, dataset.name).labels)
-    several = opened.info.multi_label
-    if dataset.multi_label and not several:
+    multi_label = opened.info.multi_label
+    if dataset.multi_label and not multi_label:
         raise EverytokenError(f"{dataset.name} is multi-label, but {opened.source} answers one class per image")
-    if several and options.real:
+    if multi_label and options.real:
         raise EverytokenError(f"{opened.source} is a multi-label model, which has no ReaL accuracy")
     imagenet = imagenet_numbers(opened.classes) if options.real else None
     model = Voter(opened, options.token_vote).eval()
@@ -333,7 +290,7 @@ def run_evaluation(
     inference = Inference(model, dataset, eval_view(opened.info), options, dtype, progress)
     started = time.perf_counter()
     sample = _LogitSample(len(dataset), opened.num_classes) if calibrates else None
-    predictions = inference.predictions(labels, keep=None if sample is None else sample.keep, several=several)
+    predictions = inference.predictions(labels, keep=None if sample is None else sample.keep, multi_label=multi_label)
     seconds = time.perf_counter() - started
     keys = [dataset.key(i) for i in range(len(dataset))]
     numbers: dict[str, float] = predictions.summary()

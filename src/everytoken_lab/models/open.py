@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -46,9 +46,16 @@ from everytoken.files import sha256_of
 from everytoken.models.families import UnsupportedModelError, family_of_name
 from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
-from everytoken_lab import schema
+from everytoken_lab import evaluation, explanation, schema
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import ClassList, imagenet_classes
+
+if TYPE_CHECKING:
+    from everytoken_lab.data.datasets import DataSet
+    from everytoken_lab.evaluation.exporting import Exported
+    from everytoken_lab.evaluation.predictions import ImagePredictions
+    from everytoken_lab.evaluation.run import Evaluation
+    from everytoken_lab.explanation.cards import Explanation
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +163,7 @@ def timm_config(backbone: nn.Module, info: Description) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model in evaluation mode, and what is known about it.
+    """A model in evaluation mode, what is known about it, and the functions of the lab on it.
 
     Attributes:
         source: the weights file, or the name that it was opened by.
@@ -186,6 +193,24 @@ class OpenModel:
     def parameters(self) -> int:
         """Number of parameters of the backbone."""
         return sum(p.numel() for p in self.model.backbone.parameters())
+
+    def predict(self, images: str | Path | Sequence[str | Path], **options: Any) -> ImagePredictions:
+        """The classes of images: files and folders. Options: fields of `PredictOptions`."""
+        return evaluation.predict(self, images, **options)
+
+    def explain(
+        self, images: str | Path | Sequence[str | Path], out: str | Path | None = None, **options: Any
+    ) -> Explanation:
+        """Pictures of what it sees in images. Options: fields of `ExplainOptions`."""
+        return explanation.explain(self, images, out, **options)
+
+    def export(self, out: str | Path, **options: Any) -> Exported:
+        """Write a folder for timm, the Hub or ONNX. Options: fields of `ExportOptions`."""
+        return evaluation.export(self, out, **options)
+
+    def evaluate(self, data: str | Path | DataSet, **options: Any) -> Evaluation:
+        """Accuracy on labelled images. Options: fields of `EvalOptions`."""
+        return evaluation.evaluate(self, data, **options)
 
 
 def open_model(

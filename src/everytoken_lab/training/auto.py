@@ -57,7 +57,7 @@ from everytoken_lab.annotators.fit import FOLDER, save_heads
 from everytoken_lab.annotators.job import run_job, summarise
 from everytoken_lab.annotators.linear import FOLDS, LinearHead
 from everytoken_lab.annotators.options import AnnotateOptions
-from everytoken_lab.calibration import calibrate, calibrate_several
+from everytoken_lab.calibration import calibrate
 from everytoken_lab.data.datasets import DataSet, dataset_title, keys_hash, network_address
 from everytoken_lab.data.duplicates import alike, read_facts
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions, predictions_of
@@ -432,10 +432,7 @@ def _save_linear(job: Job, choice: Choice) -> AnyPredictions:
     out_of_fold.save(folder / "out-of-fold.npz", note=keys_hash(train))
     write_weights(weights, model.state_dict(), info.to_metadata())
     answers.save(folder / CACHE, stamp(weights, data), skipped)
-    truth = data.labels[features.readable]
-    several = train.multi_label
-    calibration = calibrate_several(logits.numpy(), truth > 0) if several else calibrate(logits.numpy(), truth)
-    keep_calibration(read_run(folder), weights, calibration)
+    keep_calibration(read_run(folder), weights, calibrate(logits.numpy(), data.labels[features.readable]))
     best = {"score": score, "epoch": 0, "step": 0}
     writer.write("summary.json", plain_json({"best": best, "last": row, "epochs": 0, "updates": 0, "seconds": 0.0}))
     return answers
