@@ -749,7 +749,7 @@ def flips_in_runs(count: int, rng: random.Random, work: Path, photos: Path, run:
         run: after its first epoch. final: the state of an undisturbed run at its end.
     """
     copy = work / "flipped-run"
-    names = sorted(p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file())
+    names = sorted(p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file() and p.stat().st_size)
 
     def look(name: str, change: Callable[[bytes], bytes | None]) -> bool:
         shutil.rmtree(copy, ignore_errors=True)

@@ -60,11 +60,7 @@ class FakeMap:
 class FakeStore:
     """Maps that tell which image they belong to."""
 
-    path, skipped = "maps", {}
-
-    @dataclass(frozen=True)
-    class manifest:  # noqa: N801
-        num_classes = 500
+    path, skipped, num_classes = "maps", {}, 500
 
     def __init__(self, without=()):
         self.without = without

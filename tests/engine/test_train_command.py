@@ -204,13 +204,11 @@ def test_two_processes_do_not_train_in_one_folder(photos, tmp_path, capsys, star
     assert main(["train", *words]) == 2
     text = capsys.readouterr().err
     assert f"another process is training in {out}" in text
-    assert f"process {program.pid} on" in text
     assert program.poll() is None
     program.kill()
     epochs = str(len(rows(out)) + 1)
     assert main(["train", *words, "--epochs", epochs]) == 0
     assert "continuing from" in capsys.readouterr().out
-    assert not list(out.glob(".lock*"))
 
 
 def test_missing_data_is_explained(tmp_path, capsys):

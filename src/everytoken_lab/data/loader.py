@@ -234,7 +234,7 @@ class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
         if self.maps is None or not len(batch):
             return batch
         scores = [self.maps[key] for key in batch.keys]
-        return replace(batch, maps=collate_maps(scores, num_classes=self.maps.meta.num_classes))
+        return replace(batch, maps=collate_maps(scores, num_classes=self.maps.num_classes))
 
 
 def _check_maps(data: DataSet, maps: Maps) -> None:
