@@ -129,7 +129,7 @@ def test_a_failure_of_the_pictures_is_a_line_in_the_log(photos, tmp_path, monkey
         raise ZeroDivisionError("no colours left")
 
     monkeypatch.setattr("everytoken_lab.training.classify.batch_picture", broken)
-    monkeypatch.setattr("everytoken_lab.reports.report", broken)
+    monkeypatch.setattr("everytoken_lab.reports.collect.report", broken)
     with caplog.at_level(logging.INFO):
         run = train(photos, out=str(tmp_path / "run"), **QUICK)
     assert run.state == "finished"
