@@ -154,7 +154,8 @@ def main() -> int:
         work = Path(name)
         fill(work / "large", options.total)
         some = np.random.default_rng(1).choice(options.total, min(4000, options.total), replace=False)
-        written = [keys(options.total)[i] for i in some]
+        names = keys(options.total)
+        written = [names[i] for i in some]
         size = sum(path.stat().st_size for path in (work / "large").iterdir())
         each = size / options.total
         rows.append((f"bytes per image, 18x18x5, {options.total:,} images", f"{each:,.1f}", "<= 6,600", each <= 6600))

@@ -1,4 +1,4 @@
-"""One way to check what comes from outside: recipes, `--set`, manifests, COCO json, class files, weights' metadata.
+"""One way to check what comes from outside: recipes, `--set`, checkpoints, COCO json, class files, weights' metadata.
 
     options = schema.parse(TrainOptions, values, "recipe small_96.yaml")
 
