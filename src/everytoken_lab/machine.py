@@ -67,11 +67,14 @@ def _read_number(path: Path) -> int | None:
         return None
 
 
+def existing_folder(path: Path) -> Path:
+    """The folder at `path`, or the nearest one above."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir() or folder == folder.parent)
+
+
 def free_disk(path: Path) -> int:
     """Free bytes where `path` is or will be."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return shutil.disk_usage(path).free
+    return shutil.disk_usage(existing_folder(path)).free
 
 
 def shared_memory() -> int | None:

@@ -13,7 +13,6 @@ from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.doctor import labels as doubtful
-from everytoken_lab.engine.accuracy import MultiLabelPredictions
 from everytoken_lab.training.inputs import corrected
 
 
@@ -98,8 +97,7 @@ def test_of_several_labels_a_missing_and_a_wrong_one_are_found(tmp_path):
     data = open_dataset(tmp_path)
     logits = np.where(data.labels, 4.0, -4.0).astype(np.float32)
     logits[1, 1], logits[3, 1] = 6.0, -5.0
-    answers = MultiLabelPredictions(np.arange(4), data.labels > 0, logits)
-    found = doubtful._listed(answers, {"train": data}, [("train", i) for i in range(4)])
+    found = doubtful._listed(logits, data.labels, {"train": data}, [("train", i) for i in range(4)])
     assert [(d.path, d.label, d.suggestion) for d in found] == [("1.png", "cat", "cat;dog"), ("3.png", "dog", "")]
 
 

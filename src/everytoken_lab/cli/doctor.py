@@ -67,14 +67,15 @@ def _print(findings: Sequence[Finding]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
+    from everytoken_lab.doctor.findings import SHOWN
+
     console = Console(highlight=False)
     colours = {"error": "bold red", "warning": "yellow", "note": "cyan"}
     for finding in findings:
         head = Text(f"{finding.level:<8}", style=colours[finding.level])
         console.print(head.append(finding.what, style="default").append(f"  [{finding.where}]", style="dim"))
-        more = (finding.count or len(finding.examples)) - len(finding.some)
-        lines = [*finding.some, *([f"and {more} more"] if finding.some and more > 0 else [])]
-        for line in lines:
+        more = len(finding.examples) - SHOWN
+        for line in [*finding.examples[:SHOWN], *([f"and {more} more"] if more > 0 else [])]:
             console.print(Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 11), expand=False))
         if finding.todo:
             console.print(Padding(Text(f"-> {finding.todo}"), (0, 0, 0, 8), expand=False))

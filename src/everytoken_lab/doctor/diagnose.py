@@ -1,4 +1,4 @@
-"""Sort out what was named (images, maps or a run), and examine it. Each finding says what to do."""
+"""Sort out what was named (images, maps or a run), and examine it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, get_args
 
-from everytoken.maps import Maps
 from everytoken.maps.format import list_shards
 from everytoken_lab.data.datasets import dataset_title
 from everytoken_lab.doctor.findings import Finding, Level
-from everytoken_lab.doctor.images import Images, examine, open_images
+from everytoken_lab.doctor.images import Images, examine_images
 from everytoken_lab.doctor.labels import examine_labels
 from everytoken_lab.doctor.machine import examine_machine
 from everytoken_lab.doctor.maps import compare, examine_maps
@@ -32,7 +31,7 @@ def kind_of(path: str) -> Literal["images", "maps", "run"]:
 def diagnose(
     paths: Sequence[str], meter: Meter, sample: int = 0, workers: int = 4, labels: bool = False, out: str = ""
 ) -> list[Finding]:
-    """All findings, worst first; with images and maps named together, they are compared.
+    """All findings, worst first; images and maps that are named together are compared.
 
     Args:
         meter: shows progress: meter(title, unit) is a context manager that gives tell(done, total).
@@ -42,26 +41,24 @@ def diagnose(
     """
     findings: list[Finding] = []
     sets: list[Images] = []
-    stores: list[Maps] = []
+    stores: list[Path] = []
     for path in paths:
-        kind = kind_of(path)
+        folder, kind = Path(path).expanduser(), kind_of(path)
         if kind == "run":
             with meter(f"checkpoints of {path}", "checkpoints") as tell:
-                findings += examine_run(Path(path).expanduser(), tell)
+                findings += examine_run(folder, tell)
         elif kind == "maps":
+            stores.append(folder)
             with meter(f"score maps {path}", "B") as tell:
-                store, found = examine_maps(Path(path).expanduser(), tell)
-            findings += found
-            stores += [store] if store is not None else []
+                findings += examine_maps(folder, tell)
         else:
-            images, found = open_images(path)
-            sets.append(images)
+            sets.append(images := Images(path))
             with meter(f"images of {path}", "images") as tell:
-                findings += [*found, *examine(images, sample, workers, tell)]
+                findings += examine_images(images, sample, workers, tell)
             if labels and not sample and "train" in images.splits:
-                folder = Path(out or Path("doctor") / dataset_title(path))
                 with meter(f"labels of {path}", "images") as tell:
-                    findings += examine_labels(images, folder, workers, tell)
+                    page = Path(out or Path("doctor") / dataset_title(path))
+                    findings += examine_labels(images, page, workers, tell)
     findings += [finding for store in stores for images in sets for finding in compare(store, images)]
     findings += examine_machine([Path(path) for path in paths if ":" not in path])
     return sorted(findings, key=lambda finding: get_args(Level).index(finding.level))

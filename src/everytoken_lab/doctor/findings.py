@@ -15,10 +15,10 @@ class Finding:
     """One finding.
 
     Attributes:
-        level: error: training would stop or be wrong; warning: it would suffer; note: good to know.
+        level: error: training would stop or be wrong; warning: results would be worse; note: good to know.
         code: a short fixed name, for scripts.
         what: what was found; where: the file, folder or part of the machine; todo: what to do about it.
-        examples: images or files, the first of which are shown; count: of all, if these are not all.
+        examples: all images or files, of which the first few are shown.
     """
 
     level: Level
@@ -27,18 +27,7 @@ class Finding:
     where: str
     todo: str = ""
     examples: Sequence[str] = ()
-    count: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a plain dictionary."""
-        return {**asdict(self), "examples": self.some, "count": self.count or len(self.examples)}
-
-    @property
-    def some(self) -> list[str]:
-        """The first few examples."""
-        return list(self.examples[:SHOWN])
-
-
-def some(items: Sequence[str]) -> tuple[str, ...]:
-    """The first few of a list of examples."""
-    return tuple(items[:SHOWN])
+        return {**asdict(self), "examples": list(self.examples[:SHOWN]), "count": len(self.examples)}

@@ -6,27 +6,35 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from everytoken_lab.doctor.findings import Finding, Level
-from everytoken_lab.machine import SHARED_MEMORY, cores, shared_memory
+from everytoken_lab.machine import SHARED_MEMORY, cores, existing_folder, free_disk, shared_memory
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 LITTLE_DISK = 5e9
 
 
-def examine_machine(places: Sequence[Path]) -> list[Finding]:
+def examine_machine(places: Sequence[Path]) -> Iterator[Finding]:
     """What training here would meet; `places` are folders that will be written to."""
-    return [_versions(), _device(), _compiling(), _inference(), *_workers(), *_disk(places)]
-
-
-def _versions() -> Finding:
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     system = "" if platform.system() == "Linux" else f"; {platform.system()}, where nothing has been tested"
-    return Finding(
-        "note", "versions", ", ".join([f"Python {platform.python_version()}", *versions]) + system, "software"
-    )
+    yield Finding("note", "versions", f"Python {platform.python_version()}, {versions}{system}", "software")
+    yield _device()
+    yield _compiling()
+    yield _inference()
+    free = shared_memory()
+    if free is not None and free < 256e6:
+        what = f"shared memory has {free / 1e6:.0f} MB free, which loader workers may exceed"
+        todo = "In a container: --shm-size 2g or --ipc host; or train with --workers 0."
+        yield Finding("warning", "shared-memory", what, str(SHARED_MEMORY), todo)
+    folders = [existing_folder(place.absolute()) for place in (Path.cwd(), *places)]
+    for folder in {folder.stat().st_dev: folder for folder in reversed(folders)}.values():
+        free = free_disk(folder)
+        level: Level = "note" if free >= LITTLE_DISK else "warning" if free >= LITTLE_DISK / 25 else "error"
+        todo = "Free some: a run keeps two checkpoints of 16 bytes per parameter; maps take 1 to 7 KB per image."
+        yield Finding(level, "disk", f"{free / 1e9:.1f} GB are free", str(folder), "" if level == "note" else todo)
 
 
 def _device() -> Finding:
@@ -58,9 +66,7 @@ def _compiling() -> Finding:
 
     where, compiler = "torch.compile", next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
     if compiler is None or (torch.cuda.is_available() and importlib.util.find_spec("triton") is None):
-        todo = "Install a C++ compiler (Debian: apt install g++)" + (
-            " and triton." if torch.cuda.is_available() else "."
-        )
+        todo = f"Install a C++ compiler (Debian: apt install g++){' and triton' if torch.cuda.is_available() else ''}."
         return Finding("note", "compile", "--torchcompile will not work", where, todo)
     return Finding("note", "compile", f"--torchcompile can be used ({compiler})", where)
 
@@ -71,25 +77,3 @@ def _inference() -> Finding:
         return Finding("note", "inference", "ONNX Runtime runs convolutional networks on the CPU", "inference")
     todo = "pip install onnx onnxruntime: convolutional networks annotate, evaluate and predict in half of the time."
     return Finding("note", "inference", "PyTorch is used for inference on the CPU", "inference", todo)
-
-
-def _workers() -> list[Finding]:
-    free = shared_memory()
-    if free is None or free >= 256e6:
-        return []
-    what = f"shared memory has {free / 1e6:.0f} MB free, which loader workers may exceed"
-    todo = "In a container: --shm-size 2g or --ipc host; or train with --workers 0."
-    return [Finding("warning", "shared-memory", what, str(SHARED_MEMORY), todo)]
-
-
-def _disk(places: Sequence[Path]) -> list[Finding]:
-    every = (place.absolute() for place in (Path.cwd(), *places))
-    folders = [next(folder for folder in (place, *place.parents) if folder.is_dir()) for place in every]
-    findings = []
-    for folder in {folder.stat().st_dev: folder for folder in reversed(folders)}.values():
-        free = shutil.disk_usage(folder).free
-        level: Level = "note" if free >= LITTLE_DISK else "warning" if free >= LITTLE_DISK / 25 else "error"
-        todo = "Free some: a run keeps two checkpoints of 16 bytes per parameter; maps take 1 to 7 KB per image."
-        what = f"{free / 1e9:.1f} GB are free"
-        findings.append(Finding(level, "disk", what, str(folder), "" if level == "note" else todo))
-    return findings
