@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from everytoken_lab import schema
 from everytoken_lab.evaluation import InferenceOptions
@@ -23,6 +25,8 @@ __all__ = ["RobustOptions", "robustness"]
 
 Progress = Callable[..., None]
 """Called with the model and suite, the number of images done, the total, and the current attack if there is one."""
+Count = Annotated[int, Interval(ge=0)]
+Positive = Annotated[int, Interval(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class RobustOptions(InferenceOptions):
     """What to test on: NAME=FOLDER ...; corrupt, attack and real use val's folder by default."""
     compare: str = ""
     """A second model to compare with, by paired differences."""
-    limit: int = 0
+    limit: Count = 0
     """Images per suite, chosen by a hash of their names; 0: all."""
     restrict: bool = False
     """Restrict predictions to the data's classes (always the case for the 200 classes of a and r)."""
@@ -41,21 +45,19 @@ class RobustOptions(InferenceOptions):
     """ReaL labels (real.json) for the suite `real`; default: timm's copy."""
     corruptions: tuple[str, ...] = ("standard",)
     """standard (all 15), noise, blur, weather, digital, or names."""
-    severities: tuple[int, ...] = (1, 2, 3, 4, 5)
+    severities: tuple[Annotated[int, Interval(ge=1, le=5)], ...] = (1, 2, 3, 4, 5)
     """Severities to test, 1 to 5."""
-    frost_textures: str = ""
-    """Folder of photographs of frost; default: generated textures."""
-    attack: str = "autoattack"
-    """autoattack, or one of its attacks: apgd-ce, apgd-t, fab-t, square."""
+    attack: Literal["autoattack", "apgd-ce", "apgd-t", "fab-t", "square"] = "autoattack"
+    """AutoAttack, or one of its attacks."""
     eps: tuple[str, ...] = ("4/255",)
     """Sizes of the perturbation (L-infinity) for pixels from 0 to 1."""
-    attack_limit: int = 0
+    attack_limit: Count = 0
     """Images to attack; 0: the same as limit."""
-    attack_steps: int = 100
+    attack_steps: Positive = 100
     """Steps of APGD and FAB."""
-    queries: int = 5000
+    queries: Positive = 5000
     """Queries of Square."""
-    targets: int = 9
+    targets: Positive = 9
     """Target classes of targeted attacks."""
 
 

@@ -6,11 +6,10 @@ Paper: Hendrycks and Dietterich, Benchmarking Neural Network Robustness to Commo
 
     pixels = corrupt(pixels, "fog", 3, keyed.generator(0, key))
 
-Each function takes and returns float32 [h, w, 3] in 0..1, perhaps outside (`corrupt` clips). What differs:
+What differs:
 
-- Frost: the published program cuts pieces out of five photographs, which are not ours to ship. With a folder of
-  textures it is done as published; without one, textures are generated with the mean 0.64 and the spread 0.13 of the
-  five photographs, and such numbers are not ImageNet-C's.
+- Frost: the published program cuts pieces out of five photographs, which are not ours to ship. Textures are generated
+  with their mean (0.64) and spread (0.13), and the numbers are not ImageNet-C's.
 - Glass blur does what the released program did, not what it meant to do: its exchange of two pixels copied one over the
   other, because both were views of the same array.
 - The elastic transform's numbers are multiples of 244, by a slip that its authors kept.
@@ -18,66 +17,80 @@ Each function takes and returns float32 [h, w, 3] in 0..1, perhaps outside (`cor
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from everytoken import keyed
-from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.data.datasets import is_image
-from everytoken_lab.data.decode import FORMATS
 from everytoken_lab.robust import filters
 
-SIDE = 224  # of the view that the published parameters are for
+Array = np.ndarray
+Rng = np.random.Generator
+SIDE = 224  # of the images that the published parameters are for
 SEVERITIES = (1, 2, 3, 4, 5)
+CORRUPTIONS: dict[str, Callable[..., Array]] = {}
+GROUPS: dict[str, list[str]] = {}  # and the folders that the published images are in
+
+
+def corruption(group: str, *parameters: Any) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+    """Register a function with its parameters for each severity, which it gets behind image, generator and scale.
+
+    Images are float32 [h, w, 3] in 0..1; what it returns may be outside (`corrupt` clips).
+    """
+
+    by_severity = dict(zip(SEVERITIES, parameters, strict=True))
+
+    def register(function: Callable[..., Array]) -> Callable[..., Array]:
+        @functools.wraps(function)
+        def at_severity(image: Array, severity: int, rng: Rng, scale: float) -> Array:
+            own = by_severity[severity]
+            return function(image, rng, scale, *(own if isinstance(own, tuple) else (own,)))
+
+        CORRUPTIONS[function.__name__] = at_severity
+        GROUPS.setdefault(group, []).append(function.__name__)
+        return at_severity
+
+    return register
+
 
 # Noise
 
-GAUSSIAN_NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)  # standard deviation
-SHOT = (60, 25, 12, 5, 3)  # photons at full brightness
-IMPULSE = (0.03, 0.06, 0.09, 0.17, 0.27)  # fraction of the values
 
-
-def gaussian_noise(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("noise", 0.08, 0.12, 0.18, 0.26, 0.38)
+def gaussian_noise(image: Array, rng: Rng, scale: float, deviation: float) -> Array:
     """x + N(0, c^2), each value on its own."""
-    return image + GAUSSIAN_NOISE[severity - 1] * rng.standard_normal(image.shape, np.float32)
+    return image + deviation * rng.standard_normal(image.shape, np.float32)
 
 
-def shot_noise(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
-    """Poisson(x c) / c."""
-    photons = SHOT[severity - 1]
+@corruption("noise", 60, 25, 12, 5, 3)
+def shot_noise(image: Array, rng: Rng, scale: float, photons: int) -> Array:
+    """Poisson(x c) / c, with c photons at full brightness."""
     return (rng.poisson(image * photons) / photons).astype(np.float32)
 
 
-def impulse_noise(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
-    """Salt and pepper in equal parts, each value (not each pixel) on its own."""
+@corruption("noise", 0.03, 0.06, 0.09, 0.17, 0.27)
+def impulse_noise(image: Array, rng: Rng, scale: float, amount: float) -> Array:
+    """Salt and pepper in equal parts, each value (not each pixel) on its own; `amount` is the fraction of values."""
     draw = rng.random(image.shape, np.float32)
-    amount = IMPULSE[severity - 1]
     return np.where(draw < amount, (draw < amount / 2).astype(np.float32), image)
 
 
 # Blur
 
-DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))  # radius of the disk, sigma that smooths its edge
-GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))  # sigma, reach, rounds
-MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))  # radius, sigma
-ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))  # end (not reached), step
 
-
-def defocus_blur(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("blur", (3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
+def defocus_blur(image: Array, rng: Rng, scale: float, radius: float, smooth: float) -> Array:
     """Mean over a disk whose edge is smoothed a little."""
-    radius, smooth = DEFOCUS[severity - 1]
     return filters.convolve(image, disk(radius * scale, smooth))
 
 
-@lru_cache(maxsize=64)
-def disk(radius: float, smooth: float) -> np.ndarray:
+@functools.lru_cache(maxsize=64)
+def disk(radius: float, smooth: float) -> Array:
     """The disk as a kernel; the number of cells and of smoothing taps is the published one."""
     half, reach = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
     at = np.arange(-half, half + 1)
@@ -85,9 +98,9 @@ def disk(radius: float, smooth: float) -> np.ndarray:
     return filters.gaussian(inside / inside.sum(), smooth, "mirror", radius=reach)
 
 
-def glass_blur(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("blur", (0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
+def glass_blur(image: Array, rng: Rng, scale: float, sigma: float, reach: int, rounds: int) -> Array:
     """Blur, let pixels be overwritten by random neighbours, blur again."""
-    sigma, reach, rounds = GLASS[severity - 1]
     sigma, reach = sigma * scale, max(1, round(reach * scale))
     soft = np.floor(filters.gaussian(image, sigma) * 255 + 1e-3).astype(np.float32) / 255
     height, width = soft.shape[:2]
@@ -97,7 +110,7 @@ def glass_blur(image: np.ndarray, severity: int, rng: np.random.Generator, scale
     return filters.gaussian(soft.reshape(height * width, -1).take(source, axis=0).reshape(soft.shape), sigma)
 
 
-def shuffle_sources(height: int, width: int, reach: int, rng: np.random.Generator) -> np.ndarray:
+def shuffle_sources(height: int, width: int, reach: int, rng: Rng) -> Array:
     """[h * w] the pixel whose value each pixel has after one round of copies from random neighbours.
 
     The round goes from the last row and column to the first, and pixel (y, x) takes the value that its neighbour
@@ -117,43 +130,98 @@ def shuffle_sources(height: int, width: int, reach: int, rng: np.random.Generato
     flat, come = number.ravel(), source.ravel()
     # where to look on: the source if it was overwritten before, else nowhere (the pixel itself)
     follow = np.where(touched.take(come) & (come > flat), come, flat)
-    while True:
-        further = follow.take(follow)
-        if np.array_equal(further, follow):
-            break
+    while not np.array_equal(further := follow.take(follow), follow):
         follow = further
     return come.take(follow)
 
 
-def motion_blur(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("blur", (10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
+def motion_blur(image: Array, rng: Rng, scale: float, radius: float, sigma: float) -> Array:
     """Half a Gaussian along a line at an angle between -45 and 45 degrees."""
-    radius, sigma = MOTION[severity - 1]
     return filters.motion_blur(image, radius * scale, sigma * scale, rng.uniform(-45, 45))
 
 
-def zoom_blur(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
-    """Mean of the image and of its enlargements, the first of which (by 1) is the image again."""
-    end, step = ZOOM[severity - 1]
+@corruption("blur", (1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
+def zoom_blur(image: Array, rng: Rng, scale: float, end: float, step: float) -> Array:
+    """Mean of the image and of its enlargements up to `end`, the first of which (by 1) is the image again."""
     factors = np.arange(1, end, step)[1:]
     return (2 * image + len(factors) * filters.zoom_mean(image, factors)) / (len(factors) + 2)
 
 
 # Weather
 
-FOG = ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4))  # amount, decay of the fractal's steps
-FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))  # part of the image, of the texture
-SNOW = (  # mean and deviation of the flakes, zoom, threshold, radius and sigma of their motion, part of the image
+
+@corruption(
+    "weather",
     (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
     (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
     (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
     (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
     (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
 )
-BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)  # added to the value of hue, saturation, value
-GREY = np.array([0.299, 0.587, 0.114], np.float32)
+def snow(image: Array, rng: Rng, scale: float, *parameters: float) -> Array:
+    """A whitened image, and flakes with a motion, twice: as they are and turned by 180 degrees."""
+    mean, deviation, enlarge, threshold, radius, sigma, image_weight = parameters
+    height, width = image.shape[:2]
+    flakes: Array = mean + deviation * rng.standard_normal((height, width, 1), np.float32)
+    flakes = filters.zoom_mean(flakes, [max(1.0, enlarge * scale)])
+    flakes[flakes < threshold] = 0
+    flakes = np.floor(np.clip(flakes, 0, 1) * 255) / 255
+    flakes = filters.motion_blur(flakes, radius * scale, sigma * scale, rng.uniform(-135, -45))
+    grey = image @ np.array([0.299, 0.587, 0.114], np.float32)
+    pale = np.maximum(image, grey[..., None] * 1.5 + 0.5)
+    return image_weight * image + (1 - image_weight) * pale + flakes + flakes[::-1, ::-1]
 
 
-def plasma(size: int, decay: float, rng: np.random.Generator) -> np.ndarray:
+@corruption("weather", (1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
+def frost(image: Array, rng: Rng, scale: float, image_weight: float, texture_weight: float) -> Array:
+    """a x + b t for a random piece t of a random texture."""
+    height, width = image.shape[:2]
+    textures = drawn_frost(height, width)
+    texture = textures[int(rng.integers(len(textures)))]
+    top = int(rng.integers(texture.shape[0] - height + 1))
+    left = int(rng.integers(texture.shape[1] - width + 1))
+    return image_weight * image + texture_weight * texture[top : top + height, left : left + width]
+
+
+@functools.lru_cache(maxsize=8)
+def drawn_frost(height: int, width: int) -> list[Array]:
+    """Five textures for images of this size, each 1.5 times as large, float32 [H, W, 3], 0..1."""
+    return [_draw_frost(round(1.5 * height) + 1, round(1.5 * width) + 1, number) for number in range(5)]
+
+
+def _draw_frost(height: int, width: int, number: int) -> Array:
+    rng = keyed.generator(0, "frost", number)
+    short = min(height, width)
+    total = np.zeros((height, width), np.float32)
+    y, x = np.mgrid[:height, :width].astype(np.float32)
+    for grain, weight in ((short / 12, 0.5), (short / 30, 0.35), (short / 80, 0.25)):
+        for _ in range(2):
+            turn = rng.uniform(0, np.pi)
+            along, across = y * np.sin(turn) + x * np.cos(turn), x * np.sin(turn) - y * np.cos(turn)
+            cells = rng.standard_normal((64, 64, 1)).astype(np.float32)
+            # long in one direction
+            field = filters.sample(cells, along / (3 * grain), across / grain, "mirror")[..., 0]
+            total += weight * np.maximum(1 - np.abs(field), 0) ** 3
+    cover = filters.gaussian(rng.standard_normal((height, width)).astype(np.float32), short / 6, "reflect")
+    cover = (cover - cover.min()) / max(float(np.ptp(cover)), 1e-6)
+    total *= 0.4 + 0.6 * cover
+    total = (total - total.mean()) / max(float(total.std()), 1e-6)
+    tint = np.array([0.96, 1.0, 1.04], np.float32)
+    return np.clip((0.64 + 0.13 * total)[..., None] * tint, 0, 1).astype(np.float32)
+
+
+@corruption("weather", (1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4))
+def fog(image: Array, rng: Rng, scale: float, amount: float, decay: float) -> Array:
+    """(x + c plasma) max / (max + c)."""
+    height, width = image.shape[:2]
+    size = 1 << max(1, (max(height, width) - 1).bit_length())
+    field = plasma(size, decay, rng)[:height, :width, None]
+    brightest = float(image.max())
+    return (image + amount * field) * (brightest / (brightest + amount))
+
+
+def plasma(size: int, decay: float, rng: Rng) -> Array:
     """A cloudy field in 0..1, [size, size], size a power of two, by the diamond-square method on a torus.
 
     A random step is drawn from +-w^2, and w is divided by `decay` after each halving of the grid, as published (there
@@ -162,7 +230,7 @@ def plasma(size: int, decay: float, rng: np.random.Generator) -> np.ndarray:
     field = np.zeros((size, size))
     step, wobble = size, 100.0
 
-    def noise(shape: tuple[int, ...]) -> np.ndarray:
+    def noise(shape: tuple[int, ...]) -> Array:
         return wobble * rng.uniform(-wobble, wobble, shape)
 
     while step >= 2:
@@ -180,117 +248,28 @@ def plasma(size: int, decay: float, rng: np.random.Generator) -> np.ndarray:
     return (field / max(field.max(), 1e-12)).astype(np.float32)
 
 
-def fog(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
-    """(x + c plasma) max / (max + c)."""
-    amount, decay = FOG[severity - 1]
-    height, width = image.shape[:2]
-    size = 1 << max(1, (max(height, width) - 1).bit_length())
-    field = plasma(size, decay, rng)[:height, :width, None]
-    brightest = float(image.max())
-    return (image + amount * field) * (brightest / (brightest + amount))
-
-
-def frost(
-    image: np.ndarray, severity: int, rng: np.random.Generator, scale: float, textures: list[np.ndarray]
-) -> np.ndarray:
-    """a x + b t for a random piece t of a random texture (float32 [H, W, 3], 0..1, at least as large as the image)."""
-    image_part, texture_part = FROST[severity - 1]
-    texture = textures[int(rng.integers(len(textures)))]
-    height, width = image.shape[:2]
-    top = int(rng.integers(texture.shape[0] - height + 1))
-    left = int(rng.integers(texture.shape[1] - width + 1))
-    return image_part * image + texture_part * texture[top : top + height, left : left + width]
-
-
-def snow(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
-    """A whitened image, and flakes with a motion, twice: as they are and turned by 180 degrees."""
-    mean, deviation, enlarge, threshold, radius, sigma, image_part = SNOW[severity - 1]
-    height, width = image.shape[:2]
-    flakes: np.ndarray = mean + deviation * rng.standard_normal((height, width, 1), np.float32)
-    flakes = filters.zoom_mean(flakes, [max(1.0, enlarge * scale)])
-    flakes[flakes < threshold] = 0
-    flakes = np.floor(np.clip(flakes, 0, 1) * 255) / 255
-    flakes = filters.motion_blur(flakes, radius * scale, sigma * scale, rng.uniform(-135, -45))
-    pale = np.maximum(image, (image @ GREY)[..., None] * 1.5 + 0.5)
-    return image_part * image + (1 - image_part) * pale + flakes + flakes[::-1, ::-1]
-
-
-def brightness(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("weather", 0.1, 0.2, 0.3, 0.4, 0.5)
+def brightness(image: Array, rng: Rng, scale: float, added: float) -> Array:
     """Value (the largest of r, g, b) raised by c, hue and saturation kept: all three are multiplied by v' / v."""
     value = image.max(-1, keepdims=True)
-    raised = np.minimum(value + np.float32(BRIGHTNESS[severity - 1]), 1)
+    raised = np.minimum(value + np.float32(added), 1)
     return np.where(value > 0, image * (raised / np.maximum(value, 1e-12)), raised)
-
-
-# Textures of frost
-
-_TEXTURES = 5  # the published program uses five
-_TINT = np.array([0.96, 1.0, 1.04], np.float32)
-
-
-@lru_cache(maxsize=8)
-def drawn_frost(height: int, width: int) -> list[np.ndarray]:
-    """Five textures for images of this size, each 1.5 times as large, float32 [H, W, 3], 0..1."""
-    return [_draw_frost(round(1.5 * height) + 1, round(1.5 * width) + 1, number) for number in range(_TEXTURES)]
-
-
-def _draw_frost(height: int, width: int, number: int) -> np.ndarray:
-    rng = keyed.generator(0, "frost", number)
-    short = min(height, width)
-    total = np.zeros((height, width), np.float32)
-    y, x = np.mgrid[:height, :width].astype(np.float32)
-    for grain, weight in ((short / 12, 0.5), (short / 30, 0.35), (short / 80, 0.25)):
-        for _ in range(2):
-            turn = rng.uniform(0, np.pi)
-            along, across = y * np.sin(turn) + x * np.cos(turn), x * np.sin(turn) - y * np.cos(turn)
-            cells = rng.standard_normal((64, 64, 1)).astype(np.float32)
-            # long in one direction
-            field = filters.sample(cells, along / (3 * grain), across / grain, "mirror")[..., 0]
-            total += weight * np.maximum(1 - np.abs(field), 0) ** 3
-    cover = filters.gaussian(rng.standard_normal((height, width)).astype(np.float32), short / 6, "reflect")
-    cover = (cover - cover.min()) / max(float(np.ptp(cover)), 1e-6)
-    total *= 0.4 + 0.6 * cover
-    total = (total - total.mean()) / max(float(total.std()), 1e-6)
-    return np.clip((0.64 + 0.13 * total)[..., None] * _TINT, 0, 1).astype(np.float32)
-
-
-@lru_cache(maxsize=8)
-def frost_photographs(folder: str, height: int, width: int) -> list[np.ndarray]:
-    """The pictures in a folder, enlarged where an image of this size would not fit into them."""
-    paths = sorted(p for p in Path(folder).glob("*") if is_image(p.name)) if Path(folder).is_dir() else []
-    if not paths:
-        raise EverytokenError(f"frost_textures: {folder} is no folder with pictures. Leave it out to use drawn ones.")
-    if [path.stem for path in paths] == [f"frost{i}" for i in range(1, 7)]:
-        paths = paths[:_TEXTURES]  # the published files, of which the published program draws the first five
-    textures = []
-    for path in paths:
-        with Image.open(path, formats=FORMATS) as opened:
-            picture = opened.convert("RGB")
-        factor = max(1.0, (height + 1) / picture.height, (width + 1) / picture.width)
-        if factor > 1:
-            picture = picture.resize((round(picture.width * factor), round(picture.height * factor)))
-        textures.append(np.asarray(picture, np.float32) / 255)
-    return textures
 
 
 # Digital
 
-CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # part of the contrast that is left
-PIXELATE = (0.6, 0.5, 0.4, 0.3, 0.25)  # size of the small image
-JPEG = (25, 18, 15, 10, 7)  # quality
-ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
-_UNIT = 244.0  # of: strength of the displacement, its blur, jitter of the three points of the affine map
 
-
-def contrast(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("digital", 0.4, 0.3, 0.2, 0.1, 0.05)
+def contrast(image: Array, rng: Rng, scale: float, left: float) -> Array:
     """(x - mean) c + mean, the mean of each channel."""
     mean = np.array([image[..., i].mean(dtype=np.float64) for i in range(3)], np.float32)
-    return (image - mean) * CONTRAST[severity - 1] + mean
+    return (image - mean) * left + mean
 
 
-def elastic_transform(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
-    """A small random affine map, then smooth random displacements."""
-    strength, blur, jitter = (_UNIT * scale * value for value in ELASTIC[severity - 1])
+@corruption("digital", (2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
+def elastic_transform(image: Array, rng: Rng, scale: float, *parameters: float) -> Array:
+    """A small random affine map, whose three points are jittered, then smooth random displacements."""
+    strength, blur, jitter = (244.0 * scale * value for value in parameters)
     height, width = image.shape[:2]
     rows, columns = np.arange(height, dtype=np.float64)[:, None], np.arange(width, dtype=np.float64)
     middle = np.array([height // 2, width // 2], np.float64)  # as published, although the first axis is then x
@@ -308,77 +287,41 @@ def elastic_transform(image: np.ndarray, severity: int, rng: np.random.Generator
     return filters.sample(moved, rows + shifts[1], columns + shifts[0], "reflect")
 
 
-def inverse_affine(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def inverse_affine(before: Array, after: Array) -> Array:
     """[2, 3] matrix that takes the three points (x, y) of `after` back to those of `before`."""
     points = np.concatenate([after, np.ones((3, 1))], axis=1)
-    solved: np.ndarray = np.linalg.solve(points, before)
+    solved: Array = np.linalg.solve(points, before)
     return solved.T
 
 
-def pixelate(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("digital", 0.6, 0.5, 0.4, 0.3, 0.25)
+def pixelate(image: Array, rng: Rng, scale: float, factor: float) -> Array:
     """Made smaller and larger again with a box filter."""
-    factor = PIXELATE[severity - 1]
     height, width = image.shape[:2]
     small = _picture(image).resize((max(1, int(width * factor)), max(1, int(height * factor))), Image.Resampling.BOX)
     return np.asarray(small.resize((width, height), Image.Resampling.BOX), np.float32) / 255
 
 
-def jpeg_compression(image: np.ndarray, severity: int, rng: np.random.Generator, scale: float) -> np.ndarray:
+@corruption("digital", 25, 18, 15, 10, 7)
+def jpeg_compression(image: Array, rng: Rng, scale: float, quality: int) -> Array:
     """Pillow's JPEG at a low quality."""
-    return np.asarray(stored(_picture(image), JPEG[severity - 1]), np.float32) / 255
+    return np.asarray(stored(_picture(image), quality), np.float32) / 255
 
 
 def stored(picture: Image.Image, quality: int) -> Image.Image:
     """A picture as it comes back from a JPEG file."""
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=quality)
-    back = Image.open(file, formats=("JPEG",))
-    back.load()
-    return back
+    return Image.open(file, formats=("JPEG",))
 
 
-def _picture(image: np.ndarray) -> Image.Image:
+def _picture(image: Array) -> Image.Image:
     return Image.fromarray(np.round(image * 255).astype(np.uint8))
 
 
-# The table
-
-
-GROUPS: dict[str, tuple[Callable[..., np.ndarray], ...]] = {  # and the folders that the published images are in
-    "noise": (gaussian_noise, shot_noise, impulse_noise),
-    "blur": (defocus_blur, glass_blur, motion_blur, zoom_blur),
-    "weather": (snow, frost, fog, brightness),
-    "digital": (contrast, elastic_transform, pixelate, jpeg_compression),
-}
-CORRUPTIONS = {function.__name__: function for group in GROUPS.values() for function in group}
-
-
-def corrupt(
-    pixels: np.ndarray, name: str, severity: int, rng: np.random.Generator, *, frost_textures: str = ""
-) -> np.ndarray:
-    """A corrupted copy of an image, uint8 [h, w, 3]; fractions are cut off, as published.
-
-    Args:
-        name: one of CORRUPTIONS. severity: 1 to 5.
-        frost_textures: folder of photographs for frost; empty: generated textures.
-    """
-    check(name, severity)
-    height, width = pixels.shape[:2]
-    options: dict[str, Any] = {}
-    if name == "frost":
-        photographs = frost_photographs(frost_textures, height, width) if frost_textures else None
-        options["textures"] = photographs or drawn_frost(height, width)
+def corrupt(pixels: Array, name: str, severity: int, rng: Rng) -> Array:
+    """A corrupted copy of an image, uint8 [h, w, 3], by one of CORRUPTIONS; fractions are cut off, as published."""
     image = pixels.astype(np.float32) / 255
-    corrupted = CORRUPTIONS[name](image, severity, rng, min(height, width) / SIDE, **options)
+    corrupted = CORRUPTIONS[name](image, severity, rng, min(pixels.shape[:2]) / SIDE)
     # a thousandth of a level more, so that single precision does not turn 200.0 into 199
     return (np.clip(corrupted, 0, 1) * 255 + 1e-3).astype(np.uint8)
-
-
-def check(name: str, severity: int) -> None:
-    """Raise if the corruption or the severity does not exist."""
-    if name not in CORRUPTIONS:
-        raise EverytokenError(
-            f"there is no corruption {name!r}.{did_you_mean(name, CORRUPTIONS)} There are {', '.join(CORRUPTIONS)}."
-        )
-    if severity not in SEVERITIES:
-        raise EverytokenError(f"the severity of {name} is 1, 2, 3, 4 or 5, not {severity!r}")

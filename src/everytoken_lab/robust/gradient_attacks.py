@@ -18,12 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from everytoken import keyed
+
+Model = Callable[[Tensor], Tensor]
 
 
 def wide(values: Tensor) -> Tensor:
@@ -34,9 +37,6 @@ def wide(values: Tensor) -> Tensor:
 def distance(change: Tensor) -> Tensor:
     """L-infinity norm: [B, C, H, W] -> [B]"""
     return change.flatten(1).abs().amax(1)
-
-
-Model = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,11 @@ class AttackBatch:
         images = self.images[rows]
         return torch.minimum(torch.maximum(moved, images - self.eps), images + self.eps).clamp(0, 1)
 
-    def repeat(self, count: int, run: Callable[[AttackBatch, Tensor, int], Tensor]) -> Tensor:
-        """Runs (some of the images, their rows, the run's number) -> images, each on those that withstood so far.
-
-        Returns adversarial images where one was found, and the given images elsewhere.
-        """
-        adversarial = self.images.clone()
-        rows = torch.arange(len(self.images), device=self.images.device)
-        for number in range(count):
-            rows = rows[(adversarial[rows] == self.images[rows]).flatten(1).all(1)]
-            if not len(rows):
-                break
-            adversarial[rows] = run(self.take(rows), rows, number)
-        return adversarial
-
 
 # Losses: logits [B, K], labels [B] -> [B]
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log p(label)"""
-    return F.cross_entropy(logits, labels, reduction="none")
+cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
@@ -128,6 +112,22 @@ def rivals(batch: AttackBatch, count: int) -> Tensor:
     """[B, count]: the classes other than the label with the largest logits, the best first."""
     logits = batch.model(batch.images).scatter(1, batch.labels[:, None], -torch.inf)
     return logits.topk(min(count, logits.shape[1] - 1), dim=1).indices
+
+
+def against_rivals(batch: AttackBatch, count: int, run: Callable[[AttackBatch, Tensor, int], Tensor]) -> Tensor:
+    """A run (images, targets, its number) -> images for each of the `count` likeliest wrong classes.
+
+    Each run sees the images that withstood so far. Returns adversarial images where one was found, and the given images
+    elsewhere.
+    """
+    others, adversarial = rivals(batch, count), batch.images.clone()
+    rows = torch.arange(len(batch.images), device=batch.images.device)
+    for number in range(others.shape[1]):
+        rows = rows[(adversarial[rows] == batch.images[rows]).flatten(1).all(1)]
+        if not len(rows):
+            break
+        adversarial[rows] = run(batch.take(rows), others[rows, number], number)
+    return adversarial
 
 
 # APGD
@@ -232,13 +232,11 @@ def apgd(batch: AttackBatch, steps: int = 100) -> Tensor:
 
 def apgd_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
     """Targeted ratio, one run for each of the `targets` most likely wrong classes."""
-    others = rivals(batch, targets)
 
-    def run(some: AttackBatch, remaining: Tensor, number: int) -> Tensor:
-        start = some.random_start("apgd-t", number)
-        return ascend(some, start, steps, dlr, some.labels, others[remaining, number])
+    def run(some: AttackBatch, target: Tensor, number: int) -> Tensor:
+        return ascend(some, some.random_start("apgd-t", number), steps, dlr, some.labels, target)
 
-    return batch.repeat(others.shape[1], run)
+    return against_rivals(batch, targets, run)
 
 
 # FAB
@@ -318,10 +316,9 @@ def _lead(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
 
 def fab_targeted(batch: AttackBatch, steps: int = 100, targets: int = 9) -> Tensor:
     """One run from the image for each of the `targets` most likely wrong classes; images within eps are returned."""
-    others = rivals(batch, targets)
 
-    def run(some: AttackBatch, remaining: Tensor, number: int) -> Tensor:
-        candidates, far = boundary(some, others[remaining, number], steps)
+    def run(some: AttackBatch, target: Tensor, number: int) -> Tensor:
+        candidates, far = boundary(some, target, steps)
         return torch.where(wide(far <= some.eps), candidates, some.images)
 
-    return batch.repeat(others.shape[1], run)
+    return against_rivals(batch, targets, run)

@@ -1,8 +1,9 @@
-"""Evaluate a model on suites: predictions of each, and logs of attacks, kept on disk, so that a stopped job resumes."""
+"""Evaluate a model on suites. Predictions and logs of attacks are kept on disk, so that a stopped job resumes."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -91,9 +92,6 @@ def from_pixels(net: nn.Module, view: EvalTransform, columns: np.ndarray | None 
     return lambda images: net(normalise(images)).float()[:, kept]
 
 
-# Its images
-
-
 class _KeyedSet(Subset):
     """Pictures that know the key of their image."""
 
@@ -106,14 +104,14 @@ class _KeyedSet(Subset):
 class CorruptTransform:
     """The evaluation crop, corrupted; random numbers are keyed by the image, and the same for all severities."""
 
-    def __init__(self, view: EvalTransform, suite: Suite, textures: str = "") -> None:
-        self.view, self.suite, self.textures = view, suite, textures
+    def __init__(self, view: EvalTransform, suite: Suite) -> None:
+        self.view, self.suite = view, suite
 
     def __call__(self, image: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(pixels, placement); everything is decided by the key."""
         pixels, placement = self.view(image)
         generator = keyed.generator(0, getattr(image, "key", ""), "corrupt", self.suite.corruption)
-        pixels = corrupt(pixels, self.suite.corruption, self.suite.severity, generator, frost_textures=self.textures)
+        pixels = corrupt(pixels, self.suite.corruption, self.suite.severity, generator)
         return np.array(stored(Image.fromarray(pixels), STORED_QUALITY)), placement
 
 
@@ -125,9 +123,6 @@ def open_images(suite: Suite, limit: int = 0, sources: Sequence[str] = ()) -> tu
         draws = [keyed.uniform(0, "limit", key) for key in data.keys()]  # noqa: SIM118
         chosen = np.sort(np.argsort(draws, kind="stable")[:limit])
     return _KeyedSet(data, chosen), [note] if note else []
-
-
-# Suites
 
 
 class SuiteRunner:
@@ -152,29 +147,40 @@ class SuiteRunner:
         self.sources, self.progress = sources, progress
 
     def run(self, suites: Sequence[Suite]) -> list[Result]:
-        """All of them."""
-        attacks = [suite for suite in suites if suite.kind == "attack"]
-        return [self.evaluate(s) for s in suites if s.kind != "attack"] + self.attack(attacks)
+        """All of them; attacks last, the smallest eps first: an image that fell has fallen at a larger eps, too."""
+        fallen: dict[str, str] = {}
+        attacks = sorted((suite for suite in suites if suite.kind == "attack"), key=lambda suite: suite.eps)
+        others = [suite for suite in suites if suite.kind != "attack"]
+        return [*map(self.evaluate, others), *(self.attack(suite, fallen) for suite in attacks)]
 
-    def match(self, data: DataSet, suite: Suite) -> ClassMatch:
-        """The data's classes among the model's."""
-        where = f"{suite.name} ({suite.path})"
-        classes, restrict = self.tested.opened.classes, self.options.restrict
-        return match_classes(classes, data.class_names, where, subset=suite.subset, restrict=restrict)
+    def _open(self, suite: Suite, view: EvalTransform, limit: int) -> tuple[DataSet, list[str], ClassMatch, Record]:
+        """The images, notes on them, their classes among the model's, and what decides the model's answers."""
+        data, notes = open_images(suite, limit, self.sources)
+        match = match_classes(
+            self.tested.opened.classes,
+            data.class_names,
+            f"{suite.name} ({suite.path})",
+            subset=suite.subset,
+            restrict=self.options.restrict,
+        )
+        facts = {
+            "weights": self.tested.weights,
+            "token vote": self.tested.net.vote,
+            "keys": _digest(data.keys()),
+            "labels": _digest(map(str, match.labels[data.labels])),
+            "columns": None if match.columns is None else _digest(map(str, match.columns)),
+            "view": asdict(view),
+        }
+        return data, notes, match, facts
 
     def evaluate(self, suite: Suite) -> Result:
         """Predictions on one suite (not an attack), from the folder if they are there."""
-        data, notes = open_images(suite, self.options.limit, self.sources)
-        match = self.match(data, suite)
-        keys = list(data.keys())
         view = self.tested.view
         if suite.kind == "c":  # images are the 224 px centre already: resized to the input, nothing is cut off
             view = replace(view, crop_pct=1.0)
-        facts = self._facts(data, match, keys, view)
+        data, notes, match, facts = self._open(suite, view, self.options.limit)
         if suite.kind == "corrupt":
-            facts |= {"corruption": suite.corruption, "severity": suite.severity}
-            facts |= {"program": 3}  # counts changes of what corruptions give
-            facts |= {"frost": self.options.frost_textures} if suite.corruption == "frost" else {}
+            facts |= {"corruption": suite.corruption, "severity": suite.severity, "program": 3}  # counts its changes
             stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
         else:  # by path, so that val and real have theirs in common
             stem = f"{Path(suite.path).name}-{_digest([suite.path, facts['keys'], suite.subset])[:8]}"
@@ -188,45 +194,34 @@ class SuiteRunner:
         predictions, skipped = saved
         if skipped:
             notes.append(f"{suite.name}: left out {counted(len(skipped), 'unreadable image')}")
-        keys = [keys[i] for i in predictions.index]
+        keys = [data.key(i) for i in predictions.index.tolist()]
         if suite.kind == "real":
-            return self._real(suite, predictions, keys, match, notes)
+            correct, keys = self._judge_by_real(predictions, keys, match)
+            return Result(suite, correct, keys, notes=tuple(notes))
         numbers = predictions.summary()
         return Result(suite, predictions.correct, keys, numbers["top5"], numbers["ece"], tuple(notes))
-
-    def _facts(self, data: DataSet, match: ClassMatch, keys: Sequence[str], view: EvalTransform) -> dict[str, Any]:
-        """What decides the answers of a model, as far as predictions and attacks have it in common."""
-        return {
-            "weights": self.tested.weights,
-            "token vote": self.tested.net.vote,
-            "keys": _digest(keys),
-            "labels": _digest(map(str, match.labels[data.labels])),
-            "columns": None if match.columns is None else _digest(map(str, match.columns)),
-            "view": asdict(view),
-        }
 
     def _predict(
         self, data: DataSet, suite: Suite, match: ClassMatch, view: EvalTransform
     ) -> tuple[Predictions, dict[str, str]]:
         """Predictions, and the images that could not be read (key -> reason)."""
-        textures = self.options.frost_textures
         inference = Inference(
             self.tested.net,
             data,
             view,
             self.options,
             progress=lambda done, total: self.progress(suite.name, done, total),
-            transform=CorruptTransform(view, suite, textures) if suite.kind == "corrupt" else None,
+            transform=CorruptTransform(view, suite) if suite.kind == "corrupt" else None,
         )
         columns = None if match.columns is None else torch.from_numpy(match.columns)
         predictions = inference.predictions(torch.from_numpy(match.labels), columns)
         assert isinstance(predictions, Predictions)  # multi-label models are refused
         return predictions, dict(inference.bad_images.seen)
 
-    def _real(
-        self, suite: Suite, predictions: Predictions, keys: list[str], match: ClassMatch, notes: list[str]
-    ) -> Result:
-        """Judged by ReaL labels: from a file, or the copy that timm carries."""
+    def _judge_by_real(
+        self, predictions: Predictions, keys: list[str], match: ClassMatch
+    ) -> tuple[np.ndarray, list[str]]:
+        """Which answers are among the ReaL labels of a file, or of timm's copy; and the images that have any."""
         path = self.options.real
         if not path:
             import timm.data
@@ -237,72 +232,72 @@ class SuiteRunner:
         sets = real_sets(keys, read_real(path))
         judged = [i for i, labels in enumerate(sets) if labels]
         hits = np.array([numbers[predictions.top[i, 0]] in sets[i] for i in judged], dtype=np.bool_)
-        return Result(suite, hits, [keys[i] for i in judged], notes=tuple(notes))
+        return hits, [keys[i] for i in judged]
 
-    def attack(self, suites: Sequence[Suite]) -> list[Result]:
-        """Robust accuracy for each eps, smallest first. An image that fell at a smaller eps has fallen at a larger."""
-        results: list[Result] = []
-        fallen: dict[str, str] = {}
-        for suite in sorted(suites, key=lambda s: s.eps):
-            data, notes = open_images(suite, self.options.attack_limit or self.options.limit, self.sources)
-            every = self._attack(data, suite, fallen)
-            records = [r for r in every if "unreadable" not in r]
-            fallen |= {r["key"]: r["by"] for r in records if r["by"]}
-            correct = np.array([not r["by"] for r in records], dtype=np.bool_)
-            broke = [r["by"] for r in records if r["by"] not in ("", "clean")]
-            counts = [f"{name} broke {broke.count(name)}" for name in sorted(set(broke))]
-            notes.append(f"{suite.name}: " + (", ".join(counts) or "nothing broke"))
-            if len(records) < len(every):
-                notes.append(f"{suite.name}: left out {counted(len(every) - len(records), 'unreadable image')}")
-            results.append(Result(suite, correct, [r["key"] for r in records], notes=tuple(notes)))
-        return results
+    def attack(self, suite: Suite, fallen: dict[str, str]) -> Result:
+        """Robust accuracy for one eps. `fallen`: key -> attack, of images that fell at a smaller one; it is extended.
 
-    def _attack(self, data: DataSet, suite: Suite, fallen: dict[str, str]) -> list[Record]:
-        """One record for each image, from the log as far as it goes."""
-        options, view, match = self.options, self.tested.view, self.match(data, suite)
-        facts = {
-            **self._facts(data, match, list(data.keys()), view),
-            "attack": (options.attack, suite.eps, budget_of(options), ATTACK_BATCH),
-            "fallen": _digest(sorted(fallen)),
-        }
-        digest = _digest([json.dumps(facts, sort_keys=True, default=str)])[:8]  # other settings, another log
-        path = self.folder / "attacks" / f"{options.attack}-{suite.eps:.6g}-{digest}.jsonl"
-        batches = [range(i, min(i + ATTACK_BATCH, len(data))) for i in range(0, len(data), ATTACK_BATCH)]
-        log = AttackLog(path, facts, [len(batch) for batch in batches])
+        The log has the settings, then one line per image. A batch is appended by one write after all of its attacks, so
+        an attack that was stopped ends with the same log as one that was not.
+        """
+        options, view = self.options, self.tested.view
+        data, notes, match, facts = self._open(suite, view, options.attack_limit or options.limit)
+        budget = {"steps": options.attack_steps, "queries": options.queries, "targets": options.targets}
+        facts |= {"attack": (options.attack, suite.eps, budget, ATTACK_BATCH), "fallen": _digest(sorted(fallen))}
+        header = json.dumps(facts, sort_keys=True, default=str)
+        name = f"{options.attack}-{suite.eps:.6g}-{_digest([header])[:8]}.jsonl"  # other settings, another log
+        path = make_inside(self.folder, "attacks") / name
+        records = _read_log(path, header, len(data))
         model = from_pixels(self.tested.net, view, match.columns)
-        for samples in batches[len(log.batches) :]:
-            log.add(self._attack_batch(model, data, samples, match.labels[data.labels], suite, fallen))
+        attacks = autoattack.attacks(options.attack, **budget)
+        labels = match.labels[data.labels]
+        for start in range(len(records), len(data), ATTACK_BATCH):
+            samples = range(start, min(start + ATTACK_BATCH, len(data)))
+            batch = self._attack_batch(model, attacks, data, samples, labels, suite, fallen)
+            append(path, "".join(json.dumps(record) + "\n" for record in batch).encode(), sync=True)
+            records += batch
             self.progress(suite.name, samples.stop, len(data))
-        return [record for records in log.batches for record in records]
+        judged = [record for record in records if "unreadable" not in record]
+        fallen |= {record["key"]: record["by"] for record in judged if record["by"]}
+        broke = [record["by"] for record in judged if record["by"] not in ("", "clean")]
+        counts = [f"{name} broke {broke.count(name)}" for name in sorted(set(broke))]
+        notes.append(f"{suite.name}: " + (", ".join(counts) or "nothing broke"))
+        if bad := len(records) - len(judged):
+            notes.append(f"{suite.name}: left out {counted(bad, 'unreadable image')}")
+        correct = np.array([not record["by"] for record in judged], dtype=np.bool_)
+        return Result(suite, correct, [record["key"] for record in judged], notes=tuple(notes))
 
     def _attack_batch(
-        self, model: Model, data: DataSet, samples: range, labels: np.ndarray, suite: Suite, fallen: dict[str, str]
+        self,
+        model: Model,
+        attacks: dict[str, autoattack.Attack],
+        data: DataSet,
+        samples: range,
+        labels: np.ndarray,
+        suite: Suite,
+        fallen: dict[str, str],
     ) -> list[Record]:
         """A record for each image; those that have fallen already are not attacked again."""
-        options, view = self.options, self.tested.view
-        records: list[Record] = []
-        pixels, rows = [], []
-        for i in samples:
-            key = data.key(i)
-            records.append({"key": key, "by": fallen.get(key, ""), "smaller eps": key in fallen})
+        keys = [data.key(i) for i in samples]
+        records: list[Record] = [{"key": k, "by": fallen.get(k, ""), "smaller eps": k in fallen} for k in keys]
+        pixels: dict[int, np.ndarray] = {}
+        for row, i in enumerate(samples):
             try:
-                if key not in fallen:
-                    pixels.append(view(data.picture(i))[0])
-                    rows.append(len(records) - 1)
+                if keys[row] not in fallen:
+                    pixels[row] = self.tested.view(data.picture(i))[0]
             except ImageError as error:
-                if options.on_bad_image == "raise":
+                if self.options.on_bad_image == "raise":
                     raise
-                records[-1] = {"key": key, "by": "", "unreadable": str(error)}
-        if not rows:
+                records[row]["unreadable"] = str(error)
+        if not pixels:
             return records
+        rows = list(pixels)
         device = next(self.tested.net.parameters()).device
-        images = torch.from_numpy(np.stack(pixels)).to(device).permute(0, 3, 1, 2).float() / 255
+        images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
         wanted = torch.from_numpy(labels[samples.start : samples.stop][rows]).to(device)
-        batch = AttackBatch(model, images, wanted, [records[i]["key"] for i in rows], suite.eps)
-        attacks = autoattack.attacks(options.attack, **budget_of(options))
-        outcome = autoattack.run(
-            batch, attacks, lambda attack, left: self.progress(suite.name, samples.start, len(data), attack)
-        )
+        batch = AttackBatch(model, images, wanted, [keys[row] for row in rows], suite.eps)
+        tell = lambda attack, left: self.progress(suite.name, samples.start, len(data), attack)  # noqa: E731
+        outcome = autoattack.run(batch, attacks, tell)
         for i, row in enumerate(rows):
             records[row] |= {
                 "by": outcome.by[i],
@@ -314,9 +309,22 @@ class SuiteRunner:
         return records
 
 
-def budget_of(options: RobustOptions) -> dict[str, int]:
-    """How hard attacks try."""
-    return {"steps": options.attack_steps, "queries": options.queries, "targets": options.targets}
+def _read_log(path: Path, header: str, images: int) -> list[Record]:
+    """The records of whole batches in the log of an attack; what a kill left half-written is cut off."""
+    lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []  # what follows the last newline was torn
+    records = list(itertools.takewhile(bool, map(_record, lines)))
+    whole = images if len(records) >= images else len(records) // ATTACK_BATCH * ATTACK_BATCH
+    write_atomically(path, b"".join(line + b"\n" for line in (header.encode(), *lines[:whole])))
+    return records[:whole]
+
+
+def _record(line: bytes) -> Record:
+    """A line of the log; empty if it is damaged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) and {"key", "by"} <= set(record) else {}
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -324,46 +332,6 @@ def _digest(texts: Iterable[str]) -> str:
     for text in texts:
         digest.update(text.encode("utf-8", "surrogateescape") + b"\n")
     return digest.hexdigest()
-
-
-class AttackLog:
-    """The log of an attack: its settings, then one JSON line per image, appended batch by batch.
-
-    A batch is appended by one write after all of its attacks, and counts only if all its lines are there; what a kill
-    left half-written is cut off. An attack that was stopped ends with the same log as one that was not. `sizes` are
-    those of the batches; `batches` are the records of the complete ones.
-    """
-
-    def __init__(self, path: Path, settings: Record, sizes: Sequence[int]) -> None:
-        self.path = path
-        self.batches: list[list[Record]] = []
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was torn
-        make_inside(path.parent.parent, path.parent.name)
-        start = 1
-        for size in sizes:
-            batch = [record for line in lines[start : start + size] if (record := _record(line)) is not None]
-            if len(batch) < size:
-                break
-            self.batches.append(batch)
-            start += size
-        header = json.dumps(settings, sort_keys=True, default=str).encode()
-        write_atomically(path, b"".join(line + b"\n" for line in (header, *lines[1:start])))
-
-    def add(self, records: Sequence[Record]) -> None:
-        """Append the records of the next batch."""
-        append(self.path, "".join(json.dumps(record) + "\n" for record in records).encode(), sync=True)
-        self.batches.append(list(records))
-
-
-def _record(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and {"key", "by"} <= set(record) else None
-
-
-# All of it
 
 
 @dataclass(frozen=True)
@@ -380,34 +348,25 @@ def radius(text: str) -> float:
     upper, slash, lower = text.partition("/")
     try:
         value = float(upper) / (float(lower) if slash else 1.0)
-    except (ValueError, ZeroDivisionError) as error:
-        raise EverytokenError(f"eps takes numbers such as 4/255 or 0.5, not {text!r}") from error
+    except (ValueError, ZeroDivisionError):
+        value = 0.0
     if not value > 0:
-        raise EverytokenError(f"eps must be above 0, not {text}")
+        raise EverytokenError(f"eps must be a number above 0, such as 4/255 or 0.5, got {text!r}")
     return value
 
 
 def run_robustness(source: str, out: str, options: RobustOptions, progress: Progress) -> Robustness:
     """See `robustness`."""
-    eps = [radius(text) for text in options.eps]
-    corruptions = corruption_names(options.corruptions)
-    suites = parse_suites(options.suite, corruptions, sorted(set(options.severities)), eps)
-    autoattack.attacks(options.attack, **budget_of(options))  # a wrong name is found before hours of evaluation
-    models = [(source, options.weights)]
-    models += [(options.compare, "")] if options.compare else []
+    corruptions, severities = corruption_names(options.corruptions), sorted(set(options.severities))
+    suites = parse_suites(options.suite, corruptions, severities, [radius(text) for text in options.eps])
+    models = [(source, options.weights), *([(options.compare, "")] if options.compare else [])]
     sources = [weights or name for name, weights in models]
     folder = Path(out) if out else default_folder(source, "robust")
     names, results = [], []
     for name, weights in models:
         tested = open_tested(name, replace(options, weights=weights))
-        runner = SuiteRunner(
-            tested,
-            options,
-            folder / tested.folder,
-            sources,
-            lambda suite, *rest, name=tested.name: progress(f"{name}: {suite}", *rest),
-        )
-        results.append(runner.run(suites))
+        tell = lambda suite, *rest, name=tested.name: progress(f"{name}: {suite}", *rest)  # noqa: E731
+        results.append(SuiteRunner(tested, options, folder / tested.folder, sources, tell).run(suites))
         names.append(f"{tested.name} ({tested.opened.parameters / 1e6:.1f} M parameters)")
     table = make_table(names, results)
     table.write(folder)

@@ -1,6 +1,6 @@
 """Test sets by name: what the user typed becomes a flat list of things to evaluate.
 
-val=FOLDER        class folders; also the data that `corrupt` and `attack` use if they are given without a folder
+val=FOLDER        class folders; `corrupt`, `attack` and `real` use them if they are given without a folder
 v2=FOLDER         one variant of ImageNet-V2, or the folder that holds all three
 a= r= sketch=     ImageNet-A, -R (200 classes, logits masked) and -Sketch
 real=FOLDER       ImageNet's validation images, judged by ReaL labels
@@ -12,13 +12,13 @@ NAME=FOLDER       any other class folders
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.data.datasets import dataset_path
-from everytoken_lab.robust.corruptions import CORRUPTIONS, GROUPS, SEVERITIES, check
+from everytoken_lab.robust.corruptions import CORRUPTIONS, GROUPS, SEVERITIES
 
 KINDS = ("val", "v2", "a", "r", "sketch", "real", "c", "corrupt", "attack")
 V2 = ("matched-frequency", "threshold0.7", "top-images")
@@ -29,27 +29,29 @@ class Suite:
     """One thing to evaluate: class folders, of one of KINDS or "own".
 
     Attributes:
-        subset: "a" or "r" for the 200-class sets. corruption, severity: of "c" and "corrupt". eps: of "attack".
+        corruption, severity: of "c" and "corrupt". eps: of "attack".
     """
 
     name: str
     kind: str
     path: str
-    subset: str = ""
     corruption: str = ""
     severity: int = 0
     eps: float = 0.0
 
+    @property
+    def subset(self) -> str:
+        """ "a" or "r" for the 200-class sets."""
+        return self.kind if self.kind in ("a", "r") else ""
+
 
 def corruption_names(words: Sequence[str]) -> tuple[str, ...]:
     """`standard` (all), a group such as `noise`, or names -> names in the published order."""
-    groups = {name: tuple(f.__name__ for f in group) for name, group in GROUPS.items()}
-    groups["standard"] = tuple(CORRUPTIONS)
-    chosen: set[str] = set()
-    for word in words:
-        for name in groups.get(word, (word,)):
-            check(name, 1)
-            chosen.add(name)
+    groups = {**GROUPS, "standard": list(CORRUPTIONS)}
+    chosen = {name for word in words for name in groups.get(word, [word])}
+    if unknown := sorted(chosen - set(CORRUPTIONS)):
+        hint = did_you_mean(unknown[0], CORRUPTIONS)
+        raise EverytokenError(f"there is no corruption {unknown[0]!r}.{hint} There are {', '.join(CORRUPTIONS)}.")
     return tuple(name for name in CORRUPTIONS if name in chosen)
 
 
@@ -60,8 +62,6 @@ def parse_suites(
     eps: Sequence[float] = (),
 ) -> list[Suite]:
     """All suites, in the order given."""
-    for severity in severities:
-        check("fog", severity)
     given = [(name, path) for name, _, path in (word.partition("=") for word in words)]
     if not given:
         raise EverytokenError("say what to test on: a suite such as val=FOLDER, a=FOLDER, corrupt, attack")
@@ -77,7 +77,7 @@ def parse_suites(
         if not path:
             raise EverytokenError(f"a suite is NAME=FOLDER, not {name!r}.{did_you_mean(name, KINDS)}")
         check_folder(name, path)
-        out += _expand(name, path, corruptions, severities, eps)
+        out += _expand(name, path, [(c, s) for c in corruptions for s in severities], eps)
     return out
 
 
@@ -88,46 +88,34 @@ def check_folder(name: str, path: str) -> None:
         raise EverytokenError(f"suite {name}={path}: there is no such folder")
 
 
-def _expand(
-    name: str, path: str, corruptions: Sequence[str], severities: Sequence[int], eps: Sequence[float]
-) -> list[Suite]:
-    if name in ("a", "r"):
-        return [Suite(name, name, path, subset=name)]
-    if name == "v2":
-        variants = _variants(Path(path).expanduser())
-        return [Suite(f"v2 {variant}", "v2", str(place)) for variant, place in variants] or [Suite("v2", "v2", path)]
-    if name == "c":
-        return _published(Path(path).expanduser(), corruptions, severities)
-    if name == "corrupt":
-        return [Suite(f"{c} {s}", "corrupt", path, corruption=c, severity=s) for c in corruptions for s in severities]
-    if name == "attack":
-        return [
-            Suite(f"attack {e * 255:.3g}/255" if e < 0.2 else f"attack {e:.3g}", "attack", path, eps=e)
-            for e in sorted(eps)
-        ]
-    return [Suite(name, name if name in KINDS else "own", path)]
+def _expand(name: str, path: str, corrupted: Sequence[tuple[str, int]], eps: Sequence[float]) -> Iterator[Suite]:
+    place = Path(path).expanduser()
+    if name == "v2":  # one variant, or the three
+        folders = sorted(p for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
+        variants = [Suite(f"v2 {v}", "v2", str(p)) for v in V2 for p in folders if v in p.name]
+        yield from variants or [Suite("v2", "v2", path)]
+    elif name in ("c", "corrupt"):
+        paths = _published(place, corrupted) if name == "c" else [path] * len(corrupted)
+        for (corruption, severity), folder in zip(corrupted, paths, strict=True):
+            yield Suite(f"{corruption} {severity}", name, folder, corruption, severity)
+    elif name == "attack":
+        for size in sorted(eps):
+            title = f"attack {size * 255:.3g}/255" if size < 0.2 else f"attack {size:.3g}"
+            yield Suite(title, "attack", path, eps=size)
+    else:
+        yield Suite(name, name if name in KINDS else "own", path)
 
 
-def _variants(place: Path) -> list[tuple[str, Path]]:
-    """ImageNet-V2's three folders, if they are inside."""
-    folders = sorted(p for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
-    return [(v, p) for v in V2 for p in folders if v in p.name]
-
-
-def _published(place: Path, corruptions: Sequence[str], severities: Sequence[int]) -> list[Suite]:
-    out, missing = [], []
-    for name in corruptions:
-        base = next((p for p in (place / name, *(place / group / name for group in GROUPS)) if p.is_dir()), None)
-        for severity in severities:
-            folder = base / str(severity) if base else None
-            if folder is None or not folder.is_dir():
-                missing.append(f"{name}/{severity}")
-                continue
-            out.append(Suite(f"{name} {severity}", "c", str(folder), corruption=name, severity=severity))
-    if missing:
+def _published(place: Path, corrupted: Sequence[tuple[str, int]]) -> list[str]:
+    """The folders of ImageNet-C, which may lie in folders of their groups."""
+    groups = {name: group for group, names in GROUPS.items() for name in names}
+    plain = [place / name / str(severity) for name, severity in corrupted]
+    grouped = [place / groups[name] / name / str(severity) for name, severity in corrupted]
+    folders = [p if p.is_dir() else g for p, g in zip(plain, grouped, strict=True)]
+    if missing := [f"{p.parent.name}/{p.name}" for p in folders if not p.is_dir()]:
         raise EverytokenError(
-            f"suite c={place}: {len(missing)} of {len(missing) + len(out)} folders CORRUPTION/SEVERITY are missing: "
+            f"suite c={place}: {len(missing)} of {len(folders)} folders CORRUPTION/SEVERITY are missing: "
             f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Say which there are (corruptions, "
             "severities), or make the corruptions on the fly with corrupt=FOLDER."
         )
-    return out
+    return [str(folder) for folder in folders]

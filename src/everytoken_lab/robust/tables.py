@@ -8,7 +8,7 @@ of the published images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,28 +39,19 @@ ALEXNET: dict[str, tuple[float, ...]] = {
     "jpeg_compression": (0.51002, 0.54718, 0.57294, 0.65458, 0.74778),
 }
 LABELS = {"c": "ImageNet-C", "corrupt": "corrupt"}  # of the kinds of suites with corruptions
-Errors = Mapping[tuple[str, int], float | np.ndarray]  # (corruption, severity) -> error in 0..1, or many draws of it
 Cell = str | float | int | None
 
 
-def mean_corruption_error(errors: Errors, clean: float | np.ndarray | None = None) -> float | np.ndarray | None:
-    """mCE in percent over the corruptions that are there; None without any.
+def mce_weights(places: Sequence[tuple[str, int]], relative: bool = False) -> np.ndarray:
+    """What errors (0..1) at places (corruption, severity) are multiplied by to give the mCE in percent.
 
-    Args:
-        clean: the error (0..1) without corruption, for the relative mCE.
+    Returns:
+        [k] one weight per place; relative: [k + 1], the last for the error without corruption.
     """
-    ratios = []
-    for name, alexnet in ALEXNET.items():
-        severities = [s for c, s in errors if c == name]
-        if not severities:
-            continue
-        model_sum: float | np.ndarray = sum(errors[name, s] for s in severities)
-        alexnet_sum = sum(alexnet[s - 1] for s in severities)
-        if clean is not None:
-            model_sum = model_sum - len(severities) * clean
-            alexnet_sum -= len(severities) * ALEXNET_CLEAN
-        ratios.append(100 * model_sum / alexnet_sum)
-    return sum(ratios[1:], start=ratios[0]) / len(ratios) if ratios else None
+    clean = ALEXNET_CLEAN if relative else 0.0
+    base = {name: sum(ALEXNET[c][s - 1] - clean for c, s in places if c == name) for name, _ in places}
+    weights = [100 / len(base) / base[name] for name, _ in places]
+    return np.array([*weights, -sum(weights)] if relative else weights)
 
 
 @dataclass
@@ -117,76 +108,63 @@ class Result:
 
 @dataclass(frozen=True)
 class Line:
-    """One row: the images' right or wrong in columns, and what is made of the columns' means."""
+    """One row: the mean of what each image contributes."""
 
     name: str
-    columns: np.ndarray  # [N, k] 0 or 1
+    values: np.ndarray  # [N] percent
     keys: list[str]
-    statistic: Callable[[np.ndarray], np.ndarray] | None = None  # [..., k] -> [...], percent; None: the accuracy
     top5: float | None = None
     ece: float | None = None
+    accuracy: bool = False  # values are 0 or 100
 
     @property
     def estimate(self) -> Estimate:
         """The row's value with its interval: Wilson's for an accuracy, else by the bootstrap."""
-        return bootstrap(self.columns, self.statistic) if self.statistic else percentage(self.columns[:, 0])
+        return percentage(self.values > 0) if self.accuracy else _mean(self.values)
 
     def difference(self, other: Line) -> Estimate:
         """What `other` has more on the same images."""
-        mine, theirs, width = self.statistic, other.statistic, self.columns.shape[1]
-        if mine is None or theirs is None:
-            return paired_difference(self.columns[:, 0], other.columns[:, 0])
-        both = np.concatenate([self.columns, other.columns], 1)
-        return bootstrap(both, lambda means: theirs(means[..., width:]) - mine(means[..., :width]))
+        if self.accuracy:
+            return paired_difference(self.values > 0, other.values > 0)
+        return _mean(other.values - self.values)
 
 
-def _lines(results: Sequence[Result]) -> list[Line]:
+def _mean(values: np.ndarray) -> Estimate:
+    if not np.ptp(values):
+        return Estimate(float(values.mean()))
+    return bootstrap(values[:, None], lambda means: means[..., 0])
+
+
+def _lines(results: Sequence[Result]) -> Iterator[Line]:
     """Rows of one model: every suite; corruptions as means over severities, then over all, mCE and relative mCE."""
-    lines: list[Line] = []
-    clean = next((r for r in results if r.suite.kind == "val"), None)
-    corrupted = [r for r in results if r.suite.corruption]
+    clean = next((result for result in results if result.suite.kind == "val"), None)
+    seen: set[str] = set()
     for result in results:
+        kind = result.suite.kind
         if not result.suite.corruption:
-            columns = result.correct[:, None].astype(np.uint8)
-            lines.append(Line(result.suite.name, columns, result.keys, None, result.top5, result.ece))
-        elif (same := [r for r in corrupted if r.suite.kind == result.suite.kind])[0] is result:
-            lines += _corruption_lines(same, clean)
-    return lines
+            values = 100.0 * result.correct
+            yield Line(result.suite.name, values, result.keys, result.top5, result.ece, accuracy=True)
+        elif kind not in seen:
+            seen.add(kind)
+            yield from _corruption_lines([r for r in results if r.suite.kind == kind], clean)
 
 
-def _corruption_lines(results: list[Result], clean: Result | None) -> list[Line]:
-    label = LABELS[results[0].suite.kind]
-    by_place = {(r.suite.corruption, r.suite.severity): r for r in results}
-    keys = results[0].keys
-    if any(r.keys != keys for r in results):
+def _corruption_lines(results: Sequence[Result], clean: Result | None) -> Iterator[Line]:
+    label, keys = LABELS[results[0].suite.kind], results[0].keys
+    if any(result.keys != keys for result in results):
         raise EverytokenError(f"{label}: the corruptions do not have the same images; check the folders")
-
-    def stack(places: Sequence[tuple[str, int]]) -> np.ndarray:
-        return np.stack([by_place[p].correct for p in places], 1).astype(np.uint8)
-
-    def mean_line(title: str, places: Sequence[tuple[str, int]], top5: float | None = None) -> Line:
-        ece = float(np.mean([by_place[p].ece for p in places]))
-        return Line(f"{label} {title}", stack(places), keys, lambda means: 100 * means.mean(-1), top5, ece)
-
-    lines = []
-    for name in dict.fromkeys(corruption for corruption, _ in by_place):
-        places = [p for p in by_place if p[0] == name]
-        lines.append(mean_line(name, places, float(np.mean([by_place[p].top5 for p in places]))))
-    every = list(by_place)
-    lines.append(mean_line("mean", every))
-    columns = stack(every)
-
-    def mce(means: np.ndarray, relative: bool = False) -> np.ndarray:
-        errors = {p: 1 - means[..., i] for i, p in enumerate(every)}
-        return np.asarray(mean_corruption_error(errors, 1 - means[..., -1] if relative else None))
-
-    lines.append(Line(f"{label} mCE", columns, keys, mce))
+    errors = 1.0 - np.stack([result.correct for result in results], 1)
+    places = [(result.suite.corruption, result.suite.severity) for result in results]
+    for name in (*dict.fromkeys(name for name, _ in places), "mean"):
+        chosen = [i for i, place in enumerate(places) if name in (place[0], "mean")]
+        top5, ece = (float(np.mean([getattr(results[i], what) for i in chosen])) for what in ("top5", "ece"))
+        yield Line(f"{label} {name}", 100 * (1 - errors[:, chosen].mean(1)), keys, top5, ece)
+    yield Line(f"{label} mCE", errors @ mce_weights(places), keys)
     if clean is not None and set(keys) <= set(clean.keys):
-        position = {key: i for i, key in enumerate(clean.keys)}
-        clean_column = clean.correct[[position[key] for key in keys]][:, None].astype(np.uint8)
-        both = np.concatenate([columns, clean_column], 1)
-        lines.append(Line(f"{label} relative mCE", both, keys, lambda means: mce(means, True)))
-    return lines
+        right = dict(zip(clean.keys, clean.correct.tolist(), strict=True))
+        clean_errors = np.array([not right[key] for key in keys])
+        both = np.column_stack([errors, clean_errors])
+        yield Line(f"{label} relative mCE", both @ mce_weights(places, relative=True), keys)
 
 
 def make_table(names: Sequence[str], results: Sequence[Sequence[Result]]) -> Table:
@@ -195,37 +173,31 @@ def make_table(names: Sequence[str], results: Sequence[Sequence[Result]]) -> Tab
         table = Table(names[0], ["test set", "images", "top-1", "low", "high", "top-5", "ECE"])
         for line in _lines(results[0]):
             e = line.estimate
-            table.rows.append([line.name, len(line.columns), e.value, e.low, e.high, line.top5, line.ece])
-        table.notes = [*_own_notes(results[0]), *_mce_notes(results[0])]
-        return table
-    columns = ["test set", "images", "A", "B", "B - A", "low", "high", "ECE A", "ECE B"]
-    table = Table(f"A = {names[0]}, B = {names[1]}", columns)
-    lines_b = {line.name: line for line in _lines(results[1])}
-    for a in _lines(results[0]):
-        b = lines_b.get(a.name)
-        if b is None or a.keys != b.keys:
-            raise EverytokenError(f"{a.name}: the two models did not see the same images")
-        d, values = a.difference(b), (a.estimate.value, b.estimate.value)
-        table.rows.append([a.name, len(a.columns), *values, d.value, d.low, d.high, a.ece, b.ece])
-    table.notes = [*_own_notes(results[0], "A, "), *_own_notes(results[1], "B, "), *_mce_notes(results[0])]
-    table.notes.append("B - A with paired 95 % intervals over images; none where all images agree.")
+            table.rows.append([line.name, len(line.keys), e.value, e.low, e.high, line.top5, line.ece])
+    else:
+        columns = ["test set", "images", "A", "B", "B - A", "low", "high", "ECE A", "ECE B"]
+        table = Table(f"A = {names[0]}, B = {names[1]}", columns)
+        for a, b in zip(*map(_lines, results), strict=True):
+            if a.keys != b.keys:
+                raise EverytokenError(f"{a.name}: the two models did not see the same images")
+            d, values = a.difference(b), (a.estimate.value, b.estimate.value)
+            table.rows.append([a.name, len(a.keys), *values, d.value, d.low, d.high, a.ece, b.ece])
+    who = [""] if len(results) == 1 else ["A, ", "B, "]
+    own = (f"{w}{note}" for w, some in zip(who, results, strict=True) for result in some for note in result.notes)
+    table.notes = [*dict.fromkeys(own), *_mce_notes(results[0])]
+    if len(results) > 1:
+        table.notes.append("B - A with paired 95 % intervals over images; none where all images agree.")
     return table
 
 
-def _own_notes(results: Sequence[Result], who: str = "") -> list[str]:
-    return list(dict.fromkeys(f"{who}{note}" for r in results for note in r.notes))
-
-
-def _mce_notes(results: Sequence[Result]) -> list[str]:
+def _mce_notes(results: Sequence[Result]) -> Iterator[str]:
     """How far the corruption errors compare with published ones."""
-    notes = []
     for kind, label in LABELS.items():
         places = {(r.suite.corruption, r.suite.severity) for r in results if r.suite.kind == kind}
         if places and len(places) < len(ALEXNET) * len(SEVERITIES):
-            notes.append(f"{label}: mCE covers only these corruptions and severities, for AlexNet as well.")
+            yield f"{label}: mCE covers only these corruptions and severities, for AlexNet as well."
     corrupted = [r.suite.corruption for r in results if r.suite.kind == "corrupt"]
     if corrupted:
-        notes.append("corrupt: mCE divides by AlexNet's errors on ImageNet; on other data it only ranks models.")
+        yield "corrupt: mCE divides by AlexNet's errors on ImageNet; on other data it only ranks models."
     if "frost" in corrupted:
-        notes.append("corrupt frost: its textures are generated unless frost_textures was given.")
-    return notes
+        yield "corrupt frost: its textures are generated, so its numbers are not ImageNet-C's."
