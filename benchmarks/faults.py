@@ -390,7 +390,7 @@ def disks(work: Path, mounts: bool) -> Iterator[Tally]:
     commands: dict[str, list[str]] = {
         "train": [*plain, str(disk / "new")],
         "predict": ["predict", run, str(photos / "val"), "--out", str(disk / "p.csv"), "-j", "0", "--device", "cpu"],
-        "maps export": ["maps", "export", str(maps), "--out", str(disk / "export")],
+        "maps sheet": ["maps", "sheet", str(maps), "--out", str(disk / "sheet.png")],
         "annotate": [
             *("annotate", str(photos), "--out", str(disk / "maps"), "--annotator", "fit", "--fit-model", run),
             *("--workers", "0", "--device", "cpu"),

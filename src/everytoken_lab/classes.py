@@ -25,6 +25,7 @@ import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab import schema
+from everytoken_lab.data.labels import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +44,7 @@ class ClassError(EverytokenError):
 
 @dataclass(frozen=True)
 class ClassList:
-    """The classes of a model, an annotator or a dataset: their names, all different, if they are known, and more names
-    for each (WordNet ids, other words).
-    """
+    """The classes of a model, an annotator or a dataset: their names, if known, and synonyms (WordNet ids, words)."""
 
     count: int
     names: tuple[str, ...] = ()
@@ -69,10 +68,6 @@ class ClassList:
         """The class with this name; None if there is none, or if several have it."""
         return self._by_name.get(name, self._by_spelling.get(normal_name(name)))
 
-    def is_ambiguous(self, name: str) -> bool:
-        """Whether several classes have this name."""
-        return self.find(name) is None and normal_name(name) in self._by_spelling
-
     def near(self, name: str) -> str:
         """A clause that suggests names like this one."""
         return did_you_mean(normal_name(name), self._by_spelling)
@@ -83,19 +78,16 @@ class ClassList:
 
     def find_all(self, folders: Sequence[str]) -> list[int | None]:
         """The class of each folder, by name; folders that are numbers are numbers, unless these are names."""
-        numbers = bool(folders) and all(re.fullmatch(r"[0-9]{1,9}", folder) for folder in folders)
-        if numbers and not set(folders) & set(self.names) and (not self.names or self.find(wnids()[0]) is not None):
-            return _by_number([int(folder) for folder in folders], self)
-        return [self.find(folder) for folder in folders]
-
-
-def _by_number(numbers: Sequence[int], classes: ClassList) -> list[int | None]:
-    if classes.names:  # ImageNet's, perhaps in another order
-        return [classes.find(wnids()[number]) if number < IMAGENET else None for number in numbers]
-    if max(numbers) >= classes.count and len(set(numbers)) == classes.count:  # such as 1 to 10
-        position = {number: i for i, number in enumerate(sorted(numbers))}
-        return [position[number] for number in numbers]
-    return [number if number < classes.count else None for number in numbers]
+        numbers = [int(folder) for folder in folders if re.fullmatch(r"[0-9]{1,9}", folder)]
+        by_name = not folders or len(numbers) < len(folders) or set(folders) & set(self.names)
+        if by_name or (self.names and self.find(wnids()[0]) is None):
+            return [self.find(folder) for folder in folders]
+        if self.names:  # ImageNet's, perhaps in another order
+            return [self.find(wnids()[number]) if number < IMAGENET else None for number in numbers]
+        if max(numbers) >= self.count and len(set(numbers)) == self.count:  # such as 1 to 10
+            position = {number: i for i, number in enumerate(sorted(numbers))}
+            return [position[number] for number in numbers]
+        return [number if number < self.count else None for number in numbers]
 
 
 def normal_name(name: str) -> str:
@@ -153,8 +145,7 @@ def shown_name(name: str) -> str:
 
 def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
     """A function from a folder's name to its class among `names`, also by other spellings and, for ImageNet's, by
-    WordNet ids and synonyms; None if it is none of them or not clear which.
-    """
+    WordNet ids and synonyms; None if it is none of them or not clear which."""
     by_name = {name: number for number, name in enumerate(names)}
 
     @cache
@@ -175,9 +166,7 @@ def class_finder(names: Sequence[str]) -> Callable[[str], int | None]:
 
 @dataclass(frozen=True)
 class ClassMatch:
-    """How a dataset's classes and a model's outputs go together: the outputs that may be answered (None: all), and for
-    each class of the data its position among them.
-    """
+    """The outputs of a model that may be answered (None: all), and for each class of the data its position in them."""
 
     columns: np.ndarray | None
     labels: np.ndarray
@@ -240,7 +229,6 @@ class ClassPlan:
     """How an annotator's scores become a store's.
 
     Attributes:
-        names, count: of the store's classes; no names if they are not known.
         groups: for each scored class of the store, the annotator's classes it is made of; None: as they are.
         targets: the store's class of each group; classes that are in no group get no scores.
         label_to_class: for each label of the dataset, the store's class, or -1.
@@ -384,13 +372,13 @@ def _read_groups(
 
 def _class_number(path: Path, classes: ClassList, value: str | int) -> int:
     number = classes.find(str(value))
-    if number is None and classes.is_ambiguous(str(value)):
-        raise ClassError(f"{path}: {value!r} is the name of several of the model's classes; use its number.")
     if number is None and str(value).isdigit():
         number = int(value)
     if number is None or not 0 <= number < classes.count:
         near = classes.near(str(value))
-        raise ClassError(f"{path}: the model has no class {value!r}.{near} Its numbers are 0 to {classes.count - 1}.")
+        raise ClassError(
+            f"{path}: the model has no class {value!r}, or several.{near} Its numbers are 0 to {classes.count - 1}."
+        )
     return number
 
 
@@ -446,20 +434,13 @@ def class_map_rows(path: Path) -> list[tuple[str, str | int | None]]:
 
     It is a csv file with a pair in each line, or a json or yaml object `class: class or list of them`.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClassError(f"the class map {path} cannot be read: {error}") from error
-    kind = path.suffix.lower()
-    if kind == ".csv":
+    text = read_text(path)
+    if path.suffix.lower() == ".csv":
         rows = [row for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)]
         if wrong := next((row for row in rows if len(row) != 2), None):
             raise ClassError(f"{path}: a line has two cells, class and model's class; got {','.join(wrong)!r}.")
         return [(name.strip(), value.strip()) for name, value in rows]
-    if kind not in (".json", ".yaml", ".yml"):
-        raise ClassError(f"the class map {path}: the name must end in .csv, .json or .yaml.")
-    content = schema.read_json(path, _ClassMap) if kind == ".json" else schema.read_yaml(text, str(path))
-    groups = schema.parse(_ClassMap, content, f"the class map {path}")
+    groups = schema.parse(_ClassMap, schema.read_yaml(text, str(path)), f"the class map {path}")
     lists = {name: value if isinstance(value, list) else [value] for name, value in groups.items()}
     return [(name, value) for name, values in lists.items() for value in values or [None]]
 
@@ -470,9 +451,4 @@ _ClassMap = dict[str, _Entry | list[_Entry]]
 
 def read_class_names(path: Path | None) -> list[str]:
     """Class names from a text file, one per line; none without a file."""
-    if path is None:
-        return []
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClassError(f"{path} cannot be read ({error}). Class names are a text file, one name per line.") from error
+    return [] if path is None else read_text(path).splitlines()

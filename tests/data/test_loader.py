@@ -126,20 +126,6 @@ def test_every_pass_over_the_loader_is_the_next_epoch(data):
     assert collect(calm) == collect(calm)
 
 
-def test_tiny_images_are_opened_once_and_look_as_if_read_anew(tmp_path, monkeypatch):
-    for i, side in enumerate((40, 50, 60, 70)):
-        (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
-        Image.open(io.BytesIO(image_bytes(i, (side, side)))).save(tmp_path / "ab"[i % 2] / f"{side}.png")
-    data = open_dataset(tmp_path)
-    want = [collect(Loader(data, TRAIN, 2, train=True, seed=5).epoch(n)) for n in range(3)]
-    opened = []
-    picture = type(data).picture
-    monkeypatch.setattr(type(data), "picture", lambda self, i: opened.append(self.key(i)) or picture(self, i))
-    loader = Loader(data, TRAIN, 2, train=True, seed=5)
-    assert [collect(loader.epoch(n)) for n in range(3)] == want
-    assert sorted(opened) == ["a/40.png", "a/60.png", "b/50.png", *["b/70.png"] * 3]
-
-
 def test_an_epoch_can_be_left_in_the_middle_and_begun_again(data):
     loader = Loader(data, TRAIN, 4, train=True, workers=2)
     whole = [batch.keys for batch in loader.epoch(0)]

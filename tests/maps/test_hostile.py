@@ -20,7 +20,6 @@ from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, format, verify
 from everytoken.maps.errors import StoreDamagedError
 from everytoken.maps.format import list_shards
-from everytoken_lab.maps.released import export_released
 
 
 @pytest.fixture
@@ -88,9 +87,6 @@ def test_a_key_that_leads_out_of_the_folder_is_refused_and_reported(filling, tmp
     for read in (list, lambda maps: [maps.key(i) for i in range(2)], lambda maps: dict(maps.items())):
         with pytest.raises(StoreDamagedError, match="evil"):
             read(maps)
-    with pytest.raises(StoreDamagedError, match="evil"):
-        export_released(tmp_path / "in/s", tmp_path / "in/pt")
-    assert not list(tmp_path.rglob("*.pt"))
     (problem,) = verify(tmp_path / "in/s").problems
     assert problem.keys == (evil,)
 

@@ -6,10 +6,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from everytoken.maps import Maps, MapWriter, ScoreMap, StoreMeta
 from everytoken.maps.format import list_shards
+from everytoken.maps.released import released_path
 from everytoken_lab.cli import main
 
 
@@ -82,10 +84,7 @@ def test_a_sheet_shows_what_is_worth_looking_at_or_what_is_named(data, capsys):
     assert run("sheet", data / "maps", "--images", data / "photos", "--out", data / "a/sheet.png", "--count", 4) == 0
     with Image.open(data / "a/sheet.png") as picture:
         assert picture.width > 1500
-    names = data / "names.txt"
-    names.write_text("Katze\nHund\n")
-    two = ["dog/0.x.jpg", "cat/1.x.jpg"]
-    assert run("sheet", data / "maps", *two, "--names", names, "--out", data / "two.jpg") == 0
+    assert run("sheet", data / "maps", "dog/0.x.jpg", "cat/1.x.jpg", "--out", data / "two.jpg") == 0
     assert "two.jpg" in capsys.readouterr().out
 
 
@@ -94,18 +93,12 @@ def test_mistakes_are_explained_without_a_traceback(data, capsys):
         (["sheet", data / "maps", "dog/0.jpg"], "Did you mean 'dog/0.x.jpg'"),
         (["sheet", data / "maps", "dog/5.x.jpg"], "skipped (truncated)"),
         (["sheet", data / "maps", "--images", data / "nowhere"], "no image folder"),
-        (["sheet", data / "maps", "--names", data / "photos/cat/0.x.jpg"], "cannot be read"),
         (["sheet", data / "maps", "--out", data / "x.nonsense"], "cannot write"),
         (["info", data / "photos"], "not a store"),
         (["verfy", data / "maps"], "Did you mean 'verify'"),
-        (["export", data / "maps", "--out", data / "photos"], "not empty"),
     ):
         assert run(*words) == 2
         assert expected in capsys.readouterr().err
-    names = data / "names.txt"
-    names.write_text("one\n")
-    assert run("sheet", data / "maps", "--names", names) == 2
-    assert "1 lines" in capsys.readouterr().err
 
 
 def test_verify_names_the_damaged_image_and_exits_with_1(data, capsys):
@@ -121,9 +114,11 @@ def test_verify_names_the_damaged_image_and_exits_with_1(data, capsys):
     assert "delete the damaged shards" in printed
 
 
-def test_export_and_import_are_a_round_trip(data, capsys):
-    assert run("export", data / "maps", "--out", data / "pt") == 0
-    assert "11 maps" in capsys.readouterr().out
+def test_released_maps_are_imported_and_what_has_no_map_is_named(data, capsys):
+    for key, one in Maps(data / "maps").items():
+        file = data / "pt" / released_path(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(torch.from_numpy(np.stack([one.scores, one.classes.astype(np.float16)])).permute(0, 3, 1, 2), file)
     (data / "pt/cat/bad.pt").write_bytes(b"hello")
     words = ["import", data / "pt", "--out", data / "back", "--images", data / "photos", "--num-classes", 2]
     assert run(*words, "--resize-mode", "squash") == 0

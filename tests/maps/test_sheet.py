@@ -49,8 +49,8 @@ def test_confidence_is_the_softmax_over_all_classes_with_absent_ones_at_zero():
 
 def test_a_summary_counts_cells_and_finds_the_main_class():
     one = summarize(simple_map([[2, 2, 2], [2, 3, 0]]), 4)
-    assert dict(one.shares) == pytest.approx({2: 4 / 6, 3: 1 / 6, 0: 1 / 6})
-    assert one.shares[0][0] == 2
+    assert dict(one.fractions) == pytest.approx({2: 4 / 6, 3: 1 / 6, 0: 1 / 6})
+    assert one.fractions[0][0] == 2
     assert (one.image_class, one.vocabulary) == (2, 3 + 1)
     assert one.entropy == pytest.approx(-(2 / 3 * np.log(2 / 3) + 1 / 3 * np.log(1 / 6)))
     assert one.confidence == pytest.approx(np.exp(8) / (np.exp(8) + np.exp(1) + 2), abs=1e-4)
@@ -59,7 +59,7 @@ def test_a_summary_counts_cells_and_finds_the_main_class():
 def test_cells_of_the_padding_do_not_count():
     padded = simple_map([[0, 0], [1, 1], [1, 1], [0, 0]], area=(0.0, -0.5, 1.0, 1.5))
     one = summarize(padded, 4)
-    assert one.shares == [(1, 1.0)]
+    assert one.fractions == [(1, 1.0)]
     assert one.inside.tolist() == [[False] * 2, [True] * 2, [True] * 2, [False] * 2]
 
 
@@ -108,7 +108,7 @@ def pixel(picture: Image.Image, x: float, y: float) -> np.ndarray:
 def panel_of(one: ScoreMap, size=(200, 100)) -> tuple[Image.Image, dict[int, str]]:
     photo = Image.new("RGB", size, "#808080")
     summary = summarize(one, 4)
-    legend = {c: draw.PALETTE[i] for i, (c, _) in enumerate(summary.shares)}
+    legend = {c: draw.PALETTE[i] for i, (c, _) in enumerate(summary.fractions)}
     return draw.class_overlay(photo, summary.top, summary.confidence, legend, one.area), legend
 
 

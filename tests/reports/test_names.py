@@ -30,7 +30,7 @@ def test_maps_of_wordnet_folders_are_told_in_words(tmp_path, names, capsys):
         writer.put(range(4), scores, np.broadcast_to(classes, shape), [[8, 8]] * 4, areas)
         writer.finalize()
     store = Maps(tmp_path / "maps")
-    assert namer(store, None)(1) == "English springer"
+    assert namer(store)(1) == "English springer"
     assert main(["maps", "info", str(tmp_path / "maps"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["map's class = folder's"] == "100.0%"
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everytoken.maps.errors import StoreError
-from everytoken.maps.score_map import ScoreMap
 
 EXACT_IDS = 2048  # float16 has every integer below this, and only the even ones above
 
@@ -23,12 +22,6 @@ def released_path(key: str) -> str:
     """Where the released code keeps the map of an image: last folder, file name up to the first dot."""
     *folders, name = key.split("/")
     return "/".join([*folders[-1:], f"{name.split('.')[0]}.pt"])
-
-
-def released_planes(score_map: ScoreMap) -> NDArray[np.float16]:
-    """The content [2, k, h, w] of a released file."""
-    planes = np.stack([score_map.scores, score_map.classes.astype(np.float16)])
-    return np.ascontiguousarray(planes.transpose(0, 3, 1, 2))
 
 
 def read_released(path: Path, num_classes: int) -> tuple[NDArray[np.float16], NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""`everytoken maps ...`: look at, check and convert stores of score maps."""
+"""`everytoken maps ...`: look at, check and import stores of score maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
 from everytoken_lab.cli import Command, call
 from everytoken_lab.cli._parse import parse
-from everytoken_lab.maps.released import export_released, import_released
+from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.sheet import sheet_picture
 from everytoken_lab.maps.summary import summarize_store
 from everytoken_lab.progress import Progress
@@ -108,14 +108,12 @@ class Sheet:
     """Picture to write."""
     count: int = 24
     """Images on the sheet, if they are not named."""
-    names: Path | None = None
-    """Text file with one readable class name per line, in the order of the ids, to use in the legend."""
 
 
 def sheet(argv: list[str], prog: str) -> int:
     options = parse(Sheet, prog, argv)
     maps = Maps(options.maps, partial=True)
-    picture = sheet_picture(maps, options.keys, options.images, options.count, options.names)
+    picture = sheet_picture(maps, options.keys, options.images, options.count)
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_picture(options.out, picture)
@@ -198,30 +196,6 @@ def import_maps(argv: list[str], prog: str) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Export:
-    """Write a store as released .pt maps [2, k, height, width], for other code that reads them.
-
-    Examples:
-        everytoken maps export maps --out pt_maps
-    """
-
-    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
-    """Folder of the store."""
-    out: Path
-    """Folder for the files; new or empty."""
-    overwrite: bool = False
-    """Replace files in a folder that is not empty."""
-
-
-def export_maps(argv: list[str], prog: str) -> int:
-    options = parse(Export, prog, argv)
-    with Progress("export", "maps") as progress:
-        export_released(options.maps, options.out, options.overwrite, progress)
-    print(f"{options.out}: {len(Maps(options.maps)):,} maps")
-    return 0
-
-
 def _list(lines: Iterable[str], limit: int) -> None:
     lines = list(lines)
     for line in lines[:limit]:
@@ -235,11 +209,10 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-OPTIONS = {"info": Info, "sheet": Sheet, "verify": Verify, "import": Import, "export": Export}
+OPTIONS = {"info": Info, "sheet": Sheet, "verify": Verify, "import": Import}
 _COMMANDS: dict[str, Command] = {
     "info": ("what is in a store, as a table", info),
     "sheet": ("a picture of many maps on their images: wrong and interesting ones first, or those you name", sheet),
     "verify": ("check every byte; names the images whose maps are damaged", verify_store),
     "import": ("make a store of released .pt maps (token labeling, ReLabel)", import_maps),
-    "export": ("write a store as released .pt maps", export_maps),
 }

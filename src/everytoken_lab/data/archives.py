@@ -146,12 +146,10 @@ def _index_zip(stream: IO[bytes], name: str) -> list[Member]:
         for info in archive.infolist():
             if info.is_dir():
                 continue
-            if info.flag_bits & 1:
-                raise DataError(f"{name}: member {info.filename!r} is encrypted. Unpack the archive into a folder.")
-            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise DataError(
-                    f"{name}: member {info.filename!r} is compressed by a method other than deflate. Unpack the "
-                    "archive into a folder, or pack it again."
+                    f"{name}: member {info.filename!r} is encrypted, or compressed by a method other than deflate. "
+                    "Unpack the archive into a folder, or pack it again."
                 )
             place = (info.header_offset, info.compress_size, info.compress_type, info.CRC, info.file_size)
             members.append((info.filename, *place))
@@ -160,13 +158,11 @@ def _index_zip(stream: IO[bytes], name: str) -> list[Member]:
 
 def _index_tar(stream: IO[bytes], name: str) -> list[Member]:
     stream.seek(0)
-    start = stream.read(6)
-    for magic, kind in ((b"\x1f\x8b", "gzip"), (b"BZh", "bzip2"), (b"\xfd7zXZ", "xz"), (b"\x28\xb5\x2f\xfd", "zstd")):
-        if start.startswith(magic):
-            raise DataError(
-                f"{name} is compressed with {kind}; single images cannot be read from that. Decompress it to a plain "
-                ".tar (images do not get smaller by compression), or unpack it into a folder."
-            )
+    if stream.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):  # gzip, bzip2, xz, zstd
+        raise DataError(
+            f"{name} is compressed; single images cannot be read from that. Decompress it to a plain .tar (images do "
+            "not get smaller by compression), or unpack it into a folder."
+        )
     stream.seek(0)
     with tarfile.open(fileobj=stream, mode="r:") as archive:
         members = [m for m in archive if m.isreg() and not m.issparse()]

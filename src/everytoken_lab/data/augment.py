@@ -30,7 +30,7 @@ from PIL import Image
 
 from everytoken.data import placement as pl
 from everytoken.data import randaugment
-from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.errors import EverytokenError
 from everytoken_lab import schema
 from everytoken_lab.data.decode import Picture
 
@@ -93,11 +93,6 @@ class AugmentOptions:
                 raise EverytokenError(f"{name} must be two numbers, the smaller one first, got ({low}, {high}).")
         if self.aa:
             randaugment.parse(self.aa)
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise EverytokenError(f"{name}: {value!r} is none of {', '.join(choices)}.{did_you_mean(value, choices)}")
 
 
 def _check_input(img_size: int | tuple[int, int], std: Sequence[float]) -> tuple[int, int]:
@@ -279,8 +274,9 @@ class EvalTransform:
 
     def __post_init__(self) -> None:
         _check_input(self.img_size, self.std)
-        _check_choice("interpolation", self.interpolation, tuple(FILTERS))
-        _check_choice("crop_mode", self.crop_mode, CROP_MODES)
+        for name, choices in (("interpolation", tuple(FILTERS)), ("crop_mode", CROP_MODES)):
+            if (value := getattr(self, name)) not in choices:
+                raise EverytokenError(f"{name}: {value!r} is none of {', '.join(choices)}.")
         if not 0 < self.crop_pct <= 1:
             raise EverytokenError(f"crop_pct must be in 0..1, got {self.crop_pct}.")
 

@@ -1,15 +1,8 @@
 """Datasets: numbered samples with a key, a label and the bytes of an image, opened from what the user typed.
 
-Accepted by `open_dataset` (`docs/data.md` shows each):
-    a folder with train/ and val/ (or test/), one folder per class in each;
-    a folder with one folder per class, with `val_split`;
-    a zip or tar file of such folders, or a folder with train.zip and val.zip;
-    WebDataset shards: `shards/train-{000..099}.tar`, `shards/*.tar`, or the folder that holds them;
-    `labels.csv`, or a folder with this file in it: labels, and perhaps splits, by path (see `labels`);
-    archives at an address, through a local cache: `s3://bucket/train-{000..099}.tar` (see `remote`);
-    a list of image files, `infograph_train.txt`, with `infograph_test.txt` or the like beside it for validation;
-    `subset:LIST:DATA`, some of the classes of one of these: `subset:imagenet100:/data/imagenet`;
-    `torchvision:CIFAR10`, `torchvision:CIFAR10:folder`, `hf:owner/name` (see `named`).
+`docs/data.md` has the table of what `open_dataset` accepts: class folders, archives of such folders, WebDataset shards,
+`labels.csv`, lists of files, archives at an address (`remote`), `subset:LIST:DATA`, and names such as `hf:owner/name`
+(`named`).
 
 A key is the image's path relative to the folder of its split, with "/" between the parts. It names the sample
 everywhere: in the store of score maps, in random draws, in logs. Classes are the names of the first folders, sorted;
@@ -27,7 +20,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -71,19 +64,13 @@ _LABEL_FILES = (".cls", ".json")  # of WebDataset
 _log = logging.getLogger(__name__)
 
 
-def is_image(path: str) -> bool:
+def is_image(path: str, endings: frozenset[str] = EXTENSIONS) -> bool:
     """Whether a relative path names an image: by its extension, and no part of it is hidden."""
-    return _has_ending(path, EXTENSIONS)
+    return os.path.splitext(path)[1].lower() in endings and not hidden(path)
 
 
 def _is_photo(path: str) -> bool:
-    return _has_ending(path, EXTENSIONS | UNREAD)
-
-
-def _has_ending(path: str, endings: frozenset[str]) -> bool:
-    name = path.rsplit("/", 1)[-1]
-    dot = name.rfind(".")
-    return dot > 0 and name[dot:].lower() in endings and not hidden(path)
+    return is_image(path, EXTENSIONS | UNREAD)
 
 
 def hidden(path: str) -> bool:
@@ -193,9 +180,6 @@ class DataSet(ABC):
         """Some of the samples, with the same keys, labels and classes."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {len(self):,} images, {self.num_classes} classes)"
-
 
 class Subset(DataSet):
     """Some samples of another dataset."""
@@ -276,46 +260,41 @@ def open_dataset(
     seed: int = 0,
     class_list: str | os.PathLike[str] | Sequence[str] | None = None,
     labelled: bool = True,
-    download: bool = False,
 ) -> DataSet:
     """Open one split of a dataset.
 
     Args:
         spec: what the user typed; see the top of this file.
-        split: "train", "val", "test", or "all" (not divided: every image below the folder).
+        split: "train", "val", "test", "all" (every image below the folder), or "undivided" (every image of a dataset
+            without validation images, for `hold_out`).
         val_split: fraction of each class to hold out for validation, for datasets without validation images.
         seed: decides, with each key, which images are held out.
         class_list: class names in the order of the labels, or a text file with one per line, when the folders' sorted
             names will not do. It may name classes without images.
         labelled: False: folders are not classes, every image has label -1.
-        download: allow the download of a `torchvision:` dataset.
     """
     spec = os.fspath(spec)
-    class_names = _read_class_list(class_list)
-    held_out = bool(val_split) and split in ("train", "val")
-    if spec.startswith(NAMED):
-        from everytoken_lab.data.named import open_named
+    if val_split and split in ("train", "val"):
+        whole = open_dataset(spec, "undivided", class_list=class_list, labelled=labelled)
+        return hold_out(whole, spec, val_split, seed)[split == "val"]
+    chosen, data = _subset(spec)
+    if chosen:
+        return _choose(open_dataset(data, split, class_list=class_list), chosen, labelled)
+    class_names = None if class_list is None else _read_class_list(class_list)
+    if not spec.startswith(NAMED):
+        return _open_files(spec, split, class_names, labelled)
+    if class_names is not None:
+        raise DataError(f"{spec}: class_list is for folders and archives; this dataset has its own class names.")
+    from everytoken_lab.data.named import open_named
 
-        if class_names is not None:
-            raise DataError(f"{spec}: class_list is for folders and archives; this dataset has its own class names.")
-        data = open_named(spec, "train" if held_out else split, download)
-    else:
-        data = _open_files(spec, split, held_out, class_names, labelled)
-    return hold_out(data, spec, val_split, seed)[split == "val"] if held_out else data
+    return open_named(spec, "train" if split == "undivided" else split)
 
 
 def open_splits(spec: str | os.PathLike[str], val_split: float = 0.0, *, seed: int = 0) -> tuple[DataSet, DataSet]:
     """(training, validation) images: a dataset's own splits, or with `val_split` one dataset, read once and divided."""
-    spec = os.fspath(spec)
     if not val_split:
         return open_dataset(spec, "train"), open_dataset(spec, "val")
-    return hold_out(open_undivided(spec), spec, val_split, seed)
-
-
-def open_undivided(spec: str | os.PathLike[str]) -> DataSet:
-    """Every image of a dataset without validation images, which `open_splits` would divide."""
-    spec = os.fspath(spec)
-    return open_dataset(spec, "train") if spec.startswith(NAMED) else _open_files(spec, "train", True, None, True)
+    return hold_out(open_dataset(spec, "undivided"), os.fspath(spec), val_split, seed)
 
 
 def hold_out(data: DataSet, spec: str, val_split: float, seed: int = 0) -> tuple[DataSet, DataSet]:
@@ -366,9 +345,7 @@ def keys_hash(data: DataSet) -> str:
     return content.hexdigest()
 
 
-def _read_class_list(class_list: str | os.PathLike[str] | Sequence[str] | None) -> list[str] | None:
-    if class_list is None:
-        return None
+def _read_class_list(class_list: str | os.PathLike[str] | Sequence[str]) -> list[str]:
     if isinstance(class_list, (str, os.PathLike)):
         path = Path(__file__).with_name(CLASS_LISTS[name]) if (name := str(class_list)) in CLASS_LISTS else Path(name)
         if not path.is_file():
@@ -382,41 +359,61 @@ def _read_class_list(class_list: str | os.PathLike[str] | Sequence[str] | None) 
     return names
 
 
-def _open_files(spec: str, split: str, held_out: bool, class_names: list[str] | None, labelled: bool) -> DataSet:
-    """A dataset in folders or archives; with `held_out`, all of the images that are to be divided."""
+def _choose(data: DataSet, class_list: str, labelled: bool) -> DataSet:
+    """The images of some classes, which become the classes of the dataset."""
+    names = sorted(_read_class_list(class_list))
+    if missing := [name for name in names if name not in data.class_names]:
+        raise DataError(
+            f"{data.name} has no images of {len(missing)} of {len(names)} classes of the list {class_list}: "
+            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}."
+        )
+    if data.multi_label:
+        raise DataError(f"{SUBSET} is for images with one label each, and {data.name} is multi-label.")
+    number = np.full(data.num_classes, -1)
+    number[[data.class_names.index(name) for name in names]] = np.arange(len(names))
+    labels = number[data.labels]
+    part = data.subset(np.flatnonzero(labels >= 0))
+    part.class_names = names if labelled else []
+    part.labels = labels[labels >= 0] if labelled else np.full(len(part), -1)
+    return part
+
+
+def _open_files(spec: str, split: str, class_names: list[str] | None, labelled: bool) -> DataSet:
+    """A dataset in folders or archives."""
     train, val = find_split(spec, "train"), find_split(spec, "val")
+    names_from = "the list"
     if split == "all":
         if labelled and (train or val):
             names = " and ".join(tree.name for tree in (train, val) if tree)
             raise DataError(f"{spec} is divided into splits: choose one of {names}.")
-        return _read_tree(_find_all(spec), class_names, labelled)
-    if held_out and train and val:
-        raise DataError(
-            f"{spec} has validation images of its own ({val.name}): leave val_split out, or give only the training "
-            f"images ({train.name})."
-        )
-    if held_out or split == "train":
-        if train is None and val and not held_out:
+        tree = find_split(spec, "")
+    elif split in ("train", "undivided"):
+        if split == "undivided" and train and val:
+            raise DataError(
+                f"{spec} has validation images of its own ({val.name}): leave val_split out, or give only the training "
+                f"images ({train.name})."
+            )
+        if split == "train" and val and not train:
             raise DataError(f"{spec} has {val.name} but no train/ folder next to it.")
-        return _read_tree(train or _find_all(spec), class_names, labelled)
-    tree = val if split == "val" else find_split(spec, split)
+        tree = train or find_split(spec, "")
+    else:
+        tree = val if split == "val" else find_split(spec, split)
+        if tree and train and labelled and class_names is None:  # the training images number the classes
+            class_names, names_from = _class_names(train), train.name
     if tree is None:
         raise DataError(
             f"{spec} has no images for {split}. Make a folder {split}/ next to train/, or hold some of the images out "
             "with val_split, such as 0.1."
         )
-    if train and labelled and class_names is None:  # the training images number the classes
-        return _read_tree(tree, _class_names(train), labelled, names_from=train.name)
-    return _read_tree(tree, class_names, labelled)
+    return _read_tree(tree, class_names, labelled, names_from)
 
 
 def _class_names(tree: FileTree) -> list[str]:
     """The classes of a tree, found without a walk over its images unless it is made of shards."""
-    values = _shard_labels(tree, tree.images()[1]) if tree.reader else []
-    return _name_labels(tree.name, values, None)[1] if values else tree.folders()
+    return (tree.reader and _shard_labels(tree, tree.images()[1])[1]) or tree.folders()
 
 
-def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, names_from: str = "the list") -> DataSet:
+def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, names_from: str) -> DataSet:
     """The dataset of a tree, with labels of a labels file, of shards, or from its first folders.
 
     Args:
@@ -430,12 +427,10 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
         )
     if not labelled:
         return ReaderSet(tree.name, reader, images)
+    texts, class_names = _shard_labels(tree, images, class_names)
     if tree.rows:
         texts = [row.labels for row in tree.rows]
-    elif values := _shard_labels(tree, images):
-        names, class_names = _name_labels(tree.name, values, class_names)
-        texts = [(name,) for name in names]
-    else:
+    elif not texts:
         in_folders = [(path, i) for path, i in images if "/" in path]
         if not in_folders:
             why = unusable_labels(tree.folder) if tree.folder is not None else ""
@@ -463,11 +458,12 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
             f"{did_you_mean(unknown[0], class_names)}"
         )
     number = {name: k for k, name in enumerate(class_names)}
-    labels = np.array([number[row[0]] if row else 0 for row in texts])
     if tree.multi_label:
         labels = np.zeros((len(images), len(class_names)), dtype=np.uint8)
         for i, row in enumerate(texts):
             labels[i, [number[text] for text in row]] = 1
+    else:
+        labels = np.array([number[text] for (text,) in texts])
     printable = map(schema.printable, class_names)  # folders' names need not be; weights and stores keep these
     return ReaderSet(tree.name, reader, images, labels, list(printable))
 
@@ -488,32 +484,25 @@ class FileTree:
         folder: its path; for archives, None.
         reader: of the archives.
         prefix: the path inside the archives that is meant: "", or ending with "/".
-        listed: the files of the folder that a list names; None: all that are there.
-        classes: the folders directly inside that count; None: all of them.
-        rows: of a labels file, in the order of `listed`: its labels are the classes, instead of folders.
-        multi_label: whether that file is.
+        rows: the only files that count, of a labels file or a list, sorted by path, with their labels.
+        multi_label: whether the labels file is.
     """
 
     name: str
     folder: Path | None
     reader: ArchiveReader | None = None
     prefix: str = ""
-    listed: tuple[str, ...] | None = None
-    classes: frozenset[str] | None = None
     rows: tuple[Row, ...] = ()
     multi_label: bool = False
 
     def folders(self) -> list[str]:
-        """Names of the folders directly inside, sorted, without hidden ones; of a labels file, its classes."""
-        if self.classes is not None:
-            return sorted(self.classes)
+        """Names of the folders directly inside, sorted, without hidden ones; of rows, their labels."""
         if self.rows:
             return sorted({label for row in self.rows for label in row.labels})
-        if self.folder is not None and self.listed is None:
+        if self.folder is not None:
             names = {entry.name for entry in os.scandir(self.folder) if entry.is_dir()}
         else:
-            paths = self.listed or [path for path, _ in self.members()]
-            names = {path.split("/", 1)[0] for path in paths if "/" in path}
+            names = {path.split("/", 1)[0] for path, _ in self.members() if "/" in path}
         return sorted(name for name in names if not hidden(name))
 
     def inside(self, name: str) -> FileTree:
@@ -530,27 +519,13 @@ class FileTree:
     def images(self) -> tuple[FolderReader | ArchiveReader, list[tuple[str, int]]]:
         """A reader, and (path relative to this tree, number in the reader) of each image, sorted by path."""
         if self.reader is not None:
-            places = dict(self.members())
-            paths = _readable(self.name, sorted(filter(_is_photo, places)))
-            return self.reader, [(path, places[path]) for path in paths if self._counts(path)]
+            numbers = dict(self.members())
+            paths = _readable(self.name, sorted(filter(_is_photo, numbers)))
+            return self.reader, [(path, numbers[path]) for path in paths]
         assert self.folder is not None
-        found = self.listed if self.listed is not None else list_files(self.folder, _is_photo)
-        paths = sorted(filter(self._counts, found if self.rows else _readable(self.name, found)))
+        paths = [row.path for row in self.rows]
+        paths = paths or sorted(_readable(self.name, list_files(self.folder, _is_photo)))
         return FolderReader(self.folder, paths), [(path, i) for i, path in enumerate(paths)]
-
-    def _counts(self, path: str) -> bool:
-        return self.classes is None or path.split("/", 1)[0] in self.classes
-
-    def choose(self, classes: frozenset[str]) -> FileTree:
-        """Some of the classes, all of which must be there."""
-        if self.rows:
-            raise DataError(f"{SUBSET} chooses class folders, and {self.name} is a labels file: leave its lines out.")
-        if missing := sorted(classes - set(self.folders())):
-            raise DataError(
-                f"{self.name} has no folder for {len(missing)} of {len(classes)} classes of the list: "
-                f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}."
-            )
-        return replace(self, classes=classes)
 
 
 def dataset_path(spec: str) -> str | None:
@@ -574,37 +549,33 @@ def dataset_title(spec: str) -> str:
     return path.stem if path.suffix == ".csv" else path.name
 
 
-def _subset(spec: str) -> tuple[frozenset[str] | None, str]:
-    """`subset:LIST:DATA` -> (the list's classes, DATA); anything else -> (None, the same)."""
+def _subset(spec: str) -> tuple[str, str]:
+    """`subset:LIST:DATA` -> (LIST, DATA); anything else -> ("", the same)."""
     if not spec.startswith(SUBSET):
-        return None, spec
+        return "", spec
     class_list, _, data = spec.removeprefix(SUBSET).partition(":")
-    if not data or data.startswith(NAMED):
+    if not class_list or not data or data.startswith(NAMED):
         raise DataError(
             f"{spec}: a subset is subset:LIST:DATA with a file of class names (or {', '.join(CLASS_LISTS)}) and a "
             "folder, an archive or a file list."
         )
-    return frozenset(_read_class_list(class_list) or ()), data
+    return class_list, data
 
 
 def find_split(spec: str, split: str) -> FileTree | None:
     """The files of a split that has a folder, archive or list of its own; None if the dataset has none for it.
 
-    With the split "" all files, whatever splits there are.
+    With the split "" all files, whatever splits there are; of a subset, those of all classes.
     """
-    classes, spec = _subset(spec)
-    if classes is not None:
-        chosen = find_split(spec, split)
-        return chosen.choose(classes) if chosen else None
-    if is_remote(spec):
-        return _split_of_archives(_find_archives(spec), split)
+    spec = _subset(spec)[1]
     path = Path(spec).expanduser()
+    if is_remote(spec) or not path.exists():
+        return _split_of_archives(_find_archives(spec), split)
     if labels := find_labels(path):
         return _labelled_tree(labels, split)
-    if path.suffix.lower() in (".txt", ".lst") and path.is_file():
-        return _split_of_list(path, split)
-    archives = _archives_in(path) if path.is_dir() else _find_archives(spec)
-    if archives:
+    if path.is_file():
+        return _split_of_list(path, split) if path.suffix == ".txt" else _split_of_archives(_find_archives(spec), split)
+    if archives := _archives_in(path):
         return _split_of_archives(archives, split)
     tree = FileTree(str(path), path)
     found = _folder_of_split(tree, split) if split else tree
@@ -612,25 +583,17 @@ def find_split(spec: str, split: str) -> FileTree | None:
     return _archive_tree(inner) if inner else found
 
 
-def _find_all(spec: str) -> FileTree:
-    tree = find_split(spec, "")
-    assert tree is not None
-    return tree
-
-
 def _labelled_tree(file: Path, split: str) -> FileTree | None:
     """The images of a split that a labels file names; None if it has none for it."""
     rows = read_labels(file)
-    splits = {row.split for row in rows}
     multi_label = any(row.several for row in rows)
     if split:
+        splits = {row.split for row in rows}
         if split == "val" and split not in splits:
             split = "test"  # as with folders: test images validate where there are no others
-        if split not in splits:
-            return None
         rows = tuple(row for row in rows if row.split == split)
     name = f"{file} ({split})" if split else str(file)
-    return FileTree(name, file.parent, listed=tuple(row.path for row in rows), rows=rows, multi_label=multi_label)
+    return FileTree(name, file.parent, rows=rows, multi_label=multi_label) if rows else None
 
 
 def _split_of_list(path: Path, split: str) -> FileTree | None:
@@ -652,11 +615,17 @@ def _listed_tree(path: Path) -> FileTree:
     The class is the folder above the image. What all paths begin with, above the classes, is no part of the keys.
     """
     lines = [re.sub(r"\s+-?\d+$", "", line.strip()) for line in read_text(path).splitlines()]
-    files = [check_relative(line, str(path)) for line in lines if line]
+    files = {check_relative(text, str(path)): line for line, text in enumerate(lines, 1) if text}
     if not files:
         raise DataError(f"{path} lists no files.")
     top = os.path.commonpath([os.path.dirname(os.path.dirname(file)) for file in files])
-    return FileTree(str(path), path.parent / top, listed=tuple(file[len(top) + 1 if top else 0 :] for file in files))
+    rows = []
+    for file in sorted(files):
+        key = file.removeprefix(f"{top}/")
+        if "/" not in key:
+            raise DataError(f"{path}, line {files[file]}: {file} lies in no class folder.")
+        rows.append(Row(files[file], key, (key.split("/", 1)[0],)))
+    return FileTree(str(path), path.parent / top, rows=tuple(rows))
 
 
 def split_folder(folders: Sequence[str], split: str) -> str | None:
@@ -777,17 +746,19 @@ _MOST_CLASSES = 10_000_000
 _LABEL_FIELDS = ("label", "cls", "class")
 
 
-def _shard_labels(tree: FileTree, images: Sequence[tuple[str, int]]) -> list[int | str]:
-    """The label of each image in WebDataset shards; [] if the tree is not made of shards.
+def _shard_labels(
+    tree: FileTree, images: Sequence[tuple[str, int]], class_names: list[str] | None = None
+) -> tuple[list[tuple[str, ...]], list[str] | None]:
+    """The label of each image in WebDataset shards, and the classes; no labels if the tree is not made of shards.
 
-    The files of one sample share a name: 000123.jpg, 000123.cls. The label is in `.cls` (a number or a class name) or
-    in the field "label", "cls" or "class" of `.json`. The shards are indexed and read at random like other archives;
+    The files of one sample share a name: 000123.jpg, 000123.cls. The label is in `.cls` or in the field "label", "cls"
+    or "class" of `.json`: a class name, or its number. The shards are indexed and read at random like other archives;
     nothing is streamed, so shuffling is complete and resuming exact.
     """
     reader, members, numbers = tree.reader, tree.members(), dict(images)
     files = {_stem(path): i for path, i in members if path.endswith(_LABEL_FILES)}
     if reader is None or not any(_stem(path) in files for path in numbers):
-        return []
+        return [], class_names
     for path, i in members:
         if numbers.get(path, i) != i:
             raise DataError(
@@ -796,7 +767,18 @@ def _shard_labels(tree: FileTree, images: Sequence[tuple[str, int]]) -> list[int
             )
         if path in numbers and _stem(path) not in files:
             raise DataError(f"{reader.where(i)} has no label: neither .cls nor .json of the same name is there.")
-    return [_shard_label(reader, files[_stem(path)]) for path in numbers]
+    texts = [_shard_label(reader, files[_stem(path)]) for path in numbers]
+    values = [int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,19}", text)]
+    if not values:
+        return [(text,) for text in texts], class_names or sorted(set(texts))
+    if len(values) < len(texts):
+        raise DataError(f"{tree.name}: some labels are numbers and some are names; make them all alike.")
+    largest = max(values)
+    if not class_names and largest >= _MOST_CLASSES:
+        raise DataError(f"{tree.name}: the label {largest} cannot be the number of a class; the first is 0.")
+    class_names = class_names or [str(k) for k in range(largest + 1)]
+    known = dict(enumerate(class_names))
+    return [(known.get(value, f"number {value}"),) for value in values], class_names
 
 
 def _stem(path: str) -> str:
@@ -805,31 +787,16 @@ def _stem(path: str) -> str:
     return folder + slash + name.split(".", 1)[0]
 
 
-def _shard_label(reader: ArchiveReader, i: int) -> int | str:
+def _shard_label(reader: ArchiveReader, i: int) -> str:
     raw = reader.read(i)
-    if reader.paths[i].endswith(".json"):
-        fields = schema.parse_json(raw, dict[str, Any], reader.where(i))
-        name = next((name for name in _LABEL_FIELDS if name in fields), "")
-        if not name:
-            raise DataError(f"{reader.where(i)} has no field {' or '.join(map(repr, _LABEL_FIELDS))}.")
-        return schema.parse(int | str, fields[name], f"{reader.where(i)}, {name}")  # type: ignore[arg-type]
-    text = raw.decode("utf-8", "replace").strip()
-    return int(text) if text.isdecimal() and len(text) < 20 else text
-
-
-def _name_labels(where: str, values: Sequence[int | str], class_names: list[str] | None) -> tuple[list[str], list[str]]:
-    """Labels as names, and the names of the classes; a number is a position among these."""
-    numbers = [value for value in values if isinstance(value, int)]
-    if not numbers:
-        names = list(map(str, values))
-        return names, class_names or sorted(set(names))
-    if len(numbers) < len(values):
-        raise DataError(f"{where}: some labels are numbers and some are names; make them all alike.")
-    if not class_names and max(numbers) >= _MOST_CLASSES:
-        raise DataError(f"{where}: the label {max(numbers)} cannot be the number of a class; the first is 0.")
-    class_names = class_names or [str(k) for k in range(max(numbers) + 1)]
-    known = dict(enumerate(class_names))
-    return [known.get(number, f"number {number}") for number in numbers], class_names
+    if not reader.paths[i].endswith(".json"):
+        return raw.decode("utf-8", "replace").strip()
+    fields = schema.parse_json(raw, dict[str, Any], reader.where(i))
+    name = next((name for name in _LABEL_FIELDS if name in fields), "")
+    if not name:
+        raise DataError(f"{reader.where(i)} has no field {' or '.join(map(repr, _LABEL_FIELDS))}.")
+    label = schema.parse(int | str, fields[name], f"{reader.where(i)}, {name}")  # type: ignore[arg-type]
+    return str(label)
 
 
 # Images that a user names one by one --------------------------------------------------------------------------------
@@ -864,21 +831,17 @@ def result_stems(root: Path, names: Sequence[str], output: Path, endings: Sequen
         root, names: of `gather_images`.
         endings: that are added to a stem, such as ".png".
     """
-    stems = {name: str(PurePosixPath(name).with_suffix("")) for name in names}
-    while True:  # until no two are the same, also on disks that do not tell a from A
-        count = Counter(stem.lower() for stem in stems.values())
-        shared = [name for name, stem in stems.items() if count[stem.lower()] > 1 and stem != name]
-        if not shared:
-            break
-        stems |= {name: name for name in shared}
+    short = {name: str(PurePosixPath(name).with_suffix("")) for name in names}
+    taken = Counter(text.lower() for text in (*short.values(), *names))  # some disks do not tell a from A
+    stems = {name: output / (stem if taken[stem.lower()] == 1 else name) for name, stem in short.items()}
     images = {_file_id(root / name) for name in names}
     for name, stem in stems.items():
-        for target in (output / (stem + ending) for ending in endings):
+        for target in (Path(f"{stem}{ending}") for ending in endings):
             if target.exists() and _file_id(target) in images:
                 raise EverytokenError(
                     f"the result for {name} would overwrite the image {target}; choose another output folder"
                 )
-    return {name: output / stem for name, stem in stems.items()}
+    return stems
 
 
 def check_is_no_input(target: Path, images: Sequence[str]) -> None:

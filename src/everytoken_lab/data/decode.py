@@ -1,14 +1,13 @@
 """Decoding: any image file to upright 8-bit RGB, or an error that names the file and the reason.
 
 Pillow reads the header, with a list of allowed formats. Grey and RGB pixels of JPEG files are decoded by simplejpeg
-(libjpeg-turbo, straight into NumPy; at 1/2, 1/4 or 1/8 of their size where the crop allows it), all others by Pillow.
-What simplejpeg refuses gets a second chance with Pillow, which passes over harmless damage and raises on truncated
-files; the pixels of both are the same.
+(libjpeg-turbo, straight into NumPy; at 1/2, 1/4 or 1/8 of their size where the crop allows it). All others, and what
+simplejpeg refuses, are decoded by Pillow, which passes over harmless damage and raises on truncated files; the pixels
+of both are the same.
 
-`docs/data.md` has the table of what happens to unusual images: EXIF rotation, grey, palette, CMYK, transparency (over
-white), 16-bit grey, animations (first frame). Truncated and corrupt files and float pixels raise `ImageError`, and so
-do images of more than `MAX_PIXELS` (or of as many as the environment variable `EVERYTOKEN_MAX_PIXELS` allows) and JPEG
-files too short for the pixels that they promise, before any memory is taken. Up to 12 bytes per stored pixel are used.
+`docs/data.md` has the table of what happens to unusual images. Images of more than `MAX_PIXELS` (or of as many as the
+environment variable `EVERYTOKEN_MAX_PIXELS` allows) and JPEG files too short for the pixels that they promise raise
+`ImageError` before any memory is taken. Up to 12 bytes per stored pixel are used.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
 from everytoken.errors import EverytokenError
-
-Box = tuple[int, int, int, int]
 
 # What Pillow may open. Without a list it tries all its formats by content, and one of them (EPS) starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "TGA", "AVIF")
@@ -51,7 +48,9 @@ _ORIENTATIONS: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, i
     8: ((0, -1, 1, 0), (1, 0, 0, 0)),
 }
 
-
+# what Pillow raises about damaged files; RuntimeError: AVIF
+_DAMAGED = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError)
+_DAMAGED += (MemoryError, struct.error, zlib.error)
 _SMALLER = f"Make a smaller copy, or raise the limit if you trust the file (--max-pixels; {LIMIT_VARIABLE})."
 
 
@@ -76,19 +75,15 @@ def naming_errors(where: str) -> Iterator[None]:
     """Turn what Pillow raises about a file into an `ImageError` about that file."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise ImageError(f"{where}: the file is not there.") from error
-    except (PermissionError, IsADirectoryError) as error:
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise ImageError(f"{where}: cannot be read ({error.strerror}).") from error
     except UnidentifiedImageError as error:
         kinds = ", ".join(FORMATS)
         raise ImageError(f"{where}: not an image of a known format ({kinds}), or its header is damaged.") from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"{where}: the image is too large ({error}). {_SMALLER}") from error
-    except (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError) as error:
+    except _DAMAGED as error:
         raise ImageError(f"{where}: the image is truncated or corrupt ({type(error).__name__}: {error}).") from error
-    except (RuntimeError, MemoryError, struct.error, zlib.error) as error:  # RuntimeError: AVIF
-        raise ImageError(f"{where}: the image cannot be decoded ({type(error).__name__}: {error}).") from error
 
 
 class Picture:
@@ -101,8 +96,7 @@ class Picture:
     Attributes:
         size: (width, height) of the upright image, in pixels.
         raw_size: (width, height) as stored, before EXIF rotation.
-        orientation: EXIF orientation, 1 to 8.
-        image: the stored image as Pillow opened it.
+        orientation: of EXIF, 1 to 8.
         to_raw: float64 [2, 3], upright pixel position -> stored pixel position (identity without EXIF rotation).
     """
 
@@ -129,7 +123,7 @@ class Picture:
             return 1
         return next(step for step in (8, 4, 2) if step <= limit)
 
-    def region(self, box: Box, reduce: int = 1) -> np.ndarray:
+    def region(self, box: tuple[int, int, int, int], reduce: int = 1) -> np.ndarray:
         """Decode a part of the stored (not yet upright) image.
 
         Args:
@@ -140,10 +134,8 @@ class Picture:
             uint8 [(y1 - y0) / reduce, (x1 - x0) / reduce, 3], perhaps a view of a larger array.
         """
         x0, y0, x1, y1 = (edge // reduce for edge in box)
-        if self._jpeg:
-            pixels = self._decode_jpeg(reduce)
-            if pixels is not None:
-                return pixels[y0:y1, x0:x1]
+        if self._jpeg and (pixels := self._decode_jpeg(reduce)) is not None:
+            return pixels[y0:y1, x0:x1]
         with naming_errors(self.where):
             image = self.image
             image.load()
@@ -205,10 +197,7 @@ def open_image(source: Path | io.BytesIO, where: str) -> Image.Image:
 
 
 def read_header(path: Path, where: str) -> tuple[tuple[int, int], int]:
-    """((width, height) as stored, EXIF orientation) of an image file, of which the header alone is read.
-
-    Refuses what `Picture` refuses at opening, with the same words.
-    """
+    """((width, height) as stored, EXIF orientation) of an image file, of which the header alone is read."""
     with open_image(path, where) as image, naming_errors(where):
         return image.size, _orientation(image)
 

@@ -28,7 +28,7 @@ _CROWD = 64  # images in one band beyond which it says too little to compare all
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What is known of one image; `trouble` is set when it cannot be read, and the rest is then empty."""
+    """What is known of one image; `trouble`: why it cannot be read, and the rest is then empty."""
 
     trouble: str = ""
     digest: bytes = b""
@@ -41,8 +41,7 @@ def read_facts(data: DataSet, index: int) -> ImageFacts:
     """Read and decode one image."""
     try:
         raw = data.open_bytes(index)
-        picture = Picture(raw, data.where(index))
-        image = picture.upright()
+        image = Picture(raw, data.where(index)).upright()
     except EverytokenError as error:
         return ImageFacts(trouble=str(error).splitlines()[0])
     except OSError as error:

@@ -5,16 +5,13 @@
     for batch in loader: ...                      # the next epoch: 0 at first, here 4
 
 What a sample looks like depends on (seed, epoch, key) alone: not on the number of workers, the order, the rank, or
-where a run was resumed. Images stay bytes. Workers write samples straight into a batch and live as long as the loader.
-
-An image that cannot be read raises, naming it, or is left out of its batch, counted and logged (`BadImages`); it is
-never replaced by another one. Errors reach the main process as they are, whichever process they come from.
+where a run was resumed. An image that cannot be read raises, naming it, or is left out of its batch, counted and logged
+(`BadImages`); it is never replaced by another one. Errors reach the main process as they are.
 
 Which samples make up which batch (`BatchSampler`) is a function of (seed, epoch), divided among the ranks:
     training     the epoch's order is a permutation. Step t takes the next batch_size * world samples, and rank r takes
-                 every world-th of them from the r-th on. The samples of a step therefore do not depend on how many
-                 processes share it, as long as the global batch is the same, and a run resumes where it stopped by
-                 naming a step. What does not fill a global batch is left out; every epoch leaves out other samples.
+                 every world-th of them from the r-th on, so a step's samples do not depend on how many processes share
+                 it. What does not fill a global batch is left out; every epoch leaves out other samples.
     evaluation   in order, every sample exactly once, nothing repeated to fill up; ranks may differ by one batch.
 Repeated augmentation (Hoffer et al. 2020, as in DeiT): each sample is seen `repeats` times in a row with different
 augmentation, on neighbouring ranks; an epoch has as many samples as before, so 1/repeats of the images.
@@ -43,16 +40,10 @@ from everytoken.files import append
 from everytoken.functional import collate_maps
 from everytoken.maps.store import Maps
 from everytoken_lab.data.datasets import DataError, DataSet
-from everytoken_lab.data.decode import ImageError, Picture
+from everytoken_lab.data.decode import ImageError
 
 _FEW = 5  # bad images that are no reason to stop
-_TINY = 64 * 64  # pixels of an image that stays open once it was read: opening it takes longer than all the rest
-_TINY_TOTAL = 16 * 2**20  # pixels of all those, in each worker; with the files about 100 MB
 _TIMEOUT = 600  # seconds without a batch
-_MORE_SHARED_MEMORY = (
-    "Give the container more (docker run --shm-size 2g, or --ipc host), or use fewer workers (0 needs none) or a "
-    "smaller --batch-size."
-)
 V = TypeVar("V")
 
 
@@ -89,11 +80,11 @@ class BadImages:
             append(self.log, lines.encode())
         if len(self.seen) > max(1, self.quota * total, min(_FEW, total / 10)):
             reasons = "\n  ".join(list(self.seen.values())[:5])
+            where = f"They are listed in {self.log}. " if self.log else ""
             raise DataError(
                 f"{len(self.seen)} of {total} images cannot be read, more than the quota of {self.quota:.1%}:\n"
-                f"  {reasons}\n"
-                f"{f'They are listed in {self.log}. ' if self.log else ''}Repair or remove them; `everytoken doctor` "
-                'finds all such images. (In your own loop, BadImages("skip", quota=0.1) lets more pass.)'
+                f"  {reasons}\n{where}Repair or remove them; `everytoken doctor` finds all such images. "
+                '(In your own loop, BadImages("skip", quota=0.1) lets more pass.)'
             )
 
 
@@ -198,27 +189,13 @@ class _ImageReader(BatchReader[tuple[np.ndarray, np.ndarray]]):
     def __init__(self, data: DataSet, transform: Any, seed: int, train: bool, skip: bool, maps: Maps | None) -> None:
         super().__init__(data, skip)
         self.transform, self.seed, self.train, self.maps = transform, seed, train, maps
-        self.tiny: dict[int, Picture] = {}
-        self.tiny_pixels = 0
-
-    def picture(self, index: int) -> Picture:
-        """Image `index`; tiny ones are opened once."""
-        picture = self.tiny.get(index)
-        if picture is None:
-            picture = self.data.picture(index)
-            pixels = picture.size[0] * picture.size[1]
-            if self.train and pixels <= min(_TINY, _TINY_TOTAL - self.tiny_pixels):
-                self.tiny[index] = picture
-                self.tiny_pixels += pixels
-        return picture
 
     def view(self, request: Request, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(pixels uint8 [H, W, 3], placement [2, 3])."""
         epoch, index, copy = request
-        rng = None
-        if self.train:
-            rng = keyed.generator(self.seed, epoch, key, "augment", *((copy,) if copy else ()))
-        pixels, placement = self.transform(self.picture(index), rng)
+        names = (epoch, key, "augment", *((copy,) if copy else ()))
+        rng = keyed.generator(self.seed, *names) if self.train else None
+        pixels, placement = self.transform(self.data.picture(index), rng)
         return pixels, placement
 
     def collate(self, views: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, None]:
@@ -251,9 +228,8 @@ def _check_maps(data: DataSet, maps: Maps) -> None:
     why = f"was skipped ({maps.skipped[example]})" if example in maps.skipped else "is not in it"
     raise DataError(
         f"{maps.path} has no map of {len(without):,} of the {len(data):,} images of {data.name}: {example!r} {why}. "
-        "Images that were added later, or that another val_split had held out, need a new store of all images "
-        "(`everytoken annotate`); skipped ones are tried again with `everytoken annotate --retry-skipped`. `everytoken "
-        "doctor DATA MAPS` lists them."
+        "New images, and those that another val_split held out, need a new store (`everytoken annotate`); skipped ones "
+        "are tried again with --retry-skipped. `everytoken doctor DATA MAPS` lists them."
     )
 
 
@@ -271,13 +247,11 @@ def worker_error(error: RuntimeError) -> WorkerError | None:
     if dead := re.search(r"DataLoader worker \(pid\S* ([\d, ]+)\) (.*)", text):
         return WorkerError(
             f"a process that loads images (pid {dead[1]}) {dead[2].split('.')[0].strip()}. Often memory is too small: "
-            "use fewer workers or a smaller --batch-size. What is finished is kept, and the same command continues "
-            "from there."
+            "use fewer workers or a smaller --batch-size. The same command continues from what is finished."
         )
     if "DataLoader timed out" in text:
         return WorkerError(
-            f"no batch for {_TIMEOUT} seconds. A slow disk? With workers 0 everything is read in the main process, "
-            "where an interrupt shows the place."
+            f"no batch for {_TIMEOUT} seconds. A slow disk? With workers 0, an interrupt shows the place."
         )
     if "ancdata" in text or "Too many open files" in text:
         return WorkerError("too many open files for so many workers: raise the limit (ulimit -n 4096) or use fewer.")
@@ -307,7 +281,8 @@ class _Guarded:
             for tensor in tensors_in(batch) if get_worker_info() is not None else ():
                 tensor.share_memory_()
         except RuntimeError as error:
-            return _Failure(WorkerError(f"a batch does not fit into shared memory ({error}). {_MORE_SHARED_MEMORY}"))
+            more = "Give the container more (docker run --shm-size 2g), or use fewer workers or a smaller --batch-size."
+            return _Failure(WorkerError(f"a batch does not fit into shared memory ({error}). {more}"))
         return batch
 
 
@@ -316,10 +291,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them.
-
-    A worker ends when the main process asks it to (`close`) or is gone, which torch's own watchdog sees.
-    """
+    """Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the main process should answer them, and end
+    its workers (`close`). If it is gone, torch's own watchdog ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -400,13 +373,9 @@ class Loader:
             placement [2, 3]).
         batch_size: samples per step and process.
         train: shuffled and augmented, or in order, every sample once, without a generator.
-        seed: of order and augmentation.
         workers: processes that make batches; 0: this one.
         rank, world: this process and the number of processes; the top of this file says who gets what.
         maps: score maps by key; every image must have one.
-        bad_images: what happens to unreadable images.
-        repeats: repeated augmentation.
-        pin_memory: page-locked batches, for CUDA.
     """
 
     def __init__(

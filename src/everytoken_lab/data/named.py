@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,12 @@ _DEFAULT_ROOT = "~/.cache/everytoken/datasets"
 _HOLD_OUT = "hold some images out with val_split, such as 0.1."
 
 
-def open_named(spec: str, split: str, download: bool) -> DataSet:
+def open_named(spec: str, split: str) -> DataSet:
     """Open one split ("train", "val" or "test") of a dataset by its name."""
     kind, _, name = spec.partition(":")
     if split not in _SPLITS:
         raise DataError(f"{spec}: the split {split!r} is none of {', '.join(_SPLITS)}.")
-    if kind == "hf":
-        return _open_hf(name, split)
-    name, _, folder = name.partition(":")
-    return _open_torchvision(name, split, Path(folder or _DEFAULT_ROOT).expanduser(), download)
+    return _open_hf(name, split) if kind == "hf" else _open_torchvision(name, split)
 
 
 class NamedSet(DataSet):
@@ -55,11 +52,9 @@ class NamedSet(DataSet):
         self.class_names = names if len(names) > top else [str(k) for k in range(top + 1)]
 
     def key(self, i: int) -> str:
-        """split/number"""
         return f"{self.split}/{i:08d}"
 
     def where(self, i: int) -> str:
-        """The dataset and the number."""
         return f"{self.name}, {self.split} image {i}"
 
 
@@ -87,18 +82,18 @@ class TorchvisionSet(NamedSet):
         return Picture(self.image(i), self.where(i))
 
 
-def _open_torchvision(name: str, split: str, root: Path, download: bool) -> DataSet:
+def _open_torchvision(name: str, split: str) -> DataSet:
     from torchvision import datasets
 
+    name, _, folder = name.partition(":")
+    root = Path(folder or _DEFAULT_ROOT).expanduser()
     names = {n.lower(): n for n in datasets.__all__ if inspect.isclass(getattr(datasets, n, None))}
     if name.lower() not in names:
         raise DataError(f"torchvision has no dataset {name!r}.{did_you_mean(name, names.values())}")
     name = names[name.lower()]
     make = getattr(datasets, name)
     accepted = inspect.signature(make).parameters
-    options = {key: value for key, value in (("root", str(root)), ("download", download)) if key in accepted}
-    if download:
-        root.mkdir(parents=True, exist_ok=True)
+    options = {"root": str(root)} if "root" in accepted else {}
     choices: list[dict[str, Any]] = [{}]
     if "train" in accepted:
         choices = [{"train": split == "train"}]
@@ -114,37 +109,27 @@ def _open_torchvision(name: str, split: str, root: Path, download: bool) -> Data
             refusal = error
             continue
         except (RuntimeError, FileNotFoundError) as error:
-            ways = "" if download else _ways(name, split, root)
-            raise DataError(f"torchvision:{name} is not in {root}: {error}{ways}") from error
+            given = ", ".join(f"{key}={value!r}" for key, value in {**options, **choice, "download": True}.items())
+            raise DataError(
+                f"torchvision:{name} is not in {root}: {error}\n"
+                f"If you have it, name the folder that holds it: torchvision:{name}:FOLDER. To download it, once:\n"
+                f'  python -c "from torchvision.datasets import {name}; {name}({given})"'
+            ) from error
         except Exception as error:  # wants other arguments, or its files are damaged: many kinds
             raise DataError(f"torchvision:{name} cannot be opened in {root} ({error}).") from error
         try:
             labels, classes = _torchvision_labels(data), getattr(data, "classes", None)
             return TorchvisionSet(f"torchvision:{name}", str(choice.get("split", split)), data, labels, classes)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise DataError(f"torchvision:{name} has no class for each image, so it cannot be used here.") from error
     raise DataError(f"torchvision:{name} has no images for {split}: {refusal}")
 
 
-def _ways(name: str, split: str, root: Path) -> str:
-    """How to get a dataset that is not there."""
-    spec = f"torchvision:{name}" if root == Path(_DEFAULT_ROOT).expanduser() else f"torchvision:{name}:{root}"
-    code = f"from everytoken_lab.data.datasets import open_dataset; open_dataset({spec!r}, {split!r}, download=True)"
-    return (
-        f"\nIf you have it, name the folder that holds it: torchvision:{name}:FOLDER. To download it, once:\n"
-        f'  python -c "{code}"'
-    )
-
-
-def _torchvision_labels(data: Any) -> Sequence[int] | np.ndarray:
-    for attribute in ("targets", "labels", "_labels", "y"):
+def _torchvision_labels(data: Any) -> list[int]:
+    for attribute in ("targets", "labels", "_labels", "y", "samples", "_samples", "imgs"):
         values = getattr(data, attribute, None)
         if values is not None and len(values) == len(data):
-            return np.asarray(values)
-    for attribute in ("samples", "_samples", "imgs"):
-        pairs = getattr(data, attribute, None)
-        if pairs is not None and len(pairs) == len(data):
-            return [int(pair[1]) for pair in pairs]
+            return [int(value[1] if isinstance(value, (tuple, list)) else value) for value in values]
     return [int(data[i][1]) for i in range(len(data))]  # decodes everything once; the last resort
 
 
@@ -165,7 +150,6 @@ class HuggingFaceSet(NamedSet):
         self.data = data.cast_column(self.column, library.Image(decode=False))  # keep the bytes as they are stored
 
     def open_bytes(self, i: int) -> bytes:
-        """The stored file."""
         value = self.data[int(i)][self.column]
         stored: bytes = value["bytes"] or Path(value["path"]).read_bytes()
         return stored

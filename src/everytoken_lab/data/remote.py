@@ -28,7 +28,6 @@ from everytoken.errors import DataError
 
 CACHE_VARIABLE = "EVERYTOKEN_CACHE"
 _AT_ONCE = 4  # downloads
-_TRIES = 3
 _PIECE = 8 << 20
 _TIMEOUT = 120  # seconds for one piece
 _VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "created", "updated")
@@ -110,8 +109,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
     """fsspec's file system of an address, and the path in it."""
     import fsspec
 
-    fs, path = fsspec.core.url_to_fs(url)
-    return fs, path
+    found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+    return found
 
 
 @contextmanager
@@ -121,13 +120,11 @@ def _in_words(url: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except ImportError as error:  # "Install s3fs to access S3"
-        raise DataError(f"{url} cannot be opened: {error}") from error
     except FileNotFoundError as error:
         raise DataError(f"There is no file {url}.") from error
     except TimeoutError as error:
         raise DataError(f"{url}: no answer for {_TIMEOUT} seconds. Run the same command again.") from error
-    except Exception as error:  # every file system has errors of its own
+    except Exception as error:  # every file system has errors of its own; "Install s3fs to access S3"
         raise DataError(f"{url} cannot be read ({type(error).__name__}: {error}).") from error
 
 
@@ -151,37 +148,23 @@ def fetch(archives: Sequence[Path | RemoteFile]) -> list[Path]:
     return [file.cached if isinstance(file, RemoteFile) else file for file in archives]
 
 
-class _TruncatedError(DataError):
-    """A download ended early."""
-
-
 def _download(file: RemoteFile) -> None:
     """Bring a whole file into the cache, or raise and leave nothing there."""
     folder = file.cached.parent
     with files.disk_errors(folder, f"caching {file.url}"), FileLock(folder.with_suffix(".lock")):
+        if file.is_cached:
+            return
         folder.mkdir(exist_ok=True)
         files.remove_temporary(folder)  # of a process that was killed
-        left = 0 if file.is_cached else _TRIES
-        while left:
-            left -= 1
-            try:
-                with files.writing(file.cached) as local:
-                    for piece in _pieces(file):
-                        local.write(piece)
-                    _check_whole(file, local.tell())
-                return
-            except _TruncatedError as error:
-                if not left:
-                    raise
-                _log.warning("%s", error)
-
-
-def _check_whole(file: RemoteFile, count: int) -> None:
-    what = f"{count:,} of {file.size:,} bytes). Nothing of it is kept; run the same command again."
-    if count < file.size:
-        raise _TruncatedError(f"{file.url} could not be downloaded whole ({what}")
-    if count > file.size or _describe(*_filesystem(file.url)) != file:
-        raise DataError(f"{file.url} was changed during the download ({what}")
+        with files.writing(file.cached) as local:
+            for piece in _pieces(file):
+                local.write(piece)
+            count = local.tell()
+            what = f"({count:,} of {file.size:,} bytes). Nothing of it is kept; run the same command again."
+            if count < file.size:
+                raise DataError(f"{file.url} could not be downloaded whole {what}")
+            if count > file.size or _describe(*_filesystem(file.url)) != file:
+                raise DataError(f"{file.url} was changed during the download {what}")
 
 
 def _pieces(file: RemoteFile) -> Iterator[bytes]:

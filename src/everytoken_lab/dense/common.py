@@ -39,7 +39,7 @@ from everytoken_lab.engine.progress import watched
 from everytoken_lab.engine.recipe import apply, flat, overrides
 from everytoken_lab.engine.run_folder import Run, RunFolder
 from everytoken_lab.engine.task import Task
-from everytoken_lab.models.open import Description, find_weights, parse_metadata, read_metadata
+from everytoken_lab.models.open import Description, find_weights, read_metadata
 from everytoken_lab.training.batch_picture import IMAGES, pixels_of
 from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 
@@ -115,7 +115,7 @@ I = TypeVar("I", bound=DenseInfo)  # noqa: E741
 def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features, I], N]) -> tuple[N, I]:
     """A trained network in evaluation mode and its description, from its run folder or a weights file of it."""
     path = find_weights(source)
-    values = parse_metadata(read_metadata(path), info_type.METADATA, path)
+    values = read_metadata(path, info_type.METADATA)
     if values is None:
         raise EverytokenError(f"{path} {info_type.HINT}")
     info = schema.parse(info_type, values, f"{path}, description of the weights")

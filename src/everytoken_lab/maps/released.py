@@ -1,4 +1,4 @@
-"""Import and export of released maps, `everytoken maps import` and `export` (the files: `everytoken.maps.released`).
+"""Import of released maps, `everytoken maps import` (the files: `everytoken.maps.released`).
 
 Two images whose paths come to the same ``.pt`` name ("cat.1.jpg", "cat.2.jpg") cannot both own it: neither gets a map.
 The released annotators saw images as they are stored, whatever their EXIF orientation says; here images are turned
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from io import BytesIO
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
-from everytoken import files
 from everytoken.maps import Maps, MapWriter, ScoreMap, Skipped, StoreMeta, map_area
 from everytoken.maps.errors import StoreError
-from everytoken.maps.released import EXACT_IDS, read_released, released_path, released_planes
+from everytoken.maps.released import read_released, released_path
 
 Progress = Callable[[int, int], None]
 
@@ -49,7 +47,6 @@ def import_released(
     names = read_class_names(class_names)
     num_classes = len(names) or num_classes
     grid, top_k = _grid_and_k(source, label_files, num_classes)
-    notes = []
     mode = resize_mode or ("squash" if grid == (15, 15) else "center")
     if mode != "squash" and images is None:
         raise StoreError(
@@ -57,7 +54,7 @@ def import_released(
             "images are needed to place them: give the image folder (images), or resize_mode 'squash' if these "
             "maps cover whole images, as ReLabel's do."
         )
-    annotator = {"name": "released maps"}
+    annotator, notes = {"name": "released maps"}, []
     if resize_mode is None:
         annotator["resize_mode"] = "assumed"
         notes.append(f"resize mode '{mode}' is assumed, because the files do not tell; resize_mode chooses another one")
@@ -125,9 +122,10 @@ def _match(label_files: list[str], images: Path | None) -> dict[str, str]:
         )
     found = {}
     for key, file in paths.items():
-        shared = f"shares its label file {file.removesuffix('.pt')} with others"
-        alone = file if claims[file] == 1 else shared
-        found[key] = alone if file in there else f"there is no label file {file.removesuffix('.pt')}"
+        name = file.removesuffix(".pt")
+        found[key] = file if claims[file] == 1 else f"shares its label file {name} with others"
+        if file not in there:
+            found[key] = f"there is no label file {name}"
     return found
 
 
@@ -146,32 +144,3 @@ def _grid_and_k(root: Path, label_files: list[str], num_classes: int) -> tuple[t
         raise StoreError(f"no file of {root} can be read as a released map; the first one, {reason}.")
     h, w, k = shapes.most_common(1)[0][0]
     return (h, w), k
-
-
-def export_released(path: Path, out: Path, overwrite: bool = False, progress: Progress | None = None) -> None:
-    """Write the maps of the store at `path` as released ``.pt`` files; see `everytoken maps export`."""
-    import torch
-
-    maps = Maps(path)
-    if maps.num_classes > EXACT_IDS:
-        raise StoreError(
-            f"{path} has {maps.num_classes} classes; the released format keeps ids as float16, which is "
-            f"exact up to {EXACT_IDS} classes only. Use the store itself."
-        )
-    owners: dict[str, str] = {}
-    for key in maps:
-        if (other := owners.setdefault(released_path(key), key)) != key:
-            raise StoreError(
-                f"{other!r} and {key!r} would both be written to {released_path(key)}; the released format tells "
-                "images apart only by their last folder and their name up to the first dot. Rename one of them."
-            )
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise StoreError(f"{out} is not empty; give a new folder, or replace the files in it with overwrite.")
-    with files.disk_errors(out, "exporting maps"):
-        for done, (name, key) in enumerate(owners.items(), 1):
-            files.make_inside(out, PurePosixPath(name).parent)
-            buffer = BytesIO()
-            torch.save(torch.from_numpy(released_planes(maps[key])), buffer)
-            files.write_atomically(out / name, buffer.getbuffer(), sync=False)
-            if progress is not None:
-                progress(done, len(owners))

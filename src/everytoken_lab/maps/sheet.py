@@ -15,6 +15,8 @@ from PIL import Image, ImageOps
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, ScoreMap
 from everytoken_lab import draw
+from everytoken_lab.classes import class_finder, shown_name
+from everytoken_lab.data.datasets import SPLITS, find_split
 from everytoken_lab.data.decode import ImageError, naming_errors, open_image
 from everytoken_lab.maps.summary import folder_label, sample_positions, summarize, summarize_some
 
@@ -24,13 +26,9 @@ WRONG, MANY, OTHERS = "map and folder disagree", "many classes in one image", "o
 _SCANNED = 5000  # maps to look through for interesting ones
 
 
-def sheet_picture(
-    maps: Maps, keys: Sequence[str] = (), images: Path | None = None, count: int = 24, names: Path | None = None
-) -> Image.Image:
+def sheet_picture(maps: Maps, keys: Sequence[str] = (), images: Path | None = None, count: int = 24) -> Image.Image:
     """Images with their maps in one picture: those that are named by `keys`, or first those where map and folder
     disagree, then mixed ones, then others; see `everytoken maps sheet`."""
-    from everytoken_lab.classes import class_finder
-
     chosen = [(key, "") for key in keys]
     if not chosen:
         if not len(maps) or count < 1:
@@ -39,7 +37,7 @@ def sheet_picture(
         scanned = sum(counts.values())
         chosen = [(key, f"{reason} ({counts[reason]:,} of {scanned:,} looked at)") for key, reason in picks]
     folder = None if images is None else find_images(images, [key for key, _ in chosen])
-    name_of, find = namer(maps, names), class_finder(maps.class_names)
+    name_of, find = namer(maps), class_finder(maps.class_names)
     colours = draw.ClassColours(list(map(name_of, range(maps.num_classes))))
     cards = []
     for key, section in chosen:
@@ -83,8 +81,6 @@ def pick(maps: Maps, count: int) -> tuple[list[tuple[str, str]], dict[str, int]]
 
 def find_images(images: Path, keys: Sequence[str]) -> Path:
     """The folder that the keys are relative to: the given one, or the folder of one of its splits."""
-    from everytoken_lab.data.datasets import SPLITS, find_split
-
     if not images.is_dir():
         raise EverytokenError(f"there is no image folder {images}.")
     parts = [find_split(str(images), split) for split in SPLITS]
@@ -97,14 +93,9 @@ def find_images(images: Path, keys: Sequence[str]) -> Path:
     return best
 
 
-def namer(maps: Maps, path: Path | None) -> Callable[[int], str]:
-    """From class ids to names for people; `path`: a file of names to use instead of the store's."""
-    from everytoken_lab.classes import read_class_names, shown_name
-
-    names = read_class_names(path)
-    if path is not None and len(names) != maps.num_classes:
-        raise EverytokenError(f"{path} has {len(names)} lines; {maps.path} has {maps.num_classes} classes.")
-    return names.__getitem__ if names else lambda number: shown_name(maps.meta.class_name(number))
+def namer(maps: Maps) -> Callable[[int], str]:
+    """From class ids to names for people."""
+    return lambda number: shown_name(maps.meta.class_name(number))
 
 
 def load_photo(path: Path, size: tuple[int, int]) -> tuple[Image.Image | None, str]:
@@ -141,11 +132,11 @@ def _card(
         width, height = score_map.size if min(score_map.size) > 0 else (draw.PANEL, draw.PANEL)
         scale = draw.PANEL / max(width, height)
         photo = Image.new("RGB", (max(1, round(width * scale)), max(1, round(height * scale))), "#d0d0d4")
-    chosen = colours.choose([name_of(c) for c, _ in summary.shares])
-    legend = {c: chosen[name_of(c)] for c, _ in summary.shares if name_of(c) in chosen}
-    shown = sorted(((c, fraction) for c, fraction in summary.shares if c in legend), key=lambda pair: -pair[1])
+    chosen = colours.choose([name_of(c) for c, _ in summary.fractions])
+    legend = {c: chosen[name_of(c)] for c, _ in summary.fractions if name_of(c) in chosen}
+    shown = sorted(((c, fraction) for c, fraction in summary.fractions if c in legend), key=lambda pair: -pair[1])
     entries = [draw.Entry(legend[c], name_of(c), fraction) for c, fraction in shown]
-    if (others := len(summary.shares) - len(shown)) > 0:
+    if (others := len(summary.fractions) - len(shown)) > 0:
         rest = 1 - sum(fraction for _, fraction in shown)
         entries.append(draw.Entry(draw.OTHER, f"{others} other{'s' if others > 1 else ''}", rest))
     confidence = summary.confidence[summary.inside]

@@ -24,17 +24,17 @@ class MapSummary:
         top: [h, w] best class of each cell.
         confidence: [h, w] its probability.
         inside: [h, w] whether the cell lies in the image; the rest is about these cells.
-        shares: (class, fraction of the cells where it is the best), by cells times confidence, greatest first.
+        fractions: (class, fraction of the cells where it is the best), by cells times confidence, greatest first.
         image_class: the class of the whole map, and
         image_confidence: its mean probability.
         vocabulary: number of distinct classes in the map.
-        entropy: of ``shares``, in nats; 0 when one class rules all cells.
+        entropy: of `fractions`, in nats; 0 when one class rules all cells.
     """
 
     top: NDArray[np.int64]
     confidence: NDArray[np.float32]
     inside: NDArray[np.bool_]
-    shares: Sequence[tuple[int, float]]
+    fractions: Sequence[tuple[int, float]]
     image_class: int
     image_confidence: float
     vocabulary: int
@@ -64,10 +64,10 @@ def summarize(score_map: ScoreMap, num_classes: int) -> MapSummary:
     classes, where = np.unique(top[inside], return_inverse=True)
     fraction = np.bincount(where.ravel()) / inside.sum()
     order = np.argsort(-np.bincount(where.ravel(), chance[..., 0][inside]), kind="stable")
-    shares = [(int(classes[i]), float(fraction[i])) for i in order]
+    fractions = [(int(classes[i]), float(fraction[i])) for i in order]
     entropy = float(-(fraction * np.log(fraction)).sum())
     found = int(vocabulary[best]), float(mean[best]), len(vocabulary), entropy
-    return MapSummary(top, chance[..., 0], inside, shares, *found)
+    return MapSummary(top, chance[..., 0], inside, fractions, *found)
 
 
 def folder_label(key: str, find: Callable[[str], int | None]) -> int | None:

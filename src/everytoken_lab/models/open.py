@@ -3,17 +3,14 @@
 | text | weights |
 |---|---|
 | a run folder | its best weights, else those of its newest checkpoint |
-| a weights file | `.safetensors` written here says what it is; for others, name the architecture |
-| a folder or `.onnx` file of `export` | the exported model |
+| a weights file, a folder or `.onnx` file of `export` | for files from elsewhere, name the architecture |
 | `timm:NAME`, `timm:NAME.TAG` | timm's pretrained weights, or with `weights` those of a file |
 | `hf-hub:USER/NAME`, `local-dir:FOLDER` | a timm model on the Hugging Face hub, or in a folder of the same form |
 | `registry:efficientnet_lite0`, `1`, `2` | ImageNet weights from the package index, without any hub |
 
-`open_model` gives a model that is ready to use, `open_weights` what a training starts from.
-
-Weights written here carry a `Description` (safetensors metadata). A file comes from outside, so on its word only models
-that timm has registered are built, with arguments of their own constructors and as large as its tensors, and nothing is
-downloaded.
+`open_model` gives a model that is ready to use, `open_weights` what a training starts from. Weights written here carry
+a `Description` (safetensors metadata). A file comes from outside, so on its word only models that timm has registered
+are built, with arguments of their own constructors and as large as its tensors, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -63,6 +60,7 @@ DESCRIPTION = "everytoken"  # the key in the metadata
 DENSE = ("everytoken-segment", "everytoken-detect")  # the keys in the metadata of segmenters and detectors
 DENSE_PREFIX = "features.backbone."  # of the backbone's weights in their files
 HUB = ("hf-hub:", "local-dir:")  # names of models that timm reads from elsewhere
+PUBLISHED = ("timm:", "registry:", *HUB)  # names of weights that are no paths
 _COMMON_ARGUMENTS = ("num_classes", "img_size", "in_chans", "global_pool", "drop_rate", "drop_path_rate")
 _LARGEST = 1 << 16  # number among the arguments of a described model
 _INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "box", "hamming", "lanczos", "random")
@@ -167,7 +165,7 @@ class OpenModel:
 
     Attributes:
         source: the weights file, or the name that it was opened by.
-        classes: of the class head. token_classes: of the token head; those of the class head if it has none.
+        token_classes: of the token head; those of the class head if it has none.
         report: what was left out of a weights file.
     """
 
@@ -223,17 +221,14 @@ def open_model(
     untrained: bool = False,
     device: str = "cpu",
 ) -> OpenModel:
-    """Open the model that `source` names, in evaluation mode.
+    """Open the model that `source` names, see the table above, in evaluation mode.
 
     Args:
-        source: a run folder, a weights file, an exported folder or .onnx file, "timm:NAME", "hf-hub:USER/NAME", or
-            "registry:efficientnet_lite0|1|2".
         architecture: timm name, for a weights file that does not say it itself.
         weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         img_size: another input size; position embeddings are resized. None or 0: the model's own.
         crop_pct: fraction of the resized image that the centre crop shows; 0: the model's own.
         untrained: with timm:NAME, random weights: to see that something works, not what a model has learnt.
-        device: where to put it.
     """
     name = str(source)
     sides = [img_size] if isinstance(img_size, int) else img_size
@@ -242,7 +237,7 @@ def open_model(
         raise EverytokenError(f"weights and untrained go with timm:NAME; {name!r} brings its own weights.")
     if weights:
         name, architecture = weights, name.removeprefix("timm:")
-    path = None if name.startswith(("timm:", "registry:", *HUB)) else find_weights(name)
+    path = None if name.startswith(PUBLISHED) else find_weights(name)
     if path is not None and path.suffix == ".onnx":
         opened = _open_onnx(path, size)
     else:
@@ -306,18 +301,16 @@ def _open_onnx(path: Path, size: tuple[int, int] | None) -> OpenModel:
 
 
 def with_own_head(backbone: nn.Module, info: Description | None) -> TokenModel:
-    """The token view, with the token head that the backbone brings (LV-ViT, VOLO) where it learnt the same classes.
+    """The token model, with the token head that the backbone brings (LV-ViT, VOLO) where it learnt the same classes.
 
     Args:
-        backbone: with its weights.
-        info: what they say about themselves; None for weights from elsewhere, which have trained their token head.
-            Those written here say which classes it learnt, and none if it was not trained.
+        info: what the weights say about themselves: which classes the token head learnt, and none if it was not
+            trained. None for weights from elsewhere, which have trained it.
     """
     trained = info is None or (bool(info.token_class_names) and info.token_class_names == info.class_names)
     head = getattr(backbone, "aux_head", None)
-    if trained and isinstance(head, nn.Linear) and head.out_features == backbone.num_classes:
-        return TokenModel(backbone, head.out_features)
-    return TokenModel(backbone)
+    own = trained and isinstance(head, nn.Linear) and head.out_features == backbone.num_classes
+    return TokenModel(backbone, head.out_features) if own and head is not None else TokenModel(backbone)
 
 
 # Weights
@@ -353,11 +346,7 @@ class Weights:
             return load_weights(model, self.read(), where=self.source)
 
     def choose(self, model: str, arguments: Mapping[str, Any], asked: bool) -> tuple[str, dict[str, Any]]:
-        """The model to train and its arguments: that of the weights, unless another one was asked for.
-
-        Args:
-            model, arguments: what the options have, which may be a recipe's. asked: whether the user named the model.
-        """
+        """The model to train and its arguments: that of the weights, unless the user `asked` for another one."""
         same = model.partition(".")[0] in ("", self.info.architecture.partition(".")[0])  # a tag is not of the model
         if asked and not same:
             return model, dict(arguments)
@@ -384,12 +373,13 @@ def open_weights(source: str | Path, architecture: str = "") -> Weights:
         if not architecture:
             raise EverytokenError("the weights 'timm' are those of a timm model: name it (model), or say timm:NAME.")
         text = f"timm:{architecture}"
-    name = text.removeprefix("timm:")
-    if name.startswith(HUB):
-        return _hub_weights(name)
-    if name.startswith("registry:"):
-        return _registry_weights(name.removeprefix("registry:"))
-    return _timm_weights(name) if name != text else _file_weights(find_weights(source), architecture)
+    if text.startswith(HUB):
+        return _hub_weights(text)
+    if text.startswith("registry:"):
+        return _registry_weights(text.removeprefix("registry:"))
+    if text.startswith("timm:"):
+        return _timm_weights(text.removeprefix("timm:"))
+    return _file_weights(find_weights(source), architecture)
 
 
 def source_of(text: str) -> str:
@@ -401,9 +391,7 @@ def _named_classes(count: int, names: Sequence[str], source: str) -> ClassList:
     """The classes of a head with `count` outputs, which may be more than the data had classes."""
     if len(names) > count:
         raise EverytokenError(f"{source} has {count} outputs, but names {len(names)} classes.")
-    if not names:
-        return ClassList(count)
-    return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))))
+    return ClassList(count, (*names, *(f"class {number}" for number in range(len(names), count))) if names else ())
 
 
 # Names and arguments
@@ -483,14 +471,13 @@ def _timm_weights(name: str) -> Weights:
             "lists the families that have one."
         )
     tags = [full.partition(".")[2] for full in timm.list_models(f"{architecture}.*", pretrained=True)]
-    if tag and tag not in tags:
-        raise EverytokenError(
-            f"timm has no weights {tag!r} of {architecture}.{did_you_mean(tag, tags)} "
-            + (f"There are {', '.join(tags)}." if tags else "There are none of this model.")
-        )
-    config: Any = timm.get_pretrained_cfg(name)
+    config: Any = timm.get_pretrained_cfg(architecture if tag and tag not in tags else name)
     if config is None or not config.has_weights:
         raise EverytokenError(f"there are no pretrained weights of {architecture}: train from scratch, or give a file.")
+    if tag and tag not in tags:
+        raise EverytokenError(
+            f"timm has no weights {tag!r} of {architecture}.{did_you_mean(tag, tags)} There are {', '.join(tags)}."
+        )
     full = f"{architecture}.{config.tag}" if config.tag else architecture
     if not tag and len(tags) > 1:
         logger.info(f"{architecture} has several pretrained weights ({', '.join(tags)}): {config.tag} is taken")
@@ -607,29 +594,29 @@ def find_weights(source: str | Path) -> Path:
     return path
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; nothing for other files."""
+def read_metadata(path: Path, key: str) -> Any:
+    """What a safetensors file says under `key`, as plain data; None where it says nothing, and for other files."""
     if path.suffix != ".safetensors":
-        return {}
+        return None
     try:
         with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
+            return parse_metadata(file.metadata() or {}, key, path)
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def describe(path: Path) -> Description | None:
-    """What a weights file says about itself; None if it was not written here."""
-    values = parse_metadata(read_metadata(path), DESCRIPTION, path)
-    return None if values is None else Description.from_values(values, str(path))
-
-
 def parse_metadata(metadata: Mapping[str, str], key: str, path: Path) -> Any:
-    """What a weights file says under `key`, as plain data; None where it says nothing."""
+    """What the metadata of a weights file say under `key`; None where they say nothing."""
     try:
         return json.loads(metadata[key]) if key in metadata else None
     except (ValueError, RecursionError) as error:
         raise schema.SchemaError(f"{path}: its description is not valid JSON ({error}).") from error
+
+
+def describe(path: Path) -> Description | None:
+    """What a weights file says about itself; None if it was not written here."""
+    values = read_metadata(path, DESCRIPTION)
+    return None if values is None else Description.from_values(values, str(path))
 
 
 def token_head_file(weights: Path) -> Path:
@@ -639,16 +626,15 @@ def token_head_file(weights: Path) -> Path:
 
 def _file_weights(path: Path, architecture: str) -> Weights:
     """Of a file that says what it is, or of one from elsewhere, whose `architecture` has to be known."""
-    source, metadata = str(path), read_metadata(path)
+    source = str(path)
     for key in DENSE:
-        values = parse_metadata(metadata, key, path)
+        values = read_metadata(path, key)
         if isinstance(values, dict) and "backbone" in values:
             info = Description.from_values(values["backbone"], source)
             return Weights(source, info, ClassList(0), partial(_dense_backbone, path), own=True)
-    own = describe(path)
-    if own is not None:
-        count = _check_tensors(path, own)
-        return Weights(source, own, _named_classes(count, own.class_names, source), partial(read_weights, path), True)
+    if own := describe(path):
+        classes = _named_classes(_check_tensors(path, own), own.class_names, source)
+        return Weights(source, own, classes, partial(read_weights, path), own=True)
     if not architecture:
         raise EverytokenError(f"{path} does not say which model it belongs to; name its architecture (model)")
     check_architecture(architecture)

@@ -52,8 +52,7 @@ class Inputs:
 
     def _open(self, data: str, split: str) -> DataSet:
         if (data, split) not in self._images:
-            whole = split == "undivided"
-            self._images[data, split] = datasets.open_undivided(data) if whole else datasets.open_dataset(data, split)
+            self._images[data, split] = datasets.open_dataset(data, split)
         return self._images[data, split]
 
 
