@@ -38,7 +38,7 @@ def choose(data: InstanceSet, images: int) -> list[int]:
 def copy_some(data: InstanceSet, chosen: list[int], to: Path, times: int) -> int:
     """val/ with the images, their annotations and the categories that occur; train/ with all of it several times, so
     that an epoch, after which a run is saved, is not over at once. -> number of objects."""
-    content: dict[str, Any] = json.loads(Path(data.source).read_text())
+    content: dict[str, Any] = json.loads(Path(data.name).read_text())
     ids = {int(data.image_ids[i]) for i in chosen}
     images = [m for m in content["images"] if m["id"] in ids]
     objects = [a for a in content["annotations"] if a["image_id"] in ids]
@@ -66,7 +66,6 @@ def run() -> int:
     parser.add_argument("--out", default="")
     chosen = parser.parse_args()
     data = open_instances(chosen.data, "all")
-    assert isinstance(data, InstanceSet)
     with tempfile.TemporaryDirectory() as temporary:
         folder, output = Path(temporary) / "data", Path(chosen.out or Path(temporary) / "run")
         side, epochs = chosen.side, 4

@@ -63,7 +63,6 @@ def run() -> int:
     parser.add_argument("--out", default="")
     chosen = parser.parse_args()
     data = open_masks(chosen.data, "all")
-    assert isinstance(data, MaskSet)
     with tempfile.TemporaryDirectory() as temporary:
         folder, output = Path(temporary) / "data", Path(chosen.out or Path(temporary) / "run")
         classes = copy_some(data, choose(data, chosen.images), folder)

@@ -45,15 +45,15 @@ def count(recipe: str) -> tuple[float, float, float]:
         options = apply(SegmentOptions(), read_recipe(recipe), recipe)
         names = tuple(map(str, range(150)))
         with torch.device("meta"):
-            built, _ = build_segmenter(options.model, options.decoder, options.augment.crop_size, names)
+            built, _ = build_segmenter(options, names)
             parameters = sum(p.numel() for p in built.parameters())
-            model: nn.Module = build_segmenter(options.model, options.decoder, SEGMENT, names)[0].eval()
+            model: nn.Module = build_segmenter(options, names, SEGMENT)[0].eval()
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 model(torch.empty(1, 3, *SEGMENT))
     else:
         dense = apply(DetectOptions(), read_recipe(recipe), recipe)
         with torch.device("meta"):
-            detector, _ = build_detector(dense.model, dense.detector, 224, tuple(map(str, range(80))))
+            detector, _ = build_detector(dense, tuple(map(str, range(80))))
             parameters = sum(p.numel() for p in detector.parameters())
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 _detect(detector.eval())

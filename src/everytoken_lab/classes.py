@@ -353,10 +353,8 @@ def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list
     return [tuple(dict.fromkeys(groups[name])) for name in names]
 
 
-def _read_groups(
-    path: Path, classes: ClassList, names: Sequence[str], every: str | None = None
-) -> dict[str, list[int]]:
-    """Class of the dataset -> classes of the model; -1 for the value `every`."""
+def _read_groups(path: Path, classes: ClassList, names: Sequence[str]) -> dict[str, list[int]]:
+    """Class of the dataset -> classes of the model."""
     groups: dict[str, list[int]] = {}
     for name, value in class_map_rows(path):
         if name not in names:
@@ -366,7 +364,7 @@ def _read_groups(
             )
         group = groups.setdefault(name, [])
         if value not in (None, ""):
-            group.append(-1 if value == every else _class_number(path, classes, value))
+            group.append(_class_number(path, classes, value))
     return groups
 
 
@@ -380,41 +378,6 @@ def _class_number(path: Path, classes: ClassList, value: str | int) -> int:
             f"{path}: the model has no class {value!r}, or several.{near} Its numbers are 0 to {classes.count - 1}."
         )
     return number
-
-
-def map_to_dataset(names: Sequence[str], data_names: Sequence[str], path: str = "") -> list[int]:
-    """For each class of a model, the class of the dataset that it belongs to; -1 for none.
-
-    Args:
-        names, data_names: of both; several words for a class may be separated by commas or semicolons.
-        path: a class map file, in which "*" stands for all classes that are not named otherwise; empty: by equal names.
-    """
-    if path:
-        model = ClassList(len(names), tuple(names), tuple(tuple(_words(name)) for name in names))
-        groups = _read_groups(Path(path), model, data_names, "*")
-        target_of = {number: data_names.index(name) for name, group in groups.items() for number in group}
-        return [target_of.get(number, target_of.get(-1, -1)) for number in range(len(names))]
-    index: dict[str, int] = {}
-    for i, name in enumerate(data_names):
-        for word in _words(name):
-            index.setdefault(word, i)
-    mapping = [min((index[word] for word in _words(name) if word in index), default=-1) for name in names]
-    if max(mapping, default=-1) < 0:
-        raise ClassError(
-            f"no class of the token head (such as {_some(names)}) has the name of a class of the data (such as "
-            f"{_some(data_names)}). Say which belong together in a class_map file"
-        )
-    return mapping
-
-
-def _words(name: str) -> list[str]:
-    """'building;edifice' -> 'building', 'edifice', normalised."""
-    return [normal_name(word) for word in re.split("[,;]", name) if word.strip()]
-
-
-def mapped_names(path: str) -> list[str]:
-    """The classes of the data that a class map file names."""
-    return list(dict.fromkeys(name for name, _ in class_map_rows(Path(path))))
 
 
 def exact_lookup(data_names: Sequence[str], names: Sequence[str], where: str) -> np.ndarray:

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features, name_weights
-from everytoken_lab.dense.detect.model import SimplePyramid
 from everytoken_lab.dense.segment.model import SideLayers
 from everytoken_lab.models.open import Description, open_weights
 from everytoken_lab.training.options import BackboneOptions
@@ -40,7 +39,6 @@ SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
         "edgenext_xx_small",
         "mobilenetv3_small_050",
         "xcit_nano_12_p16_224",
-        "cait_xxs24_224",
     ],
 )
 def test_maps_have_the_channels_and_strides_that_were_promised(name):
@@ -49,13 +47,9 @@ def test_maps_have_the_channels_and_strides_that_were_promised(name):
     assert [m[0] for m in maps] == features.dims
     assert [m[1:] for m in maps] == [(-(-96 // s), -(-96 // s)) for s in features.strides]
     assert about.architecture == name
-    if features.fixed_size is None:
-        m = features.multiple
-        odd = map_sizes(features, (83, 128))
-        assert [x[1:] for x in odd] == [(-(-83 // m) * m // s, -(-128 // m) * m // s) for s in features.strides]
-    else:
-        with pytest.raises(EverytokenError, match="96x96 pixels only"):
-            map_sizes(features, (83, 128))
+    m = features.multiple
+    odd = map_sizes(features, (83, 128))
+    assert [x[1:] for x in odd] == [(-(-83 // m) * m // s, -(-128 // m) * m // s) for s in features.strides]
 
 
 def test_every_trained_weight_of_a_backbone_gets_a_gradient():
@@ -91,8 +85,6 @@ def test_padding_is_with_zeros_right_and_below():
 
 
 def test_weights_come_from_a_file_and_positions_are_resized(tmp_path, caplog):
-    from safetensors.torch import save_file
-
     torch.manual_seed(0)
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5, **SMALL)
     about = Description(
@@ -125,10 +117,8 @@ def test_wrong_backbones_are_named():
         build_features(BackboneOptions(), 64)
     with pytest.raises(EverytokenError, match="'resnet18'"):
         build_features(BackboneOptions(model="resnet81"), 64)
-    with pytest.raises(EverytokenError, match="blocks 0 to 3"):
-        build_features(BackboneOptions(model="vit_tiny_patch16_224", model_kwargs=SMALL, taps=(1, 4)), 32)
-    with pytest.raises(EverytokenError, match="has stages"):
-        build_features(BackboneOptions(model="resnet18", taps=(1,)), 32)
+    with pytest.raises(EverytokenError, match="images of one size only"):
+        build_features(BackboneOptions(model="cait_xxs24_224"), 64)
 
 
 def test_pyramids_make_the_scales_that_they_promise():
@@ -136,7 +126,6 @@ def test_pyramids_make_the_scales_that_they_promise():
     for pyramid, dims, strides in (
         (SideLayers([32] * 4, last=64), [32, 32, 32, 64], [4, 8, 16, 16]),
         (SideLayers([32] * 4, last=48, finer=(1, 2)), [32, 48], [16, 8]),
-        (SimplePyramid([32] * 4, [16] * 4, out=24), [24] * 4, [4, 8, 16, 32]),
     ):
         levels = pyramid(maps)
         assert [x.shape[1] for x in levels] == dims

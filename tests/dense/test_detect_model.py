@@ -21,7 +21,7 @@ from everytoken_lab.dense.detect.model import (
     build_detector,
     pool_regions,
 )
-from everytoken_lab.dense.detect.options import DetectorOptions, FindOptions
+from everytoken_lab.dense.detect.options import NEW_RUN, DetectAugment, DetectOptions, DetectorOptions, FindOptions
 from everytoken_lab.training.options import BackboneOptions
 
 CODES = [(10, 10, 5, 5), (20, 20, 10, 10), (1 / 0.033, 1 / 0.033, 1 / 0.067, 1 / 0.067)]
@@ -443,6 +443,13 @@ def test_anchors_stand_at_the_strides_whatever_the_size():
     assert sides.tolist() == pytest.approx([512] * 3, rel=0.01)
 
 
+def swin(size: str, **options) -> Detector:
+    """With the 80 classes of COCO."""
+    backbone = BackboneOptions(model=f"swin_{size}_patch4_window7_224")
+    made = DetectOptions(model=backbone, detector=DetectorOptions(**options), augment=DetectAugment(sizes=(224,)))
+    return build_detector(made, tuple(map(str, range(80))))[0]
+
+
 @pytest.mark.parametrize(
     ("detector", "agnostic", "size", "millions"),
     [
@@ -455,10 +462,8 @@ def test_anchors_stand_at_the_strides_whatever_the_size():
     ],
 )
 def test_the_papers_models_have_the_papers_sizes(detector, agnostic, size, millions):
-    options = DetectorOptions(detector=detector, class_agnostic=agnostic)
-    names = tuple(str(k) for k in range(80))
     with torch.device("meta"):
-        model, _ = build_detector(BackboneOptions(model=f"swin_{size}_patch4_window7_224"), options, 224, names)
+        model = swin(size, detector=detector, class_agnostic=agnostic)
     count = sum(p.numel() for p in model.parameters()) / 1e6
     assert count == pytest.approx(millions, abs=0.01)
     if detector == "cascade" and agnostic is False:
@@ -468,10 +473,8 @@ def test_the_papers_models_have_the_papers_sizes(detector, agnostic, size, milli
 @pytest.mark.parametrize(("size", "billions"), [("tiny", 745), ("base", 982)])
 def test_the_papers_cascades_have_the_papers_multiplications(size, billions):
     """At 1280 x 800 with 1000 regions and masks of 100, as mmdet counts (TL-Align, table 4)."""
-    names = tuple(map(str, range(80)))
-    options = DetectorOptions(class_agnostic=False)
     with torch.device("meta"):
-        model, _ = build_detector(BackboneOptions(model=f"swin_{size}_patch4_window7_224"), options, 224, names)
+        model = swin(size, class_agnostic=False)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             levels, _ = model.eval().levels(torch.empty(1, 3, 800, 1280))
             model.rpn.head(list(levels.values()))
@@ -482,9 +485,7 @@ def test_the_papers_cascades_have_the_papers_multiplications(size, billions):
 
 
 TINY = DetectorOptions(channels=16, hidden=24, regions=16, proposals=40, anchor_scale=4)
-PLAIN = {"patch_size": 16, "embed_dim": 48, "depth": 4, "num_heads": 3}
-
-
+FIND = FindOptions(**{**NEW_RUN, "score_thresh": 0.0})
 SIZES = ((64, 96), (60, 70))
 
 
@@ -498,14 +499,14 @@ def objects(count: int = 2) -> Objects:
 def small(name: str, options: DetectorOptions = TINY, **kwargs) -> Detector:
     torch.manual_seed(0)
     backbone = BackboneOptions(model=name, drop_path=0.0, model_kwargs=kwargs)
-    return build_detector(backbone, options, 64, ("a", "b", "c"))[0]
+    augment = DetectAugment(sizes=(64,))
+    return build_detector(DetectOptions(model=backbone, detector=options, augment=augment), ("a", "b", "c"))[0]
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
         ("resnet10t", {}),
-        ("vit_tiny_patch16_224", PLAIN),
         (
             "swin_tiny_patch4_window7_224",
             {"embed_dim": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "window_size": 4},
@@ -516,11 +517,11 @@ def small(name: str, options: DetectorOptions = TINY, **kwargs) -> Detector:
 def test_every_weight_learns_on_every_kind_of_backbone(name, kwargs):
     model = small(name, **kwargs)
     terms = model.train().losses(torch.randn(2, 3, *CANVAS), objects())
-    sum(terms.values()).backward()
+    terms["loss"].backward()
     assert all(torch.isfinite(value) for value in terms.values())
     lost = [n for n, p in model.named_parameters() if p.grad is None]
     assert not lost
-    found = model.eval().detect(torch.randn(2, 3, *CANVAS), [(64, 96), (60, 70)], FindOptions(score_thresh=0.0))
+    found = model.eval().detect(torch.randn(2, 3, *CANVAS), [(64, 96), (60, 70)], FIND)
     assert found[1]["boxes"][:, 2].max() <= 70
     assert found[1]["boxes"][:, 3].max() <= 60
     assert found[0]["masks"].shape[1:] == (28, 28)
@@ -530,7 +531,7 @@ def test_boxes_stay_in_float32_under_mixed_precision():
     model = small("resnet10t").eval()
     images = torch.randn(1, 3, 64, 96)
     with torch.autocast("cpu", torch.bfloat16):
-        (found,) = model.detect(images, [(64, 96)], FindOptions(score_thresh=0.0))
+        (found,) = model.detect(images, [(64, 96)], FIND)
         proposals, _ = model.rpn(ImageList(images, [(64, 96)]), model.levels(images)[0])
     assert found["boxes"].dtype == torch.float32
     steps = proposals[0] * 8 % 1  # bfloat16 has no eighths above 32
@@ -542,10 +543,16 @@ def test_images_without_any_object_give_a_loss_and_no_masks_are_needed_for_boxes
     terms = model.losses(torch.randn(2, 3, *CANVAS), objects(0))
     assert float(terms["mask1"]) == 0
     assert float(terms["box1"]) == 0
-    sum(terms.values()).backward()
+    terms["loss"].backward()
     assert all(p.grad is not None for p in model.parameters())
     boxes_only = small("resnet10t", DetectorOptions(**{**TINY.__dict__, "masks": False, "detector": "mask"})).train()
-    assert set(boxes_only.losses(torch.randn(2, 3, *CANVAS), objects())) == {"objectness", "anchor", "class", "box"}
+    assert set(boxes_only.losses(torch.randn(2, 3, *CANVAS), objects())) == {
+        "loss",
+        "objectness",
+        "anchor",
+        "class",
+        "box",
+    }
 
 
 def test_batch_norms_of_the_backbone_can_be_left_alone():
@@ -556,10 +563,6 @@ def test_batch_norms_of_the_backbone_can_be_left_alone():
     assert model.training
 
 
-def test_backbones_that_cannot_serve_are_refused_in_words():
-    with pytest.raises(EverytokenError, match=r"strides \[2, 4, 8, 16\].*patches of 16 pixels"):
-        small("vit_tiny_patch16_224", **{**PLAIN, "patch_size": 8})
-    model = small("resnet10t")
-    model.features.fixed_size = (64, 64)
-    with pytest.raises(EverytokenError, match="images of one size only"):
-        Detector(model.features, TINY, 3)
+def test_backbones_without_stages_are_refused_in_words():
+    with pytest.raises(EverytokenError, match=r"strides \[16, 16, 16, 16\].*with stages"):
+        small("test_vit")

@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
-from everytoken_lab.classes import map_to_dataset
 from everytoken_lab.cli import main
 from everytoken_lab.data.datasets import result_stems
 from everytoken_lab.dense.backbone import build_features
 from everytoken_lab.dense.segment.data import open_masks
-from everytoken_lab.dense.segment.infer import open_inference, segmenter_inference
-from everytoken_lab.dense.segment.model import Segmenter, TokenSegmenter, load_segmenter
-from everytoken_lab.dense.segment.options import InferOptions, MaskOptions, SegmenterOptions
+from everytoken_lab.dense.segment.infer import Inference
+from everytoken_lab.dense.segment.model import Segmenter, load_segmenter
+from everytoken_lab.dense.segment.options import EvalOptions, MaskOptions
 from everytoken_lab.dense.segment.task import SegmentTask
 from everytoken_lab.draw import class_palette, mask_overlay, palette_image
-from everytoken_lab.models.open import Description
 from everytoken_lab.training.options import BackboneOptions
 
 TINY = [
@@ -51,7 +48,8 @@ def run(shapes, tmp_path_factory) -> Path:
 
 def test_a_segmenter_learns_and_leaves_everything_in_its_folder(run, shapes, capsys):
     names = {p.name for p in run.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "best.safetensors", "classes.json", "pictures.jpg", "summary.json"} <= names
+    assert {"config.yaml", "metrics.jsonl", "best.safetensors", "classes.json", "batch.jpg", "summary.json"} <= names
+    assert [row["class"] for row in json.loads((run / "classes.json").read_text())] == ["ground", "disc", "square"]
     best = json.loads((run / "summary.json").read_text())["best"]["score"]
     assert best > 70  # of images it has not seen; 33 would be all ground
     assert main(["segment", "eval", str(run), str(shapes), *CPU, "--json"]) == 0
@@ -60,15 +58,11 @@ def test_a_segmenter_learns_and_leaves_everything_in_its_folder(run, shapes, cap
     assert numbers["images"] == 4
 
 
-def inference(run: Path, **options):
-    return segmenter_inference(*load_segmenter(run), InferOptions(**options))
-
-
 def test_a_segmenter_is_used_as_it_was_validated_unless_told_otherwise(run):
-    assert inference(run).options == InferOptions("slide", 20, (0.75, 1.0), True, 0)
-    assert inference(run).short == 48
-    other = inference(run, mode="whole", scales=(1.0,), flip=False, resize=64)
-    assert (other.options, other.short) == (InferOptions("whole", 20, (1.0,), False, 64), 64)
+    model, info = load_segmenter(run)
+    assert Inference.of(model, info).options == EvalOptions("slide", 20, (0.75, 1.0), True, (1.0, 1.5))
+    other = Inference.of(model, info, EvalOptions(mode="whole", scales=(1.0,), flip=False))
+    assert other.options == EvalOptions("whole", 20, (1.0,), False, (1.0, 1.5))
 
 
 @pytest.mark.parametrize("amp", [False, True])
@@ -96,9 +90,9 @@ def test_several_scales_of_the_recipe_are_tested_with_one_flag(run, shapes, caps
     assert found[0] == found[1]
 
 
-def test_windows_scales_and_mirrors_work_from_the_command_line(run, shapes, tmp_path, capsys):
+def test_windows_scales_and_mirrors_work_from_the_command_line(run, shapes, capsys):
     words = ["--mode", "whole", "--stride", "30", "--scales", "1.0", "1.25", "--no-flip", "--split", "train"]
-    assert main(["segment", "eval", str(run), str(shapes), *CPU, *words, "--pictures", str(tmp_path / "p.jpg")]) == 0
+    assert main(["segment", "eval", str(run), str(shapes), *CPU, *words]) == 0
     text = capsys.readouterr().out
     assert "pixels right" in text
     assert "square" in text
@@ -106,7 +100,6 @@ def test_windows_scales_and_mirrors_work_from_the_command_line(run, shapes, tmp_
     written = json.loads(capsys.readouterr().out)
     assert written["mIoU"] > 65
     assert {row["class"] for row in written["classes"]} == {"ground", "disc", "square"}
-    assert Image.open(tmp_path / "p.jpg").width > 3 * 300
 
 
 def test_predictions_are_masks_that_programs_can_read(run, shapes, tmp_path, capsys):
@@ -251,92 +244,6 @@ def test_mistakes_are_named(shapes, tmp_path, capsys, make_shapes):
     Image.fromarray(np.full((48, 56), 77, np.uint8)).save(broken / "masks/train/2.png")
     words = [str(broken) if w == str(shapes) else w for w in train]
     assert "2.png: value 77" in error(*words, "--iters", "2", "--val-iters", "2")
-
-
-# -- the token head as a segmenter ------------------------------------------------------------------------------------
-
-
-def test_class_maps_match_names_synonyms_and_the_rest(tmp_path):
-    head = ["tabby, tabby cat", "Persian_cat", "bus", "rock"]
-    data = ["background", "cat", "bus;autobus"]
-    assert map_to_dataset(head, ["sky", "persian cat", "bus;coach"]) == [-1, 1, 2, -1]
-    (tmp_path / "m.json").write_text(json.dumps({"cat": ["tabby", 1], "bus;autobus": "bus", "background": "*"}))
-    assert map_to_dataset(head, data, str(tmp_path / "m.json")) == [1, 1, 2, 0]
-    with pytest.raises(Exception, match=r"no class of the token head \(such as 'tabby"):
-        map_to_dataset(head, ["sky"])
-    (tmp_path / "m.json").write_text(json.dumps({"cat": ["tabbi"]}))
-    with pytest.raises(Exception, match="the model has no class 'tabbi'"):
-        map_to_dataset(head, data, str(tmp_path / "m.json"))
-    (tmp_path / "m.json").write_text(json.dumps({"cats": ["tabby"]}))
-    with pytest.raises(Exception, match=r"no class 'cats'. Did you mean 'cat'"):
-        map_to_dataset(head, data, str(tmp_path / "m.json"))
-
-
-@pytest.fixture
-def classifier(tmp_path) -> Path:
-    """A ViT with a token head of four classes, as a run leaves it."""
-    import timm
-
-    from everytoken.models import TokenModel
-
-    torch.manual_seed(0)
-    kwargs = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
-    model = TokenModel(timm.create_model("vit_tiny_patch16_224", **kwargs), 4)
-    names = ("ground", "ball, disc", "square", "moon")
-    about = Description("vit_tiny_patch16_224", kwargs, ("a", "b", "c"), names, (32, 32)).to_metadata()
-    folder = tmp_path / "classifier"
-    folder.mkdir()
-    save_file(model.backbone.state_dict(), folder / "best.safetensors", metadata=about)
-    save_file(model.token_head.state_dict(), folder / "best.token_head.safetensors", metadata=about)
-    return folder
-
-
-def test_the_token_head_answers_with_the_summed_probabilities_of_its_classes(classifier, tmp_path):
-    (tmp_path / "m.json").write_text(json.dumps({"ground": "ground", "thing": ["disc", "square"]}))
-    options = SegmenterOptions(str(classifier), head="token", class_map=str(tmp_path / "m.json"))
-    model = open_inference(options, ["ground", "thing"], "cpu")[0].network
-    mapping = torch.tensor([0, 1, 1, -1])
-    assert model.member.tolist() == [[1, 0], [0, 1], [0, 1]]
-    images = torch.randn(2, 3, 32, 32)
-    view = model.model(images)
-    parts = view.token_logits.softmax(-1)
-    cells = torch.stack([parts[..., 0], parts[..., 1] + parts[..., 2]], 1).log()
-    expected = torch.nn.functional.interpolate(cells, (32, 32), mode="bilinear")
-    torch.testing.assert_close(model(images), expected)
-    never = TokenSegmenter(model.model, mapping, 3)(images)  # nothing is mapped to the third class
-    assert torch.isfinite(never).all()
-    assert (never.argmax(1) < 2).all()
-
-
-def test_segment_eval_reads_a_token_head_without_training(classifier, shapes, tmp_path, capsys):
-    words = ["segment", "eval", str(classifier), str(shapes), *CPU]
-    assert main([*words, "--head", "token", "--scales", "1.0", "1.5"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "the token head answers for 3 of 3 classes of the data, with 3 of its 4 classes" in text
-    assert "mIoU" in text
-    assert main(words) == 2
-    assert "token head" in capsys.readouterr().err
-    assert main([*words, "--head", "class"]) == 2  # its names are a, b, c
-    assert "class_map" in capsys.readouterr().err
-    (tmp_path / "map.json").write_text(json.dumps({"ground": "a", "disc": "b", "square": "*"}))
-    assert main([*words, "--head", "class", "--class-map", str(tmp_path / "map.json")]) == 0
-    out = ["--out", str(tmp_path / "p"), "--head", "class", "--class-map", str(tmp_path / "map.json")]
-    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 0
-    assert np.asarray(Image.open(tmp_path / "p" / "3.png")).max() <= 2
-    out[-1] = str(tmp_path / "missing.json")
-    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 2
-    assert "missing.json" in capsys.readouterr().err
-    (tmp_path / "missing.json").write_text("[1, 2]")
-    assert main(["segment", "predict", str(classifier), str(shapes / "images/val"), *out, "--device", "cpu"]) == 2
-    assert "missing.json" in capsys.readouterr().err
-    (classifier / "best.token_head.safetensors").unlink()
-    plain = Description("vit_tiny_patch16_224", {"num_classes": 3, "img_size": 32}, ("a", "b", "c"), img_size=(32, 32))
-    import timm
-
-    bare = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32)
-    save_file(bare.state_dict(), classifier / "best.safetensors", metadata=plain.to_metadata())
-    assert main([*words, "--head", "token"]) == 2
-    assert "has no token head" in capsys.readouterr().err
 
 
 def test_colours_do_not_depend_on_the_number_of_classes_and_differ():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import everytoken  # noqa: F401
+from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken_lab.cli import main
 from everytoken_lab.dense.backbone import Features, build_features
@@ -22,13 +23,15 @@ from everytoken_lab.dense.segment.model import (
     FcnHead,
     InterpolatedLevels,
     Segmenter,
+    SegmenterInfo,
     UperHead,
     load_segmenter,
     mmseg_name,
+    pixel_loss,
 )
-from everytoken_lab.dense.segment.options import DecoderOptions, EvalOptions, SegmentOptions
-from everytoken_lab.dense.segment.task import pixel_loss
+from everytoken_lab.dense.segment.options import NEW_RUN, DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.engine.recipe import apply, header, read_recipe, recipe_names
+from everytoken_lab.models.open import Description
 from everytoken_lab.training.options import BackboneOptions
 
 
@@ -153,12 +156,14 @@ def tiny(head: str = "upernet", model: str = "vit_tiny_patch16_224", **more) -> 
 @pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "convnext_atto"])
 def test_logits_have_the_size_of_the_image_and_all_weights_learn(head, model):
     segmenter = tiny(head, model).train()
-    logits, aux = segmenter.both(torch.randn(2, 3, 45, 38))
-    assert logits.shape == aux.shape == (2, 3, 45, 38)
-    (pixel_loss(logits, torch.zeros(2, 45, 38)) + pixel_loss(aux, torch.zeros(2, 45, 38))).backward()
+    images, masks = torch.randn(2, 3, 45, 38), torch.zeros(2, 45, 38)
+    assert segmenter(images).shape == (2, 3, 45, 38)
+    terms = segmenter.losses(images, masks)
+    torch.testing.assert_close(terms["loss"], terms["pixels"] + 0.4 * terms["aux"])
+    terms["loss"].backward()
     unused = [n for n, p in segmenter.named_parameters() if p.requires_grad and p.grad is None]
     assert not unused
-    assert tiny(aux_weight=0.0).both(torch.randn(2, 3, 32, 32))[1] is None
+    assert "aux" not in tiny(head, model, aux_weight=0.0).losses(images, masks)
 
 
 def test_the_loss_is_the_mean_over_all_pixels_and_ignored_ones_give_none():
@@ -188,7 +193,7 @@ def test_metrics_equal_counting_pixel_by_pixel(seed):
     pairs = []
     for _ in range(3):
         truth, found = rng.integers(-1, k - 1, (4, 5)), rng.integers(0, k, (4, 5))
-        counts.count_pixels(torch.from_numpy(truth), torch.from_numpy(found))
+        counts.count(torch.from_numpy(truth), torch.from_numpy(found))
         pairs += [(t, f) for t, f in zip(truth.ravel(), found.ravel(), strict=True) if t >= 0]
     iou, accuracy = [], []
     for c in range(k):
@@ -209,14 +214,14 @@ def test_metrics_equal_counting_pixel_by_pixel(seed):
 
 def test_the_confusion_matrix_is_one_for_the_whole_set_and_names_what_is_taken_for_what():
     counts = SegmentScore(["sky", "sea", "sun"])
-    counts.count_pixels(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1]))
-    counts.count_pixels(torch.tensor([0]), torch.tensor([0]))
+    counts.count(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1]))
+    counts.count(torch.tensor([0]), torch.tensor([0]))
     _, rows = counts.result()
     assert [row["class"] for row in rows] == ["sky", "sea"]  # the sun does not occur
     assert rows[0] == {"class": "sky", "IoU": pytest.approx(200 / 3), "accuracy": pytest.approx(200 / 3),
                        "pixels": 60.0, "taken for": "sea"}  # fmt: skip
     assert rows[1]["taken for"] == ""
-    counts.count_pixels(torch.tensor([0]), torch.tensor([2]))
+    counts.count(torch.tensor([0]), torch.tensor([2]))
     assert counts.result()[1][2]["accuracy"] is None  # as in JSON, which has no NaN
 
 
@@ -242,12 +247,14 @@ def test_sliding_averages_the_logits_of_windows():
             count[y : y + 5, x : x + 5] += 1
     torch.testing.assert_close(out[0], expected / count)
     sizes = []
-    slide(lambda x: sizes.append(x.shape[-2:]) or x, image[..., :4, :], 5, 3, fixed=True)
-    assert set(sizes) == {torch.Size([5, 5])}
+    slide(lambda x: sizes.append(x.shape[-2:]) or x, image[..., :4, :], 5, 3)
+    assert set(sizes) == {torch.Size([4, 5])}
 
 
 def ask(network, **options) -> Inference:
-    return Inference(network, 16, 16, (0.0,) * 3, (1 / 255,) * 3, EvalOptions(**options))
+    backbone = Description("", {}, img_size=(16, 16), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    options = EvalOptions(**{**NEW_RUN, **options})
+    return Inference(network, SegmenterInfo(backbone, (), DecoderOptions(), options), options)
 
 
 def test_scales_and_mirrors_are_averaged_as_probabilities():
@@ -278,7 +285,7 @@ def test_answers_have_the_size_of_the_image_and_chunks_do_not_change_them(monkey
     assert torch.equal(best_class(scores, (23, 31)), expected)
     monkeypatch.setattr("everytoken_lab.dense.segment.infer._CHUNK", 23 * 31 * 2)
     assert torch.equal(best_class(scores, (23, 31)), expected)
-    answer = ask(lambda x: x)(torch.zeros(1, 3, 40, 90, dtype=torch.uint8))
+    answer = ask(torch.nn.Conv2d(3, 4, 1))(Batch(torch.zeros(1, 3, 40, 90, dtype=torch.uint8)))
     assert answer.shape == (40, 90)
 
 
@@ -286,7 +293,7 @@ def test_a_file_that_is_no_segmenter_is_named(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(EverytokenError, match=r"x\.safetensors is not a segmenter.*token"):
+    with pytest.raises(EverytokenError, match=r"x\.safetensors is not a segmenter.*--weights"):
         load_segmenter(tmp_path / "x.safetensors")
 
 
@@ -442,8 +449,8 @@ def test_released_segmenters_answer_as_the_released_code(name, write_released, c
     with torch.no_grad():
         torch.testing.assert_close(model(images), released(images), rtol=1e-4, atol=1e-4)
     assert info.class_names == ("ground", "disc", "square")
-    assert (info.evaluation.mode, info.evaluation.stride, info.evaluation.resize) == ("slide", 341, 512)
-    assert info.test_scales == (0.75, 1.0, 1.25, 1.5, 1.75)
+    assert info.evaluation == EvalOptions("slide", 341, (1.0,), False, (0.75, 1.0, 1.25, 1.5, 1.75))
+    assert info.backbone.img_size == (512, 512)
 
 
 def test_a_released_segmenter_is_evaluated_and_gives_its_backbone_from_the_command_line(

@@ -26,9 +26,9 @@ from everytoken.objectives import drloc
 from everytoken.objectives.registry import build_objectives
 from everytoken.step import FrozenTeacher, TokenStep, probe
 from everytoken_lab.dense.backbone import Features
+from everytoken_lab.dense.common import DenseStep
 from everytoken_lab.dense.segment.model import Segmenter
 from everytoken_lab.dense.segment.options import DecoderOptions
-from everytoken_lab.dense.segment.task import SegmentStep
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.9."), reason="torch 2.9 ends the process at a fake convolution without a GPU"
@@ -199,7 +199,7 @@ def test_mixing_stays_on_the_gpu_and_the_host_does_not_wait(name):
 def test_a_segmentation_step_stays_on_the_gpu_and_the_host_does_not_wait(dtype):
     features = Features(timm.create_model("test_convnext2"))
     decoder = DecoderOptions(channels=8, aux_channels=8, pyramid_channels=16)
-    step = SegmentStep(Segmenter(features, decoder, 3), 0.4).train()
+    step = DenseStep(Segmenter(features, decoder, 3)).train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         move(step, CUDA)

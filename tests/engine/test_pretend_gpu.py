@@ -23,18 +23,16 @@ from everytoken_lab.dense import common as dense
 from everytoken_lab.dense.backbone import Features
 from everytoken_lab.dense.detect.data import Objects
 from everytoken_lab.dense.detect.infer import Inference
-from everytoken_lab.dense.detect.model import Detector
+from everytoken_lab.dense.detect.model import Detector, DetectorInfo
 from everytoken_lab.dense.detect.options import DetectorOptions, FindOptions
-from everytoken_lab.dense.detect.task import DetectStep
 from everytoken_lab.dense.segment.model import Segmenter
 from everytoken_lab.dense.segment.options import DecoderOptions
-from everytoken_lab.dense.segment.task import SegmentStep
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
 from everytoken_lab.engine.run_folder import RunFolder
 from everytoken_lab.evaluation import EvalOptions
 from everytoken_lab.evaluation.run import run_evaluation
-from everytoken_lab.models.open import open_model
+from everytoken_lab.models.open import Description, open_model
 from everytoken_lab.training.build import build
 from everytoken_lab.training.classify import Classification
 from everytoken_lab.training.start import complete
@@ -92,14 +90,17 @@ def test_a_detection_step_on_a_gpu_has_the_losses_of_the_cpu_and_waits_as_often_
     """What is left are shapes that depend on values, and constants that torchvision makes on the way."""
     torch.manual_seed(0)
     options = DetectorOptions(detector=kind, channels=16, hidden=32, proposals=50, regions=32)
-    step = DetectStep(Detector(Features(timm.create_model("test_convnext2")), options, 3)).train()
+    step = dense.DenseStep(Detector(Features(timm.create_model("test_convnext2")), options, 3)).train()
     batch, find = photos_with_objects(), FindOptions(score_thresh=0.01, nms_thresh=0.5, max_detections=5)
-    found = Inference(deepcopy(step.detector).eval(), find, MEAN, STD)(batch, "cpu")
+    objects, info = batch.targets, DetectorInfo(Description("", {}, mean=MEAN, std=STD), (), options, find)
+    first = replace(objects, sizes=objects.sizes[:1], matrices=objects.matrices[:1], sources=objects.sources[:1])
+    photo = Batch(batch.images[:1], targets=first)
+    found = Inference.of(deepcopy(step.network).eval(), info)(photo)
     torch.manual_seed(5)
     terms = deepcopy(step)(to_device(batch, "cpu", MEAN, STD))
     wanted = {name: float(term.detach()) for name, term in terms.items()}
     with PretendGpu() as gpu:
-        again = Inference(step.to(CUDA).detector.eval(), find, MEAN, STD)(batch, CUDA)
+        again = Inference.of(step.to(CUDA).network.eval(), info)(photo)
         step.train()
         gpu.waits.clear()
         torch.manual_seed(5)
@@ -110,10 +111,9 @@ def test_a_detection_step_on_a_gpu_has_the_losses_of_the_cpu_and_waits_as_often_
         with torch.autocast("cuda", torch.bfloat16):
             loss = step(to_device(batch, CUDA, MEAN, STD))["loss"]
         assert float(loss.detach()) == pytest.approx(wanted["loss"], rel=0.1)
-    assert [len(image.scores) for image in found] == [5, 5]
-    for one, two in zip(found, again, strict=True):
-        np.testing.assert_array_equal(one.boxes, two.boxes)
-        assert one.masks == two.masks
+    assert len(found.scores) == 5
+    np.testing.assert_array_equal(found.boxes, again.boxes)
+    assert found.masks == again.masks
 
 
 @pytest.mark.parametrize("size", [2, 1])
@@ -126,18 +126,18 @@ def test_many_gpus_share_the_statistics_of_batch_norms_and_timms_norms_keep_thei
 
     monkeypatch.setattr(dense.Task, "__init__", stop)
     decoder = DecoderOptions(channels=8, aux_channels=8, pyramid_channels=16)
-    step = SegmentStep(Segmenter(Features(timm.create_model("test_efficientnet")), decoder, 3), 0.4).eval()
-    images, names = torch.randn(1, 3, 64, 64), list(step.state_dict())
-    wanted, norms = step.segmenter(images), [m for m in step.modules() if isinstance(m, nn.BatchNorm2d)]
+    network = Segmenter(Features(timm.create_model("test_efficientnet")), decoder, 3).eval()
+    images, names = torch.randn(1, 3, 64, 64), [f"network.{name}" for name in network.state_dict()]
+    wanted, norms = network(images), [m for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
     assert any(isinstance(norm, BatchNormAct2d) for norm in norms)
     options = replace(TrainOptions(), run=RunOptions())
     with pytest.raises(Reached) as reached:
-        dense.DenseTask(step, None, (), options, World(0, size, CUDA), None)
+        dense.DenseTask(network, None, (), options, World(0, size, CUDA), None)
     module = reached.value.args[0]
     shared = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     assert len(shared) == (len(norms) if size > 1 else 0)
     assert list(module.state_dict()) == names
-    assert torch.equal(module.eval().segmenter(images), wanted)  # torch's own conversion drops activations
+    assert torch.equal(module.eval().network(images), wanted)  # torch's own conversion drops activations
 
 
 # -- evaluation and validation ----------------------------------------------------------------------------------------

@@ -105,13 +105,11 @@ def cell(value: Any) -> str:
 def predict(config: type[Any], name: str, argv: list[str], prog: str) -> None:
     """Predict with the task called `name`: a line for each image, with at most five classes; or JSON."""
     options = parse(config, prog, argv)
-    rows, notes = importlib.import_module(f"everytoken_lab.dense.{name}.infer").predict(options)
+    rows = importlib.import_module(f"everytoken_lab.dense.{name}.infer").predict(options)
     if options.json:
         for row in rows:
             print(json.dumps(row))
         return
-    for note in notes:
-        print(f"note: {note}")
     unit = " %" if name == "segment" else ""
     for row in rows:
         (_, image), *classes = row.items()

@@ -31,7 +31,7 @@ class Eval(PrintFlags, DetectEval):
 
     Examples:
         everytoken detect eval runs/detect coco
-        everytoken detect eval runs/detect photos --split all --pictures photos.jpg
+        everytoken detect eval runs/detect photos --split all
         everytoken detect eval runs/detect coco --size 640 --results results.json
     """
 

@@ -26,14 +26,12 @@ class Train(TrainFlags, SegmentOptions):
 class Eval(PrintFlags, SegmentEval):
     """Evaluate a segmenter: mIoU, mAcc and pixel accuracy from one confusion matrix over the whole set.
 
-    It is used as its run was validated, unless --mode, --stride, --scales, --flip or --resize say otherwise. With
-    --head token, the source is a classifier that was trained with token labels, and its token head is read as a
-    segmenter without any training.
+    It is used as its run was validated, unless --mode, --stride, --scales or --flip say otherwise.
 
     Examples:
         everytoken segment eval runs/segment ade20k
         everytoken segment eval runs/segment ade20k --mode slide --scales 0.75 1.0 1.25 1.5 1.75 --flip
-        everytoken segment eval runs/lvvit_s photos --head token --class-map map.json --pictures check.jpg
+        everytoken segment eval runs/segment ade20k --multi-scale
     """
 
 
@@ -47,7 +45,6 @@ class Predict(JsonFlag, SegmentPredict):
     Examples:
         everytoken segment predict runs/segment photo.jpg --out masks
         everytoken segment predict runs/segment photos --out masks --mode slide --flip
-        everytoken segment predict runs/lvvit_s photos --out masks --head token --class-map animals.json
     """
 
 
@@ -58,7 +55,7 @@ def main(argv: list[str], prog: str) -> int | None:
     """Call the command named by the first word."""
     commands: dict[str, Command] = {
         "train": ("train a segmenter on a backbone", partial(train, Train, SegmentOptions, "segment")),
-        "eval": ("mIoU, mAcc and pixel accuracy of a segmenter, or of a classifier's token head", _eval),
+        "eval": ("mIoU, mAcc and pixel accuracy of a segmenter", _eval),
         "predict": ("write masks and pictures of images", partial(predict, Predict, "segment")),
     }
     return call(commands, argv, prog, OPTIONS)

@@ -5,14 +5,13 @@ of them, as in Swin's dense tasks. Plain transformers (ViT, DeiT, LV-ViT) are ta
 last and every third before it, as in the released LV-ViT set-ups; the heads make scales of them.
 
 Images are padded with zeros (the mean colour) to whole patches, right and below; position embeddings are resized to the
-size when weights are read, and again for every batch of another size. A few families cannot do that (`fixed_size`).
+size when weights are read, and again for every batch of another size. A few families cannot do that and are rejected.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,22 +39,31 @@ class Features(nn.Module):
 
     Attributes:
         dims: channels of each map. strides: pixels per cell of each. plain: all maps have the same scale.
-        multiple: images are padded to multiples of this. fixed_size: the only (height, width) it takes, if any.
+        multiple: images are padded to multiples of this.
     """
 
-    def __init__(self, backbone: nn.Module, taps: Sequence[int] = ()) -> None:
+    def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
-        name = type(backbone).__name__
         infos: Any = getattr(backbone, "feature_info", None)
         if not infos or not hasattr(backbone, "forward_intermediates"):
-            raise UnsupportedModelError(f"{name} gives no feature maps (timm's forward_intermediates); take another")
+            raise UnsupportedModelError(
+                f"{type(backbone).__name__} gives no feature maps (timm's forward_intermediates); take another"
+            )
         infos = list(infos)
         self.plain = len({info["reduction"] for info in infos}) == 1
-        self.indices = _taps(len(infos), taps, name) if self.plain else _stages(infos, taps, name)
+        if self.plain:
+            step = min(3, len(infos) // 4)
+            if not step:
+                raise UnsupportedModelError(
+                    f"{type(backbone).__name__} has {len(infos)} blocks, and features are taken from four"
+                )
+            self.indices = [len(infos) - 1 - k * step for k in (3, 2, 1, 0)]
+        else:  # the last map of each scale, from stride 4 on
+            last = {int(info["reduction"]): i for i, info in enumerate(infos)}
+            self.indices = [i for stride, i in sorted(last.items()) if stride >= 4]
         self.dims = [int(infos[i]["num_chs"]) for i in self.indices]
         self.strides = [int(infos[i]["reduction"]) for i in self.indices]
         self.multiple = max(self.strides)
-        self.fixed_size: tuple[int, int] | None = None
         self.backbone: Any = backbone
         backbone.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
         head = getattr(backbone, "head", None)
@@ -66,41 +74,11 @@ class Features(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """[B, 3, H, W] -> [B, D_i, ceil(H / m) m / s_i, ...] for each scale, m being `multiple`."""
-        size = (images.shape[-2], images.shape[-1])
-        if self.fixed_size is not None and size != self.fixed_size:
-            raise EverytokenError(
-                f"{type(self.backbone).__name__} takes images of {_text(self.fixed_size)} pixels only, not "
-                f"{_text(size)}: use windows of that size (mode slide), or a backbone that takes any size"
-            )
-        below, right = -size[0] % self.multiple, -size[1] % self.multiple
+        below, right = -images.shape[-2] % self.multiple, -images.shape[-1] % self.multiple
         if below or right:
             images = F.pad(images, (0, right, 0, below))
         maps = self.backbone.forward_intermediates(images, indices=self.indices, norm=False, intermediates_only=True)
         return [norm(grid) for norm, grid in zip(self.norms, maps, strict=True)]
-
-
-def _text(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
-
-
-def _taps(depth: int, wanted: Sequence[int], name: str) -> list[int]:
-    if wanted:
-        if any(not 0 <= i < depth for i in wanted) or sorted(set(wanted)) != list(wanted):
-            raise EverytokenError(f"taps is {list(wanted)}: {name} has blocks 0 to {depth - 1}; name some in order")
-        return list(wanted)
-    if depth < 4:
-        raise UnsupportedModelError(f"{name} has {depth} blocks, and features are taken from four")
-    step = min(3, depth // 4)
-    return [depth - 1 - k * step for k in (3, 2, 1, 0)]
-
-
-def _stages(infos: Sequence[Mapping[str, Any]], wanted: Sequence[int], name: str) -> list[int]:
-    """The last map of each scale, from stride 4 on."""
-    last = {int(info["reduction"]): i for i, info in enumerate(infos)}
-    indices = [i for stride, i in sorted(last.items()) if stride >= 4]
-    if wanted and list(wanted) != indices:
-        raise EverytokenError(f"taps is for plain transformers; {name} has stages, which are all taken")
-    return indices
 
 
 def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) -> tuple[Features, Description]:
@@ -115,9 +93,12 @@ def build_features(options: BackboneOptions, img_size: int | tuple[int, int]) ->
     check_architecture(name)
     backbone, arguments, any_size = _create(name, arguments, options.drop_path, size)
     config = resolve_data_config({}, model=backbone)
-    features = Features(backbone, options.taps)
+    features = Features(backbone)
     if not any_size and not _takes_any_size(features, size):
-        features.fixed_size = size
+        raise EverytokenError(
+            f"{name} takes images of one size only; take a backbone that takes any size, such as Swin, ConvNeXt, "
+            "ResNet, ViT or LV-ViT"
+        )
     mean, std = config["mean"], config["std"]
     if weights is not None:
         logger.info("weights from %s: %s", weights.source, weights.load(backbone))
@@ -137,10 +118,10 @@ def name_weights(options: BackboneOptions, asked: bool = True) -> BackboneOption
     return replace(options, weights=source, model=model, model_kwargs=arguments)
 
 
-def rebuild_features(info: Description, taps: Sequence[int] = ()) -> Features:
+def rebuild_features(info: Description) -> Features:
     """The backbone of a dense task's weights file, as it was made; its weights are random."""
     arguments = {name: value for name, value in info.arguments.items() if name not in _SIZE_ARGUMENTS}
-    options = BackboneOptions(model=info.architecture, drop_path=0.0, model_kwargs=arguments, taps=tuple(taps))
+    options = BackboneOptions(model=info.architecture, drop_path=0.0, model_kwargs=arguments)
     return build_features(options, info.img_size)[0]
 
 
@@ -161,7 +142,7 @@ def _create(
             problem = str(error)
             continue
         except (RuntimeError, OSError) as error:
-            raise EverytokenError(f"{name} cannot be used at {_text(size)} pixels: {str(error)[:200]}") from error
+            raise EverytokenError(f"{name} cannot be used at {size[0]}x{size[1]} pixels: {str(error)[:200]}") from error
         if drop_path and not depth:
             logger.info("note: %s has no stochastic depth; drop_path is left out", name)
         return backbone, used, len(way) == 2

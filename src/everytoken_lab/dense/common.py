@@ -1,4 +1,4 @@
-"""What segmentation and detection share: datasets of files, batches, weights that describe themselves, task, inference.
+"""What segmentation and detection share: datasets of files, weights that describe themselves, the task, evaluation.
 
 A dense task is a `DenseTask` with its datasets, its network and its score. The weights file holds the whole network and
 a description of it (a subclass of `DenseInfo`), so a trained network is evaluated as its run was validated.
@@ -10,10 +10,11 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.errors import EverytokenError
-from everytoken.files import make_inside, plain_json, write_picture
+from everytoken.files import make_inside, plain_json
 from everytoken.models.weights import load_weights
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, Strings, gather_images, result_stems, split_off
@@ -44,21 +45,21 @@ from everytoken_lab.training.batch_picture import IMAGES, pixels_of
 from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, check_rate, default_output
 
 A = TypeVar("A")
-V = TypeVar("V")
 N = TypeVar("N", bound=nn.Module)
-PICTURES = 8  # of validation images
-SIDE = 360  # of a picture, pixels
+SIDE = 360  # of a picture in batch.jpg, pixels
 SPLITS = {
     "train": ("train", "training", "train2017"),
     "val": ("val", "validation", "valid", "val2017"),
     "test": ("test", "testing", "test2017"),
 }
 
-# -- datasets and batches ---------------------------------------------------------------------------------------------
+# -- datasets ---------------------------------------------------------------------------------------------------------
 
 
 class FileSet(DataSet):
     """Images of a folder (paths below it), whose targets are not one class each."""
+
+    PER_IMAGE: ClassVar[tuple[str, ...]] = ("images", "labels")  # attributes with an entry for each image
 
     def __init__(self, root: Path, images: Sequence[str], class_names: Sequence[str], name: str = "") -> None:
         self.root, self.name = root, name or str(root)
@@ -74,18 +75,22 @@ class FileSet(DataSet):
     def open_bytes(self, i: int) -> bytes:
         return Path(self.where(i)).read_bytes()
 
+    def subset(self, indices: Sequence[int] | np.ndarray) -> Self:
+        """Some of the images, as a dataset of the same kind."""
+        chosen, numbers = copy(self), np.asarray(indices, dtype=np.int64)
+        for name in self.PER_IMAGE:
+            values = getattr(self, name)
+            some = Strings(values[i] for i in numbers) if isinstance(values, Strings) else values[numbers]
+            setattr(chosen, name, some)
+        return chosen
 
-def split_by_name(data: DataSet, split: str, fraction: float) -> DataSet:
-    """The training or the validation images of an undivided dataset. By name alone: the same for every seed."""
-    kept, aside = split_off(data, fraction or DEFAULT_VAL_SPLIT, seed=0)
-    return data.subset(kept if split == "train" else aside)
+    def part(self, split: str, fraction: float) -> Self:
+        """The training or the validation images of an undivided dataset. By name alone: the same for every seed."""
+        kept, aside = split_off(self, fraction or DEFAULT_VAL_SPLIT, seed=0)
+        return self.subset(kept if split == "train" else aside)
 
 
-def whole_set(data: Any, i: int, kind: type[V]) -> tuple[V, int]:
-    """The whole dataset, and the number of sample i in it, of a dataset or of a subset of one."""
-    while not isinstance(data, kind):
-        data, i = data.base, int(data.indices[i])
-    return data, i
+F = TypeVar("F", bound=FileSet)
 
 
 def resized(size: tuple[float, float], short: float, longest: float) -> tuple[int, int]:
@@ -106,7 +111,6 @@ class DenseInfo:
 
     backbone: Description  # img_size is that of training
     class_names: tuple[str, ...]
-    taps: tuple[int, ...]  # blocks of a plain transformer
 
 
 I = TypeVar("I", bound=DenseInfo)  # noqa: E741
@@ -120,35 +124,21 @@ def load_dense(source: str | Path, info_type: type[I], build: Callable[[Features
         raise EverytokenError(f"{path} {info_type.HINT}")
     info = schema.parse(info_type, values, f"{path}, description of the weights")
     Description.from_values(values["backbone"], str(path))  # which checks architecture and arguments
-    model = build(rebuild_features(info.backbone, info.taps), info)
+    model = build(rebuild_features(info.backbone), info)
     report = load_weights(model, path)
     if report.missing or report.left_out:
         raise EverytokenError(f"{path} does not fit the network that it describes:\n{report}")
     return model.eval(), info
 
 
-# -- score ------------------------------------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
 class Score(Generic[A]):
-    """Adds up what the answers for the images of a dataset are worth, and draws the first `pictures` of them."""
-
-    def __init__(self, pictures: int = 0) -> None:
-        self.pictures = pictures
-        self.cards: list[Card] = []
+    """Adds up what the answers for the images of a dataset are worth."""
 
     def add(self, batch: Batch, answer: A) -> None:
-        """The answer for a batch of one image."""
-        self.count(batch, answer)
-        if len(self.cards) < self.pictures:
-            self.cards.append(self.card(batch, answer))
-
-    def count(self, batch: Batch, answer: A) -> None:
-        """Compare an answer with the ground truth."""
-        raise NotImplementedError
-
-    def card(self, batch: Batch, answer: A) -> Card:
-        """Ground truth and answer, side by side."""
+        """Compare the answer for a batch of one image with the ground truth."""
         raise NotImplementedError
 
     def join(self, world: World) -> None:
@@ -159,30 +149,32 @@ class Score(Generic[A]):
         """Numbers by name, in percent, the most important one first; and a row for each class that occurs."""
         raise NotImplementedError
 
-    def save_sheet(self, path: str | Path, subtitle: str) -> None:
-        """The pictures, as a JPEG."""
-        if self.cards:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_picture(Path(path), draw_sheet("Truth and answer", subtitle, self.cards), quality=88)
 
+class DenseStep(nn.Module):
+    """Batch -> loss terms by name, of a network with `losses(images, targets)`."""
 
-# -- training ---------------------------------------------------------------------------------------------------------
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network: Any = network
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        terms: dict[str, Tensor] = self.network.losses(batch.images, batch.targets)
+        return terms
 
 
 class DenseTask(Task):
     """Trains a dense task. Subclasses make readers and network, and say how a network is used and scored.
 
     Args:
-        step: turns a batch into loss terms; its attribute `network_name` is the network that is trained.
+        network: its `losses(images, targets)` are terms by name, of which "loss" is minimised.
         readers: of training and validation images.
     """
 
     command: ClassVar[str]
-    network_name: ClassVar[str]
 
     def __init__(
         self,
-        step: nn.Module,
+        network: nn.Module,
         info: DenseInfo,
         readers: tuple[BatchReader[Any], BatchReader[Any]],
         options: DenseOptions,
@@ -192,8 +184,8 @@ class DenseTask(Task):
         if world.size > 1 and options.run.fsdp:
             raise EverytokenError("fsdp is for classification; leave it out, and every process holds the whole network")
         if world.size > 1 and world.device.type == "cuda":
-            step = convert_sync_batchnorm(step)  # timm's: torch's would drop the activations of timm's norms
-        super().__init__(step, options, world, folder)
+            network = convert_sync_batchnorm(network)  # timm's: torch's would drop the activations of timm's norms
+        super().__init__(DenseStep(network), options, world, folder)
         backbone = replace(info.backbone, amp=options.optim.amp_dtype if options.optim.amp else "")
         self.info = replace(info, backbone=backbone)
         self.train_set, self.val_set = readers[0].data, readers[1].data
@@ -210,7 +202,7 @@ class DenseTask(Task):
         """How validation uses a network: batch of one image -> answer."""
         raise NotImplementedError
 
-    def score(self, pictures: int) -> Score[Any]:
+    def score(self) -> Score[Any]:
         """An empty score for the validation images."""
         raise NotImplementedError
 
@@ -224,7 +216,7 @@ class DenseTask(Task):
 
     @property
     def backbone(self) -> nn.Module:
-        network: Any = getattr(self.module, self.network_name)
+        network: Any = self.module.network
         backbone: nn.Module = network.features.backbone
         return backbone
 
@@ -232,35 +224,21 @@ class DenseTask(Task):
         info = self.info.backbone
         yield from Prefetcher(self.train_loader.epoch(epoch, start), self.world.device, info.mean, info.std)
 
-    def _scored(self, module: nn.Module, pictures: int = 0) -> Score[Any]:
-        """Every validation image exactly once, over all processes."""
-        score, network = self.score(pictures), self.inference(getattr(module, self.network_name))
+    def validate(self, module: nn.Module) -> dict[str, float]:
+        """All numbers, "score" being the most important one; classes.json becomes the table of classes."""
+        score, network = self.score(), self.inference(module.network)
         for batch in watched(self.val_loader.epoch(0), len(self.val_set), self.world):
             with torch.no_grad(), self.autocast():
                 answer = network(batch)
             score.add(batch, answer)
         score.join(self.world)
-        return score
-
-    def validate(self, module: nn.Module) -> dict[str, float]:
-        """All numbers; "score" is the most important one."""
-        numbers, _ = self._scored(module).result()
+        numbers, classes = score.result()
+        self.folder.write("classes.json", plain_json(classes))
         named = {f"val_{name.replace(' ', '_')}": round(value, 4) for name, value in numbers.items()}
         return {"score": max(next(iter(numbers.values())), 0.0), **named}
 
-    def finish(self, module: nn.Module) -> None:
-        """The table of classes and pictures, of a run of one process."""
-        if self.world.size > 1:
-            return
-        score = self._scored(module, PICTURES)
-        numbers, classes = score.result()
-        self.folder.write("classes.json", plain_json(classes))
-        self.folder.log(", ".join(f"{name} {value:.2f}" for name, value in numbers.items() if not value < 0))
-        score.save_sheet(self.folder.path / "pictures.jpg", f"{self.info.backbone.architecture}, validation images")
-
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        prefix = self.network_name + "."
-        return {"": {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}}
+        return {"": {name.removeprefix("network."): value for name, value in state.items()}}
 
     def metadata(self) -> dict[str, str]:
         """What `load_dense` reads."""
@@ -281,8 +259,8 @@ class DenseTask(Task):
 
 
 def open_parts(
-    open_data: Callable[[str, str, Any], DataSet], divided: bool, options: DenseOptions, folder: RunFolder
-) -> tuple[DataSet, DataSet]:
+    open_data: Callable[[str, str, Any], F], divided: bool, options: DenseOptions, folder: RunFolder
+) -> tuple[F, F]:
     """Training and validation images; `divided`: whether the data has a validation part."""
     part: Any = options.dataset
     training, validation = (open_data(options.data, split, part) for split in ("train", "val"))
@@ -367,25 +345,22 @@ def evaluate_dense(
 ) -> Evaluation:
     """One pass over a dataset, an image at a time."""
     bad_images, images, started = BadImages(options.on_bad_image), 0, time.perf_counter()
-    score.pictures = PICTURES if options.pictures else 0
     for batch, answer in answer_images(network, reader, options, info, bad_images):
         score.add(batch, answer)
         images += 1
     speed = {"images": images, "images_per_second": images / (time.perf_counter() - started)}
     numbers, classes = score.result()
-    if options.pictures:
-        score.save_sheet(options.pictures, f"{options.source} on {options.data}")
     return Evaluation({**numbers, **speed}, classes, notes, dict(bad_images.seen))
 
 
 def open_unseen(
     options: EvaluateOptions,
     part: Any,
-    open_data: Callable[[str, str, Any], DataSet],
+    open_data: Callable[[str, str, Any], F],
     divided: bool,
     same: Callable[[Run], bool | None],
     fraction: Callable[[Run], float] = lambda run: run.val_split,
-) -> tuple[DataSet, list[str]]:
+) -> tuple[F, list[str]]:
     """The part of the data that is asked for, and notes; of undivided data, the images that the run held out.
 
     Args:

@@ -33,9 +33,6 @@ class BackboneOptions:
     or hf-hub:USER/NAME. Empty: from scratch."""
     drop_path: Fraction = 0.1
     """Stochastic depth, rising linearly to this rate in the last block."""
-    taps: tuple[int, ...] = ()
-    """Blocks of a plain transformer whose features are used, counted from 0; default: four blocks, every third one up
-    to the last. Detection uses only the last."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
@@ -103,8 +100,6 @@ class EvaluateOptions(SourceOptions):
     """Loader processes."""
     on_bad_image: Literal["raise", "skip"] = "raise"
     """What to do with an image or mask that cannot be read."""
-    pictures: str = ""
-    """Write ground truth and predictions of eight images side by side to this JPEG."""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,13 @@ from typing_extensions import TypedDict
 from everytoken import keyed
 from everytoken.data import placement as pl
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DataError, DataSet, Strings
-from everytoken_lab.data.decode import Picture
+from everytoken_lab.data.datasets import DataError, Strings
+from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.labels import check_relative
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.warp import render
-from everytoken_lab.dense.common import SPLITS, FileSet, resized, split_by_name, whole_set
-from everytoken_lab.dense.detect.masks import AnnotationError, Segmentation, boxes_through, check, encode, through
+from everytoken_lab.dense.common import SPLITS, FileSet, resized
+from everytoken_lab.dense.detect.masks import Segmentation, boxes_through, check, encode, through
 from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 
 CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
@@ -67,6 +67,8 @@ class InstanceSet(FileSet):
         annotations: of each image, JSON of the fields of its objects; "" where there are none.
         notes: what the reader left out, in words.
     """
+
+    PER_IMAGE = (*FileSet.PER_IMAGE, "sizes", "image_ids", "annotations")
 
     def __init__(
         self,
@@ -106,23 +108,25 @@ class InstanceSet(FileSet):
         width, height = self.size(i)
         if picture.size != (width, height):
             hint = " (the image is turned by its EXIF tag)" if picture.size == (height, width) else ""
-            raise AnnotationError(
+            raise ImageError(
                 f"{self.where(i)} is {picture.size[0]} x {picture.size[1]} pixels, and {self.name} says {width} x "
                 f"{height}{hint}. Boxes and masks would be in the wrong place; correct one of the two."
             )
 
     def as_coco(self, samples: Sequence[int], masks: bool) -> dict[str, Any]:
-        """Truth for the COCO evaluator: images `samples`, whose ids become their place in the list (from 1)."""
+        """Truth for the COCO evaluator: images `samples`, with the ids of the file."""
         rows: list[dict[str, Any]] = []
-        for number, i in enumerate(samples, 1):
+        images = []
+        for i in samples:
+            (width, height), image = self.size(i), int(self.image_ids[i])
+            images.append({"id": image, "width": width, "height": height})
             for o in self.objects(i):
                 x0, y0, x1, y1 = o.box
-                row = {"id": len(rows) + 1, "image_id": number, "category_id": o.label + 1, "iscrowd": int(o.crowd)}
+                row = {"id": len(rows) + 1, "image_id": image, "category_id": self.category_ids[o.label]}
                 runs = {"segmentation": self.run_lengths(i, o)} if masks else {}
-                rows.append({**row, "area": o.area, "bbox": [x0, y0, x1 - x0, y1 - y0], **runs})
-        sizes = [self.size(i) for i in samples]
-        images = [{"id": n, "width": width, "height": height} for n, (width, height) in enumerate(sizes, 1)]
-        categories = [{"id": c, "name": name} for c, name in enumerate(self.class_names, 1)]
+                box = [x0, y0, x1 - x0, y1 - y0]
+                rows.append({**row, "iscrowd": int(o.crowd), "area": o.area, "bbox": box, **runs})
+        categories = [{"id": number} for number in self.category_ids]
         return {"info": {}, "images": images, "annotations": rows, "categories": categories}
 
 
@@ -134,7 +138,7 @@ def _inside(box: Sequence[float], width: int, height: int) -> tuple[float, float
 # -- where it lies ----------------------------------------------------------------------------------------------------
 
 
-def open_instances(data: str, split: str, options: CocoOptions | None = None) -> DataSet:
+def open_instances(data: str, split: str, options: CocoOptions | None = None) -> InstanceSet:
     """A part of a dataset.
 
     Args:
@@ -144,7 +148,7 @@ def open_instances(data: str, split: str, options: CocoOptions | None = None) ->
     """
     options = options or CocoOptions()
     if split in ("train", "val") and not divided(data, options):
-        return split_by_name(_read(data, "all", options), split, options.val_split)
+        return _read(data, "all", options).part(split, options.val_split)
     return _read(data, split, options)
 
 
@@ -387,47 +391,35 @@ class _Sample:
 
 
 class ObjectReader(BatchReader[_Sample]):
-    """Images and their objects.
+    """Images and, of an `InstanceSet`, their objects.
 
     Args:
-        seed: None: no randomness. masks: with masks of the objects. truth: with objects at all.
+        seed: None: no randomness. masks: with masks of the objects.
     """
 
     def __init__(
-        self,
-        data: DataSet,
-        transform: DetectTransform,
-        seed: int | None,
-        *,
-        masks: bool = True,
-        truth: bool = True,
-        skip: bool = False,
+        self, data: FileSet, transform: DetectTransform, seed: int | None, masks: bool = False, skip: bool = False
     ) -> None:
         super().__init__(data, skip)
-        self.transform, self.seed = transform, seed
-        self.masks, self.truth = masks and truth, truth
+        self.transform, self.seed, self.masks = transform, seed, masks
 
     def view(self, request: Request, key: str) -> _Sample:
         """Of one image: boxes that have an area in it, and their masks."""
         rng = None if self.seed is None else keyed.generator(self.seed, request.epoch, key, "detect")
-        picture = self.data.picture(request.sample)
+        picture, data = self.data.picture(request.sample), self.data
         pixels, matrix = self.transform(picture, rng)
-        nothing = _Sample(pixels, np.zeros((0, 4)), np.zeros(0, np.int64), [], matrix, picture.size)
-        if not self.truth:
-            return nothing
-        data, i = whole_set(self.data, request.sample, InstanceSet)
-        data.check_size(i, picture)
-        objects = data.trained(i)
-        if not objects:
-            return nothing
+        objects: list[Annotation] = []
+        if isinstance(data, InstanceSet):
+            data.check_size(request.sample, picture)
+            objects = data.trained(request.sample)
         height, width = pixels.shape[:2]
-        boxes = boxes_through(np.array([o.box for o in objects]), matrix).clip(0, [width, height] * 2)
+        boxes = boxes_through(np.array([o.box for o in objects]).reshape(-1, 4), matrix).clip(0, [width, height] * 2)
         inside = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
         objects = [o for o, has_area in zip(objects, inside.tolist(), strict=True) if has_area]
         masks = []
         for o in objects if self.masks else ():
             if o.segmentation is None:
-                raise AnnotationError(
+                raise ImageError(
                     f"{data.name}: annotation {o.id} has no segmentation. With masks off, boxes alone are trained on."
                 )
             masks.append(through(o.segmentation, picture.size, matrix, (height, width)))

@@ -12,7 +12,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from everytoken.data.batch import Batch, normalise
 from everytoken.errors import EverytokenError, need
 from everytoken.files import write_atomically, write_picture
-from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.dense.common import (
     Evaluation,
     Score,
@@ -33,7 +31,6 @@ from everytoken_lab.dense.common import (
     evaluate_dense,
     open_predicted,
     open_unseen,
-    whole_set,
 )
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
@@ -46,14 +43,13 @@ from everytoken_lab.dense.detect.data import (
 )
 from everytoken_lab.dense.detect.masks import compress, tool
 from everytoken_lab.dense.detect.model import Detector, DetectorInfo, load_detector
-from everytoken_lab.dense.detect.options import NEW_RUN, DetectAugment, DetectEval, DetectPredict, FindOptions
-from everytoken_lab.draw import Card, Panel, Row, object_overlay
+from everytoken_lab.dense.detect.options import DetectAugment, DetectEval, DetectPredict, FindOptions
+from everytoken_lab.draw import object_overlay
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.training.options import fill
 
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-SURE = 0.5  # score from which on objects of validation images are drawn
 
 
 @dataclass(frozen=True)
@@ -91,19 +87,16 @@ class Detections:
 
 @dataclass(frozen=True)
 class Inference:
-    """A detector, and how it is used; `find` has nothing left open. mean, std: of the images' normalisation."""
+    """A detector, and how it is used."""
 
     model: Detector
-    find: FindOptions
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    info: DetectorInfo
+    find: FindOptions  # nothing is left open
 
     @staticmethod
     def of(model: Detector, info: DetectorInfo, find: FindOptions | None = None) -> Inference:
         """As the detector was validated, where `find` does not say otherwise."""
-        validated = fill(info.find, NEW_RUN)
-        resolved = fill(find or FindOptions(), asdict(validated))
-        return Inference(model, resolved, info.backbone.mean, info.backbone.std)
+        return Inference(model, info, fill(find or FindOptions(), asdict(info.find)))
 
     @property
     def transform(self) -> DetectTransform:
@@ -112,27 +105,22 @@ class Inference:
         assert self.find.max_size is not None
         return DetectTransform(DetectAugment((self.find.size,), self.find.max_size))
 
-    def on(self, device: torch.device | str) -> Callable[[Batch], Detections]:
-        """Batch of one image, as bytes -> its objects."""
-        return lambda batch: self(batch, device)[0]
-
-    def __call__(self, batch: Batch, device: torch.device | str) -> list[Detections]:
-        """Objects of each image of a batch of bytes."""
+    def __call__(self, batch: Batch) -> Detections:
+        """The objects of a batch of one image, as bytes."""
         objects: Objects = batch.targets
-        images = normalise(batch.images.to(device, non_blocking=True), self.mean, self.std)
-        detections = []
-        answers = self.model.detect(images, objects.sizes, self.find)
-        for answer, matrix, size in zip(answers, objects.matrices, objects.sources, strict=True):
-            boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)
-            scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # images are upright here
-            boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)
-            masks = None
-            if "masks" in answer:
-                pairs = zip(answer["masks"].cpu(), boxes.tolist(), strict=True)
-                masks = [compress(paste(mask, box, size).numpy()) for mask, box in pairs]
-            scores, labels = answer["scores"].cpu().numpy().astype(np.float64), answer["labels"].cpu().numpy() - 1
-            detections.append(Detections(boxes, scores, labels, masks))
-        return detections
+        device, (matrix,), (size,) = next(self.model.parameters()).device, objects.matrices, objects.sources
+        images = batch.images.to(device, non_blocking=True)
+        images = normalise(images, self.info.backbone.mean, self.info.backbone.std)
+        (answer,) = self.model.detect(images, objects.sizes, self.find)
+        boxes = answer["boxes"].float().cpu().numpy().astype(np.float64)
+        scale = np.array([matrix[0, 0], matrix[1, 1]] * 2)  # images are upright here
+        boxes = boxes * scale + np.array([matrix[0, 2], matrix[1, 2]] * 2)
+        masks = None
+        if "masks" in answer:
+            pairs = zip(answer["masks"].cpu(), boxes.tolist(), strict=True)
+            masks = [compress(paste(mask, box, size).numpy()) for mask, box in pairs]
+        scores, labels = answer["scores"].cpu().numpy().astype(np.float64), answer["labels"].cpu().numpy() - 1
+        return Detections(boxes, scores, labels, masks)
 
 
 def paste(mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> torch.Tensor:
@@ -155,55 +143,33 @@ def paste(mask: torch.Tensor, box: Sequence[float], size: tuple[int, int]) -> to
     return whole
 
 
-def truth_of(data: InstanceSet, i: int, masks: bool) -> Detections:
-    """The objects that an image has, as if they had been detected; crowds are left out."""
-    objects = [o for o in data.objects(i) if not o.crowd]
-    runs = [data.run_lengths(i, o) for o in objects] if masks else None
-    boxes = np.array([o.box for o in objects], dtype=np.float64).reshape(-1, 4)
-    return Detections(boxes, np.ones(len(objects)), np.array([o.label for o in objects], dtype=np.int64), runs)
-
-
-def draw_objects(
-    pixels: np.ndarray, detections: Detections, names: Sequence[str], scores: bool = True, side: int = 0
-) -> Image.Image:
-    """Objects over an image uint8 [H, W, 3], with class and score; `side`: see `object_overlay`."""
-    captions = [names[label] for label in detections.labels.tolist()]
-    if scores:
-        captions = [f"{name} {100 * score:.0f}" for name, score in zip(captions, detections.scores, strict=True)]
-    masks = [tool().decode(runs).astype(bool) for runs in detections.masks or ()]
-    return object_overlay(pixels, detections.boxes, captions, masks, side)
-
-
 # -- score ------------------------------------------------------------------------------------------------------------
 
 
 class DetectScore(Score[Detections]):
-    """COCO's average precision; objects with a score of at least `sure` are drawn."""
+    """COCO's average precision."""
 
-    def __init__(self, data: DataSet, pictures: int = 0, sure: float = SURE) -> None:
-        super().__init__(pictures)
-        self.data, self.sure = data, sure
-        self.whole = whole_set(data, 0, InstanceSet)[0]
-        self.detections: dict[int, Detections] = {}  # by number of the image in `whole`
+    def __init__(self, data: InstanceSet) -> None:
+        self.data = data
+        self.detections: dict[int, Detections] = {}  # by number of the image
 
-    def count(self, batch: Batch, answer: Detections) -> None:
+    def add(self, batch: Batch, answer: Detections) -> None:
         assert batch.indices is not None
-        self.detections[whole_set(self.data, int(batch.indices[0]), InstanceSet)[1]] = answer
+        self.detections[int(batch.indices[0])] = answer
 
     def join(self, world: World) -> None:
         self.detections = {k: v for part in world.gather(self.detections) for k, v in part.items()}
 
     def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """AP of masks first, if there are masks."""
-        numbers, classes = coco_scores(self.whole, self.detections)
+        numbers, classes = coco_scores(self.data, self.detections)
         return dict(sorted(numbers.items(), key=lambda item: not item[0].startswith("mask"))), classes
 
-    def card(self, batch: Batch, answer: Detections) -> Card:
-        i, names, side = next(reversed(self.detections)), self.whole.class_names, 480
-        pixels = np.asarray(self.whole.picture(i).upright())
-        truth = draw_objects(pixels, truth_of(self.whole, i, answer.masks is not None), names, scores=False, side=side)
-        shown = draw_objects(pixels, answer.take(answer.scores >= self.sure), names, side=side)
-        return Card(self.whole.key(i), [Row("", [Panel("truth", truth), Panel("answer", shown)])], side=side)
+
+def coco_rows(data: InstanceSet, detections: Mapping[int, Detections]) -> list[dict[str, Any]]:
+    """Detections, by number of the image in `data`, as COCO's result files have them, with the ids of the data."""
+    found = sorted(detections.items())
+    return [row for i, objects in found for row in objects.rows(int(data.image_ids[i]), data.category_ids)]
 
 
 def coco_scores(
@@ -216,18 +182,17 @@ def coco_scores(
         class that occurs: class, objects, and AP and AP50 of boxes and masks.
     """
     api, evaluator = (need(f"pycocotools.{name}", "detect", "everytoken detect") for name in ("coco", "cocoeval"))
-    samples = sorted(detections)
     masks = any(image.masks is not None for image in detections.values())
-    ids = range(1, data.num_classes + 1)
-    rows = [row for number, i in enumerate(samples, 1) for row in detections[i].rows(number, ids)]
+    rows = coco_rows(data, detections)
     numbers: dict[str, float] = {}
     table: dict[int, dict[str, Any]] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # the evaluator talks
         truth = api.COCO()
-        truth.dataset = data.as_coco(samples, masks)
+        truth.dataset = data.as_coco(sorted(detections), masks)
         truth.createIndex()
         counts = Counter(row["category_id"] for row in truth.dataset["annotations"] if not row["iscrowd"])
-        table = {c: {"class": data.class_names[c - 1], "objects": counts[c]} for c in sorted(counts)}
+        names = zip(data.category_ids, data.class_names, strict=True)
+        table = {c: {"class": name, "objects": counts[c]} for c, name in names if counts[c]}
         for kind, what in (("box", "bbox"), ("mask", "segm")) if masks else (("box", "bbox"),):
             numbers |= {f"{kind} {name}": 0.0 for name in NAMES}
             for entry in table.values():
@@ -270,7 +235,7 @@ def class_columns(model_names: Sequence[str], data_names: Sequence[str], where: 
 
 def evaluate(options: DetectEval) -> Evaluation:
     """COCO's average precision of a detector, in percent, and a row for each class that occurs."""
-    device, coco = pick_device(options.device), options.coco
+    coco = options.coco
 
     def same(run: Run) -> bool | None:
         option = "annotations" if run.config.get("annotations") else "data"
@@ -282,48 +247,42 @@ def evaluate(options: DetectEval) -> Evaluation:
     data, notes = open_unseen(options, coco, open_instances, divided(options.data, coco), same, fraction)
     if not len(data):
         raise EverytokenError(f"{options.data} has no images for {options.split!r}")
-    whole, _ = whole_set(data, 0, InstanceSet)
     detector, info = load_detector(options.source)
-    columns = class_columns(info.class_names, whole.class_names, whole.name)
-    notes += whole.notes
-    unknown = sum(c not in columns for c in range(whole.num_classes))
+    columns = class_columns(info.class_names, data.class_names, data.name)
+    notes += data.notes
+    unknown = sum(c not in columns for c in range(data.num_classes))
     if unknown:
-        notes.append(f"{unknown} of the {whole.num_classes} categories of the data are unknown to the detector")
-    inference = Inference.of(detector.to(device), info, options.find)
-    network = inference.on(device)
-    reader = ObjectReader(data, inference.transform, None, masks=False, skip=options.on_bad_image == "skip")
-    score = DetectScore(data, sure=options.sure)
-    evaluation = evaluate_dense(
-        options, lambda batch: network(batch).relabel(columns), reader, score, info.backbone, notes
-    )
+        notes.append(f"{unknown} of the {data.num_classes} categories of the data are unknown to the detector")
+    network = Inference.of(detector.to(pick_device(options.device)), info, options.find)
+    reader = ObjectReader(data, network.transform, None, skip=options.on_bad_image == "skip")
+    score = DetectScore(data)
+    result = evaluate_dense(options, lambda batch: network(batch).relabel(columns), reader, score, info.backbone, notes)
     if options.results:
-        found = sorted(score.detections.items())
-        rows = [row for i, objects in found for row in objects.rows(int(whole.image_ids[i]), whole.category_ids)]
         Path(options.results).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(options.results), json.dumps(rows).encode())
-    return evaluation
+        write_atomically(Path(options.results), json.dumps(coco_rows(data, score.detections)).encode())
+    return result
 
 
-def predict(options: DetectPredict) -> tuple[list[dict[str, Any]], list[str]]:
+def predict(options: DetectPredict) -> list[dict[str, Any]]:
     """Objects of images: a picture of each, and predictions.json, written to a folder; never over an image.
 
     Returns:
-        A row for each image (file, and how many objects of which class), and notes for the user.
+        A row for each image: file, and how many objects of which class.
     """
-    device = pick_device(options.device)
     images, place = open_predicted(options, (".objects.jpg",))
     detector, info = load_detector(options.source)
-    names = list(info.class_names)
-    inference = Inference.of(detector.to(device), info, options.find)
+    network = Inference.of(detector.to(pick_device(options.device)), info, options.find)
     rows: list[dict[str, Any]] = []
     objects: list[dict[str, Any]] = []
-    reader = ObjectReader(images, inference.transform, None, truth=False)
-    for batch, answer in answer_images(inference.on(device), reader, options, info.backbone):
+    for batch, answer in answer_images(network, ObjectReader(images, network.transform, None), options, info.backbone):
         assert batch.indices is not None
         key, shown = batch.keys[0], answer.take(answer.scores >= options.sure)
-        picture = draw_objects(np.asarray(images.picture(int(batch.indices[0])).upright()), shown, names)
-        write_picture(place(key, ".objects.jpg"), picture, quality=90)
-        objects += answer.rows(key, names)
-        rows.append({"image": key, **dict(Counter(names[label] for label in shown.labels.tolist()).most_common())})
+        names = [info.class_names[label] for label in shown.labels.tolist()]
+        captions = [f"{name} {100 * score:.0f}" for name, score in zip(names, shown.scores, strict=True)]
+        masks = [tool().decode(runs).astype(bool) for runs in shown.masks or ()]
+        pixels = np.asarray(images.picture(int(batch.indices[0])).upright())
+        write_picture(place(key, ".objects.jpg"), object_overlay(pixels, shown.boxes, captions, masks), quality=90)
+        objects += answer.rows(key, info.class_names)
+        rows.append({"image": key, **dict(Counter(names).most_common())})
     write_atomically(Path(options.out) / "predictions.json", json.dumps(objects).encode())
-    return rows, []
+    return rows

@@ -27,10 +27,6 @@ class _RunLengths(TypedDict):
     counts: str | list[int]
 
 
-class AnnotationError(ImageError):
-    """An annotation cannot be used; the message names file and annotation and says why."""
-
-
 def tool() -> Any:
     """pycocotools' mask functions."""
     return need("pycocotools.mask", "detect", "everytoken detect")
@@ -44,23 +40,23 @@ def check(segmentation: Any, size: tuple[int, int], where: str) -> Segmentation 
     if isinstance(segmentation, dict):
         runs = schema.parse(_RunLengths, segmentation, f"{where}: segmentation")
         if runs["size"] != [size[1], size[0]]:
-            raise AnnotationError(
+            raise ImageError(
                 f"{where}: its mask is {' x '.join(map(str, runs['size'][::-1]))} pixels and its image is {size[0]} x "
                 f"{size[1]}. Both must have the same size."
             )
         counts = runs["counts"]
         lengths = _unpack(counts, where) if isinstance(counts, str) else np.array(counts, dtype=np.float64)
         if (lengths < 0).any() or lengths.sum() != size[0] * size[1]:
-            raise AnnotationError(
+            raise ImageError(
                 f"{where}: its run lengths add up to {lengths.sum():.0f} pixels and its image has {size[0] * size[1]}."
             )
         return {"size": runs["size"], "counts": counts}
     if not isinstance(segmentation, list):
-        raise AnnotationError(f"{where}: a segmentation is a list of polygons or run lengths, not {segmentation!r:.60}")
+        raise ImageError(f"{where}: a segmentation is a list of polygons or run lengths, not {segmentation!r:.60}")
     polygons = schema.parse(list[list[float]], segmentation, f"{where}: segmentation")
     for polygon in polygons:
         if len(polygon) % 2 or not (np.abs(polygon) < _FARTHEST).all():
-            raise AnnotationError(
+            raise ImageError(
                 f"{where}: a polygon is a list of x, y, x, y, ... in pixels; this one has {len(polygon)} numbers, from "
                 f"{min(polygon)} to {max(polygon)}"
             )
@@ -72,20 +68,22 @@ def _unpack(text: str, where: str) -> np.ndarray:
 
     pycocotools trusts such text: it decodes an empty one to whatever is in memory.
     """
-    codes = np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8).astype(np.int64) - 48
-    last = np.flatnonzero(codes & 32 == 0)  # characters at which a number ends
-    starts = np.concatenate([[0], last[:-1] + 1])
-    if not len(codes) or not len(last) or last[-1] != len(codes) - 1 or (codes < 0).any() or (codes > 63).any():
-        raise AnnotationError(f"{where}: its run lengths are damaged ({text[:20]!r})")
-    digits = last - starts + 1
-    if digits.max() > 7:  # more than 2 ** 34 pixels
-        raise AnnotationError(f"{where}: its run lengths are damaged ({text[:20]!r})")
-    places = np.arange(len(codes)) - np.repeat(starts, digits)
-    values = np.add.reduceat((codes & 31) << (5 * places), starts)
-    values -= np.where(codes[last] & 16, np.int64(1) << (5 * digits), 0)
-    values[1::2] = values[1::2].cumsum()
-    values[2::2] = values[2::2].cumsum()
-    return values
+    lengths: list[int] = []
+    value = shift = 0
+    for code in text.encode("ascii", "replace"):
+        code -= 48
+        if not 0 <= code <= 63 or shift > 30:  # more than 2 ** 34 pixels
+            break
+        value |= (code & 31) << shift
+        shift += 5
+        if not code & 32:  # the number ends here; bit 4 is its sign
+            value -= (code & 16) << (shift - 4)
+            lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
+            value = shift = 0
+    else:
+        if lengths and not shift:
+            return np.array(lengths)
+    raise ImageError(f"{where}: its run lengths are damaged ({text[:20]!r})")
 
 
 def encode(segmentation: Segmentation, size: tuple[int, int]) -> dict[str, Any]:

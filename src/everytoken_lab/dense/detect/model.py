@@ -1,8 +1,8 @@
 """The detector: backbone, pyramid, proposals, and the heads of Mask R-CNN or Cascade Mask R-CNN.
 
-Backbones with stages (Swin, ConvNeXt, ResNet) get a feature pyramid (Lin et al. 2017); plain transformers a simple one
-from their last map (Li et al. 2022, section 3). Levels at strides 4 to 32 feed the heads; one more, at 64, is for
-proposals only. The papers' models come out with the parameters of their tables; tests count them.
+Backbones with stages (Swin, ConvNeXt, ResNet) get a feature pyramid (Lin et al. 2017). Levels at strides 4 to 32 feed
+the heads; one more, at 64, is for proposals only. The papers' models come out with the parameters of their tables;
+tests count them.
 
 Cai and Vasconcelos 2018 (Cascade R-CNN, section 4): stage t looks at the boxes that stage t - 1 refined, is trained on
 proposals that overlap an object by IoU 0.5, 0.6, 0.7, and regresses with finer steps. Mask R-CNN (He et al. 2017) is
@@ -13,8 +13,9 @@ Between the stages of a training step, the sampled regions are refined and sampl
 every stage's proposals, are not passed on. With boxes per class, a region is refined with the box of its true class, or
 of its likeliest class if it has none. No gradient flows through the refined boxes.
 
-Matching, RoIAlign, losses and initial weights are those of mmdet and of Swin's detectors; docs/detect.md lists what is
-not. What is computed from box coordinates stays in float32 under mixed precision.
+The loss is the sum of all terms: objectness and anchor boxes of the proposals, and class, box and mask of each stage
+with the stage's weight. Matching, RoIAlign, losses and initial weights are those of mmdet and of Swin's detectors;
+docs/detect.md lists what is not. What is computed from box coordinates stays in float32 under mixed precision.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torchvision.models.detection import _utils as parts
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, TwoMLPHead
@@ -47,8 +47,7 @@ from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
 from everytoken_lab.dense.detect.data import Objects
-from everytoken_lab.dense.detect.options import NEW_RUN, DetectorOptions, FindOptions
-from everytoken_lab.training.options import BackboneOptions, fill
+from everytoken_lab.dense.detect.options import DetectOptions, DetectorOptions, FindOptions
 
 IOUS = (0.5, 0.6, 0.7)
 DEVIATIONS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
@@ -390,59 +389,23 @@ def _start_xavier(module: nn.Module, kind: type[nn.Module]) -> None:
 # -- the detector ------------------------------------------------------------------------------------------------------
 
 
-class SimplePyramid(nn.Module):
-    """Four levels with `out` channels from the last map: strides 1/4, 1/2, 1 and 2 times its own."""
-
-    def __init__(self, dims: Sequence[int], strides: Sequence[int], out: int = 256) -> None:
-        super().__init__()
-        dim, stride = dims[-1], strides[-1]
-        self.strides = [stride // 4, stride // 2, stride, stride * 2]
-        half, quarter = dim // 2, dim // 4
-        up = [nn.ConvTranspose2d(dim, half, 2, 2), LayerNorm2d(half), nn.GELU()]
-        scales: list[tuple[list[nn.Module], int]] = [
-            ([*up, nn.ConvTranspose2d(half, quarter, 2, 2)], quarter),
-            ([nn.ConvTranspose2d(dim, half, 2, 2)], half),
-            ([], dim),
-            ([nn.MaxPool2d(2, 2)], dim),
-        ]
-        self.levels = nn.ModuleList()
-        for scale, width in scales:
-            first, second = nn.Conv2d(width, out, 1, bias=False), nn.Conv2d(out, out, 3, padding=1, bias=False)
-            self.levels.append(nn.Sequential(*scale, first, LayerNorm2d(out), second, LayerNorm2d(out)))
-
-    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """[..., [B, D, h, w]] -> [B, out, 4h, 4w], [B, out, 2h, 2w], [B, out, h, w], [B, out, h/2, w/2]"""
-        return [level(maps[-1]) for level in self.levels]
-
-
 class Detector(nn.Module):
     """Images -> objects."""
 
     def __init__(self, features: Features, options: DetectorOptions, classes: int) -> None:
         super().__init__()
-        name = type(features.backbone).__name__
-        if features.fixed_size is not None:
+        if features.strides != STRIDES:
             raise EverytokenError(
-                f"{name} takes images of one size only, and detection feeds images of many; take a backbone that takes "
-                "any size, such as Swin, ConvNeXt, ResNet, ViT or LV-ViT"
+                f"{type(features.backbone).__name__} gives feature maps at strides {features.strides}, and a detector "
+                f"needs {STRIDES}: take a network with stages at these strides, such as Swin, ConvNeXt or ResNet"
             )
         options = _resolved(options)
         self.features, self.options = features, options
         channels, cascade = options.channels, options.detector == "cascade"
-        if features.plain:
-            self.pyramid: nn.Module = SimplePyramid(features.dims, features.strides, channels)
-            strides: list[int] = self.pyramid.strides
-        else:
-            self.pyramid = FeaturePyramidNetwork(features.dims, channels)
-            _start_xavier(self.pyramid, nn.Conv2d)
-            strides = features.strides
-        if strides != STRIDES:
-            raise EverytokenError(
-                f"{name} gives feature maps at strides {strides}, and the detector wants {STRIDES}: take a transformer "
-                "with patches of 16 pixels, or a network with stages at these strides"
-            )
+        self.pyramid = FeaturePyramidNetwork(features.dims, channels)
+        _start_xavier(self.pyramid, nn.Conv2d)
         after = {"training": options.proposals, "testing": min(options.proposals, 1000)}
-        anchors = Anchors([*strides, 64], options.anchor_scale)
+        anchors = Anchors([*STRIDES, 64], options.anchor_scale)
         head = ProposalHead(channels, len(RATIOS))
         self.rpn = Proposals(anchors, head, _BEFORE_NMS, after, inside=cascade, beta=1 / 9 if cascade else 0)
         self.heads = CascadeHeads(classes, options)
@@ -459,28 +422,25 @@ class Detector(nn.Module):
     def levels(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Levels of the pyramid, and the images, padded to whole cells of the coarsest stage."""
         images = F.pad(images, (0, -images.shape[-1] % STRIDES[-1], 0, -images.shape[-2] % STRIDES[-1]))
-        maps = self.features(images)
-        if self.features.plain:
-            levels = dict(zip(LEVELS, self.pyramid(maps), strict=True))
-        else:
-            levels = dict(self.pyramid(dict(zip(LEVELS, maps, strict=True))))
+        levels = dict(self.pyramid(dict(zip(LEVELS, self.features(images), strict=True))))
         levels["pool"] = F.max_pool2d(levels[LEVELS[-1]], 1, 2)
         return levels, images
 
     def losses(self, images: Tensor, objects: Objects) -> dict[str, Tensor]:
-        """Loss terms by name: objectness and anchor (of the proposals), and those of the heads."""
+        """Terms by name: objectness and anchor (of the proposals), those of the heads, and "loss", their sum."""
         levels, images = self.levels(images)
         truth, sizes = objects.per_image(), list(objects.sizes)
         proposals, terms = self.rpn(ImageList(images, sizes), levels, truth)
         heads = self.heads.losses(levels, proposals, sizes, truth)
-        return {"objectness": terms["loss_objectness"], "anchor": terms["loss_rpn_box_reg"], **heads}
+        terms = {"objectness": terms["loss_objectness"], "anchor": terms["loss_rpn_box_reg"], **heads}
+        return {"loss": torch.stack(list(terms.values())).sum(), **terms}
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Sequence[Size], find: FindOptions) -> list[dict[str, Tensor]]:
         """Objects of normalised images [B, 3, H, W], each of its (height, width); see `CascadeHeads.detect`."""
         levels, images = self.levels(images)
         proposals, _ = self.rpn(ImageList(images, list(sizes)), levels)
-        return self.heads.detect(levels, proposals, sizes, fill(find, NEW_RUN))
+        return self.heads.detect(levels, proposals, sizes, find)
 
 
 def _resolved(options: DetectorOptions) -> DetectorOptions:
@@ -508,18 +468,12 @@ class DetectorInfo(DenseInfo):
     find: FindOptions
 
 
-def build_detector(
-    backbone: BackboneOptions,
-    options: DetectorOptions,
-    size: int,
-    class_names: tuple[str, ...],
-    find: FindOptions | None = None,
-) -> tuple[Detector, DetectorInfo]:
-    """A detector to be trained, its backbone with the weights that the options name and embeddings for `size`."""
-    features, info = build_features(backbone, -(-size // STRIDES[-1]) * STRIDES[-1])
-    model = Detector(features, options, len(class_names))
-    taps = tuple(features.indices) if features.plain else ()
-    return model, DetectorInfo(info, class_names, taps, options, find or FindOptions())
+def build_detector(options: DetectOptions, class_names: tuple[str, ...]) -> tuple[Detector, DetectorInfo]:
+    """A detector to be trained, its backbone with the weights that the options name."""
+    size = -(-options.augment.sizes[-1] // STRIDES[-1]) * STRIDES[-1]  # for which embeddings are made
+    features, info = build_features(options.model, size)
+    model = Detector(features, options.detector, len(class_names))
+    return model, DetectorInfo(info, class_names, options.detector, options.find)
 
 
 def load_detector(source: str | Path) -> tuple[Detector, DetectorInfo]:

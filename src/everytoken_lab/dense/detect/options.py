@@ -117,8 +117,6 @@ class DetectEval(EvaluateOptions):
 
     coco: tyro.conf.OmitArgPrefixes[CocoOptions] = field(default_factory=CocoOptions)
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)
-    sure: float = 0.5
-    """Draw objects with at least this score."""
     results: str = ""
     """Write all objects to this file, in COCO's results format."""
 

@@ -19,10 +19,10 @@ import torch
 
 from everytoken import keyed
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DataError, DataSet, Strings, is_image
+from everytoken_lab.data.datasets import DataError, Strings, is_image
 from everytoken_lab.data.decode import ImageError, naming_errors, open_image
 from everytoken_lab.data.loader import BatchReader, Request
-from everytoken_lab.dense.common import SPLITS, FileSet, split_by_name, whole_set
+from everytoken_lab.dense.common import SPLITS, FileSet
 from everytoken_lab.dense.segment.augment import SegmentTransform
 from everytoken_lab.dense.segment.options import MaskOptions
 
@@ -33,10 +33,6 @@ _MOST_CLASSES = 32767  # of int16
 ADE20K = "objectInfo150.txt"  # its class file
 
 
-class MaskError(ImageError):
-    """A mask cannot be used; the message names it and says why."""
-
-
 class MaskSet(FileSet):
     """Images of a folder and their masks.
 
@@ -44,6 +40,8 @@ class MaskSet(FileSet):
         root: the folder; images, masks: paths below it, one of each per sample.
         classes: value in a mask -> name of the class, in order; the values in `ignored` are no class.
     """
+
+    PER_IMAGE = (*FileSet.PER_IMAGE, "masks")
 
     def __init__(
         self,
@@ -55,13 +53,6 @@ class MaskSet(FileSet):
     ) -> None:
         super().__init__(root, images, list(classes.values()))
         self.masks, self.values, self.ignored = Strings(masks), sorted(classes), tuple(ignored)
-        for value in (*classes, *ignored):
-            if not 0 <= value < _VALUES:
-                raise DataError(
-                    f"{root}: {value} cannot be the value of a class or an ignored value; masks have 0 to {_VALUES - 1}"
-                )
-        if len(classes) > _MOST_CLASSES:
-            raise DataError(f"{root} has {len(classes)} classes; there can be at most {_MOST_CLASSES}")
         self.table = np.full(_VALUES, _UNKNOWN, dtype=np.int16)
         self.table[list(ignored)] = IGNORED
         self.table[list(classes)] = range(len(classes))
@@ -72,21 +63,16 @@ class MaskSet(FileSet):
         stored = _read_mask(where)
         if size is not None and stored.shape[1::-1] != size:
             hint = " (the image is turned by its EXIF tag)" if stored.shape[:2] == size else ""
-            raise MaskError(
+            raise ImageError(
                 f"{where}: the mask is {stored.shape[1]} x {stored.shape[0]} pixels and its image {self.where(i)} is "
                 f"{size[0]} x {size[1]}{hint}. Both must have the same size."
-            )
-        if stored.ndim != 2:
-            raise MaskError(
-                f"{where}: the mask is a colour picture. A mask has one channel, whose values are classes (an 8-bit "
-                "grey, palette or 16-bit PNG)."
             )
         indices = stored if stored.dtype == np.uint8 else stored.clip(0, _VALUES - 1)
         classes = self.table[indices]
         wrong = (classes == _UNKNOWN) | (stored != indices)
         if wrong.any():
             y, x = (int(v[0]) for v in np.nonzero(wrong))
-            raise MaskError(
+            raise ImageError(
                 f"{where}: value {int(stored[y, x])} (first at x {x}, y {y}; {int(wrong.sum())} pixels are wrong) is "
                 f"no class: the {len(self.values)} classes have values {self.values[0]} to {self.values[-1]}, and "
                 f"{', '.join(map(str, self.ignored)) or 'nothing'} is ignored. Add it to the class file, or to "
@@ -96,20 +82,16 @@ class MaskSet(FileSet):
 
 
 def _read_mask(path: Path) -> np.ndarray:
-    """A mask file as it is: [H, W] or [H, W, 3]."""
-    try:
-        with open_image(path, str(path)) as image:
-            if image.mode not in ("L", "P", "1", "I", "RGB") and not image.mode.startswith("I;16"):
-                raise MaskError(f"{path}: a mask has one channel of whole numbers, and this is of mode {image.mode}.")
-            with naming_errors(str(path)):
-                pixels = np.asarray(image)
-    except MaskError:
-        raise
-    except ImageError as error:
-        raise MaskError(f"the mask cannot be read: {error}") from error
-    if pixels.dtype == bool:
-        return pixels.astype(np.uint8)
-    return pixels if pixels.dtype == np.uint8 else pixels.astype(np.int64)
+    """A mask file as it is: uint8 or int64 [H, W]."""
+    with open_image(path, str(path)) as image:
+        if image.mode not in ("L", "P", "1", "I") and not image.mode.startswith("I;16"):
+            raise ImageError(
+                f"{path}: a mask has one channel, whose values are classes (an 8-bit grey, palette or 16-bit PNG); "
+                f"this one is of mode {image.mode}."
+            )
+        with naming_errors(str(path)):
+            pixels = np.asarray(image)
+    return pixels.astype(np.uint8 if pixels.dtype in (bool, np.uint8) else np.int64)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -119,30 +101,23 @@ MaskSample = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class MaskReader(BatchReader[MaskSample]):
-    """Images and their masks.
+    """Images and, of a `MaskSet`, their masks.
 
     Args:
         transform: random crops, keyed by (seed, epoch, key); None: whole images at their own size, one per batch.
-        masks: whether there are any.
     """
 
     def __init__(
-        self,
-        data: DataSet,
-        transform: SegmentTransform | None = None,
-        seed: int = 0,
-        skip: bool = False,
-        masks: bool = True,
+        self, data: FileSet, transform: SegmentTransform | None = None, seed: int = 0, skip: bool = False
     ) -> None:
         super().__init__(data, skip)
-        self.transform, self.seed, self.masks = transform, seed, masks
+        self.transform, self.seed = transform, seed
 
     def view(self, request: Request, key: str) -> MaskSample:
         picture = self.data.picture(request.sample)
         mask = np.zeros((1, 1), np.int16)
-        if self.masks:
-            data, i = whole_set(self.data, request.sample, MaskSet)
-            mask = data.mask(i, picture.size)
+        if isinstance(self.data, MaskSet):
+            mask = self.data.mask(request.sample, picture.size)
         if self.transform is None:
             return np.asarray(picture.upright()), mask, np.array([[1.0, 0, 0], [0, 1, 0]])
         return self.transform(picture, mask, keyed.generator(self.seed, request.epoch, key, "segment"))
@@ -158,39 +133,29 @@ class MaskReader(BatchReader[MaskSample]):
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def open_masks(data: str, split: str, options: MaskOptions | None = None) -> DataSet:
+def open_masks(data: str, split: str, options: MaskOptions | None = None) -> MaskSet:
     """A part of a dataset with masks.
 
     Args:
         split: "train", "val", "test", or "all": everything. Without a validation part, "train" and "val" divide the
             images by their names (`val_split`).
     """
-    options = options or MaskOptions()
-    opened: DataSet | None
-    if split in ("train", "val") and not divided(data):
-        # of images for training and testing, those for training; without any parts, all
-        whole = _read(data, "train", options) or _read(data, "all", options)
-        opened = None if whole is None else split_by_name(whole, split, options.val_split)
-    else:
-        opened = _read(data, split, options)
-    if opened is None:
-        what = f"{split!r} part" if _pair(Path(data), "all") else "folders images/ and masks/ (or annotations/)"
+    root, options = Path(data), options or MaskOptions()
+    if not root.is_dir():
+        raise DataError(f"{data} is not a folder; segmentation needs a folder of images and masks")
+    divide = split in ("train", "val") and not divided(data)
+    # of images for training and testing, those for training; without any parts, all
+    pair = _pair(root, "train") or _pair(root, "all") if divide else _pair(root, split)
+    if pair is None:
+        what = f"{split!r} part" if _pair(root, "all") else "folders images/ and masks/ (or annotations/)"
         raise DataError(f"{data} has no {what}; docs/segment.md says how folders are laid out")
-    return opened
+    opened = _read_pair(root, *pair, options)
+    return opened.part(split, options.val_split) if divide else opened
 
 
 def divided(data: str) -> bool:
     """Whether the data has a validation part."""
     return _pair(Path(data), "val") is not None
-
-
-def _read(data: str, split: str, options: MaskOptions) -> MaskSet | None:
-    """A part of the data, None if it is not there."""
-    root = Path(data)
-    if not root.is_dir():
-        raise DataError(f"{data} is not a folder; segmentation needs a folder of images and masks")
-    pair = _pair(root, split)
-    return _read_pair(root, *pair, options) if pair else None
 
 
 def _pair(root: Path, split: str) -> tuple[Path, Path] | None:
@@ -219,6 +184,8 @@ def _read_pair(root: Path, images: Path, masks: Path, options: MaskOptions) -> M
     classes = read_classes(_class_file(root, options, int(reduce)), int(reduce))
     ignored = tuple(dict.fromkeys((*options.ignore_index, *((0,) if reduce else ()))))
     for value in ignored:
+        if not 0 <= value < _VALUES:
+            raise DataError(f"ignore_index has {value}; the values of a mask are 0 to {_VALUES - 1}")
         if value in classes:
             raise DataError(
                 f"value {value} is the class {classes[value]!r} and is also ignored (ignore_index, "
@@ -273,6 +240,6 @@ def read_classes(path: Path, first: int = 0) -> dict[int, str]:
                 'like {"0": "sky"}'
             )
         names[int(value)] = name
-    if not names:
-        raise DataError(f"{path} names no classes")
+    if not 0 < len(names) <= _MOST_CLASSES:
+        raise DataError(f"{path} names {len(names)} classes; there can be 1 to {_MOST_CLASSES}")
     return dict(sorted(names.items()))

@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from everytoken.data.batch import Batch, normalise
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
-from everytoken_lab.classes import exact_lookup, map_to_dataset, mapped_names
+from everytoken_lab.classes import exact_lookup
 from everytoken_lab.dense.common import (
-    SIDE,
     Evaluation,
     Score,
     answer_images,
@@ -35,18 +33,11 @@ from everytoken_lab.dense.common import (
 )
 from everytoken_lab.dense.segment.augment import LONGEST
 from everytoken_lab.dense.segment.data import MaskReader, divided, open_masks
-from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, TokenSegmenter, load_segmenter, resize
-from everytoken_lab.dense.segment.options import (
-    NEW_RUN,
-    EvalOptions,
-    InferOptions,
-    SegmenterOptions,
-    SegmentEval,
-    SegmentPredict,
-)
-from everytoken_lab.draw import Card, Panel, Row, fit_photo, mask_legend, mask_overlay, palette_image
+from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
+from everytoken_lab.dense.segment.options import EvalOptions, SegmenterOptions, SegmentEval, SegmentPredict
+from everytoken_lab.draw import mask_overlay, palette_image
 from everytoken_lab.engine.distributed import World, pick_device
-from everytoken_lab.models.open import Description, find_weights, open_model
+from everytoken_lab.models.open import find_weights
 from everytoken_lab.training.options import fill
 
 Network = Callable[[Tensor], Tensor]
@@ -56,42 +47,35 @@ _CHUNK = 2**26  # numbers that are interpolated together
 
 @dataclass(frozen=True)
 class Inference:
-    """How a network, images [B, 3, H, W] -> logits [B, K, H, W], is used.
+    """A segmenter, and how it is used."""
 
-    Attributes:
-        short: length of the short side at scale 1. window: side of the windows.
-        fixed: the network takes windows of exactly this size; smaller images are padded.
-        columns: of the network's classes, those wanted, in this order; None: all.
-    """
+    network: Segmenter
+    info: SegmenterInfo
+    options: EvalOptions  # nothing is left open
+    columns: Tensor | None = None  # of the network's classes, those wanted, in this order; None: all
 
-    network: Network
-    short: int
-    window: int
-    mean: Sequence[float]
-    std: Sequence[float]
-    options: EvalOptions
-    fixed: bool = False
-    columns: Tensor | None = None
+    @staticmethod
+    def of(network: Segmenter, info: SegmenterInfo, options: EvalOptions | None = None) -> Inference:
+        """As the segmenter was validated, where `options` do not say otherwise."""
+        return Inference(network, info, fill(options or EvalOptions(), asdict(info.evaluation)))
 
     @torch.no_grad()
-    def __call__(self, image: Tensor) -> Tensor:
-        """uint8 [1, 3, H, W] -> int64 [H, W] of classes."""
-        return best_class(self.scores(image), (image.shape[-2], image.shape[-1]))
-
-    def on(self, device: torch.device | str) -> Callable[[Batch], Tensor]:
-        """Batch of one image -> int64 [H, W] on the CPU."""
-        return lambda batch: self(batch.images.to(device, non_blocking=True)).cpu()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Batch of one image as bytes -> int64 [H, W] of classes, on the CPU."""
+        scores = self.scores(batch.images.to(next(self.network.parameters()).device, non_blocking=True))
+        return best_class(scores, (batch.images.shape[-2], batch.images.shape[-1])).cpu()
 
     @torch.no_grad()
     def scores(self, image: Tensor) -> Tensor:
-        """[1, K, h, w] at scale 1: logits of a single pass, else mean probabilities."""
-        width, height = resized((image.shape[-1], image.shape[-2]), self.short, LONGEST * self.short)
-        options = fill(self.options, NEW_RUN)
+        """uint8 [1, 3, H, W] -> [1, K, h, w] at scale 1: logits of a single pass, else mean probabilities."""
+        options, info = self.options, self.info
+        short = info.resize or info.backbone.img_size[0]
+        width, height = resized((image.shape[-1], image.shape[-2]), short, LONGEST * short)
         many = len(options.scales) > 1 or options.flip
         total: Tensor | None = None
         for scale in options.scales:
             at = (max(round(height * scale), 1), max(round(width * scale), 1))
-            pixels = normalise(_resized_bytes(image, at), self.mean, self.std)
+            pixels = normalise(_resized_bytes(image, at), info.backbone.mean, info.backbone.std)
             for mirrored in (False, True) if options.flip else (False,):
                 logits = self._logits(pixels.flip(-1) if mirrored else pixels)
                 logits = logits.flip(-1) if mirrored else logits
@@ -103,7 +87,8 @@ class Inference:
 
     def _logits(self, images: Tensor) -> Tensor:
         if self.options.mode == "slide":
-            out = slide(self.network, images, self.window, self.options.stride or -(-2 * self.window // 3), self.fixed)
+            window = self.info.backbone.img_size[0]
+            out = slide(self.network, images, window, self.options.stride or -(-2 * window // 3))
         else:
             out = self.network(images)
         out = out.float()
@@ -124,14 +109,8 @@ def starts(length: int, window: int, stride: int) -> list[int]:
     return [*range(0, last, stride), last]
 
 
-def slide(network: Network, images: Tensor, window: int, stride: int, fixed: bool = False) -> Tensor:
-    """The mean of the logits of overlapping windows. [1, 3, H, W] -> [1, K, H, W].
-
-    Images that are smaller than a window are padded if `fixed`; otherwise the window shrinks.
-    """
-    height, width = images.shape[-2:]
-    if fixed:
-        images = F.pad(images, (0, max(window - width, 0), 0, max(window - height, 0)))
+def slide(network: Network, images: Tensor, window: int, stride: int) -> Tensor:
+    """The mean of the logits of overlapping windows, at most as large as the image. [1, 3, H, W] -> [1, K, H, W]"""
     rows, columns = images.shape[-2:]
     h, w = min(rows, window), min(columns, window)
     places = [(y, x) for y in starts(rows, window, stride) for x in starts(columns, window, stride)]
@@ -146,7 +125,7 @@ def slide(network: Network, images: Tensor, window: int, stride: int, fixed: boo
             total[..., y : y + h, x : x + w] += logits[k]
             count[..., y : y + h, x : x + w] += 1
     assert total is not None
-    return (total / count)[..., :height, :width]
+    return total / count
 
 
 def best_class(scores: Tensor, size: tuple[int, int]) -> Tensor:
@@ -165,15 +144,6 @@ def best_class(scores: Tensor, size: tuple[int, int]) -> Tensor:
     return index
 
 
-def segmenter_inference(model: Segmenter, info: SegmenterInfo, options: InferOptions | None = None) -> Inference:
-    """How a segmenter is used: as it was validated, where `options` do not say otherwise."""
-    resolved = fill(options or InferOptions(), asdict(info.evaluation))
-    window, fixed = info.backbone.img_size[0], model.features.fixed_size is not None
-    if fixed:
-        resolved = replace(resolved, mode="slide")
-    return Inference(model, resolved.resize or window, window, info.backbone.mean, info.backbone.std, resolved, fixed)
-
-
 class SegmentScore(Score[Tensor]):
     """mIoU, mAcc and aAcc from one confusion matrix over the whole set, int64 [K, K] of (truth, prediction).
 
@@ -181,15 +151,14 @@ class SegmentScore(Score[Tensor]):
     are means over the classes that occur (in truth or prediction; in truth). Ignored pixels are not counted.
     """
 
-    def __init__(self, class_names: Sequence[str], pictures: int = 0) -> None:
-        super().__init__(pictures)
+    def __init__(self, class_names: Sequence[str]) -> None:
         self.class_names = class_names
         self.counts = torch.zeros(len(class_names), len(class_names), dtype=torch.int64)
 
-    def count(self, batch: Batch, answer: Tensor) -> None:
-        self.count_pixels(batch.targets[0], answer)
+    def add(self, batch: Batch, answer: Tensor) -> None:
+        self.count(batch.targets[0], answer)
 
-    def count_pixels(self, truth: Tensor, prediction: Tensor) -> None:
+    def count(self, truth: Tensor, prediction: Tensor) -> None:
         """Truth below 0 is ignored. Both of one shape, any integer type, predictions 0..K-1."""
         k = self.counts.shape[0]
         truth, prediction = truth.reshape(-1).long(), prediction.reshape(-1).long()
@@ -201,7 +170,7 @@ class SegmentScore(Score[Tensor]):
         self.counts = world.add(self.counts.to(world.device)).cpu()
 
     def result(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """mIoU, mAcc and aAcc; and of each class that occurs, IoU, accuracy, part of the pixels, what it is taken for.
+        """mIoU, mAcc and aAcc; and of each class that occurs, IoU, accuracy, pixels in percent, what it is taken for.
 
         The accuracy of a class that is answered but is not in the truth is None.
         """
@@ -221,105 +190,57 @@ class SegmentScore(Score[Tensor]):
             rows.append({**row, "taken for": self.class_names[other] if int(off[i, other]) else ""})
         return numbers, rows
 
-    def card(self, batch: Batch, answer: Tensor) -> Card:
-        pixels = batch.images[0].permute(1, 2, 0).numpy()
-        masks = {"truth": batch.targets[0].numpy(), "answer": answer.numpy()}
-        return Card(batch.keys[0], [mask_row(pixels, masks, self.class_names)], side=SIDE)
-
-
-def mask_row(pixels: np.ndarray, masks: dict[str, np.ndarray], class_names: Sequence[str]) -> Row:
-    """An image uint8 [H, W, 3] and its masks by title, side by side."""
-    pictures = {"image": Image.fromarray(pixels)}
-    pictures |= {title: mask_overlay(pixels, mask, len(class_names)) for title, mask in masks.items()}
-    panels = [Panel(title, fit_photo(picture, SIDE)) for title, picture in pictures.items()]
-    return Row("", panels, mask_legend(list(masks.values()), class_names))
-
 
 # -- evaluate, predict ------------------------------------------------------------------------------------------------
 
 
-Opened = tuple[Inference, Description, list[str], list[str]]
-"""What answers, its backbone's description, the names of its classes, and notes for the user."""
-
-
-def open_inference(options: SegmenterOptions, data_names: Sequence[str] | None, device: str) -> Opened:
-    """A segmenter or a classifier's head; `data_names`: classes of the data; None: answer in the model's own."""
-    if options.head != "segment":
-        return open_token_inference(options, data_names, device)
+def open_inference(options: SegmenterOptions) -> Inference:
+    """A trained segmenter on its device, used as the options say."""
     segmenter, info = load_segmenter(options.source)
-    evaluation, names = options.evaluation, list(info.class_names)
+    evaluation = options.evaluation
     if options.multi_scale:
-        if not info.test_scales and not evaluation.scales:
+        scales = evaluation.scales or evaluation.test_scales or info.evaluation.test_scales
+        if not scales:
             raise EverytokenError(f"{options.source} names no test_scales for multi_scale; give scales")
-        evaluation = fill(evaluation, {"scales": info.test_scales, "flip": True})
-    inference = segmenter_inference(segmenter.to(device), info, evaluation)
-    if data_names is None or list(data_names) == names:
-        return inference, info.backbone, names, []
-    if len(data_names) == len(names) and find_weights(options.source).suffix != ".safetensors":
-        note = f"the {len(names)} classes of these weights are taken to be those of the data, in their order"
-    else:
-        inference = replace(inference, columns=torch.from_numpy(exact_lookup(data_names, names, "the data")))
-        note = f"{len(data_names)} of the {len(names)} classes are asked"
-    return inference, info.backbone, list(data_names), [note]
-
-
-def open_token_inference(options: SegmenterOptions, data_names: Sequence[str] | None, device: str) -> Opened:
-    """A classifier's token head, or its class head at every cell, in windows of its input size."""
-    assert options.head != "segment"
-    if data_names is None:
-        if not options.class_map:
-            raise EverytokenError("a token or class head needs a class_map file, which names the classes to draw")
-        data_names = mapped_names(options.class_map)
-    opened = open_model(options.source, architecture=options.model, img_size=options.img_size or None)
-    model, info, (height, width) = opened.model, opened.info, opened.info.img_size
-    if options.head == "token" and model.token_head is None and not model.uses_own_head:
-        raise EverytokenError(
-            f'{options.source} has no token head: it was not trained with token labels. head "class" reads its class '
-            "head at every cell instead"
-        )
-    if height != width:
-        raise EverytokenError(f"{options.source} takes {height}x{width} pixels; windows have to be square here")
-    classes = (opened.token_classes if options.head == "token" else opened.classes).or_imagenet()
-    names = classes.names or [f"class {i}" for i in range(classes.count)]  # a class map can name them by number
-    mapping = torch.tensor(map_to_dataset(names, data_names, options.class_map), dtype=torch.int64)
-    segmenter = TokenSegmenter(model, mapping, len(data_names), options.head).eval().to(device)
-    resolved = replace(options.evaluation, mode="slide")
-    inference = Inference(segmenter, resolved.resize or width, width, info.mean, info.std, resolved, fixed=True)
-    used = mapping[mapping >= 0]
-    note = (
-        f"the {options.head} head answers for {len(used.unique())} of {len(data_names)} classes of the data, with "
-        f"{len(used)} of its {len(mapping)} classes, in windows of {width} pixels"
-    )
-    return inference, info, list(data_names), [note]
+        evaluation = fill(evaluation, {"scales": scales, "flip": True})
+    return Inference.of(segmenter.to(pick_device(options.device)), info, evaluation)
 
 
 def evaluate(options: SegmentEval) -> Evaluation:
     """mIoU, mAcc and aAcc of a segmenter on a dataset, in percent, and a row for each class that occurs."""
-    device, same = pick_device(options.device), lambda run: run.names(options.data)
-    data, notes = open_unseen(options, options.masks, open_masks, divided(options.data), same)
-    inference, info, class_names, more = open_inference(options, data.class_names, device)
+    data, notes = open_unseen(
+        options, options.masks, open_masks, divided(options.data), lambda run: run.names(options.data)
+    )
+    inference = open_inference(options)
+    wanted, known = data.class_names, list(inference.info.class_names)
+    if wanted != known:
+        if len(wanted) == len(known) and find_weights(options.source).suffix != ".safetensors":
+            notes.append(f"the {len(known)} classes of these weights are taken to be those of the data, in their order")
+        else:
+            columns = torch.from_numpy(exact_lookup(wanted, known, "the data"))
+            inference = replace(inference, columns=columns)
+            notes.append(f"{len(wanted)} of the {len(known)} classes are asked")
     reader = MaskReader(data, skip=options.on_bad_image == "skip")
-    return evaluate_dense(options, inference.on(device), reader, SegmentScore(class_names), info, [*notes, *more])
+    return evaluate_dense(options, inference, reader, SegmentScore(wanted), inference.info.backbone, notes)
 
 
-def predict(options: SegmentPredict) -> tuple[list[dict[str, Any]], list[str]]:
+def predict(options: SegmentPredict) -> list[dict[str, Any]]:
     """Masks and pictures of images, written to a folder; never over an image.
 
     Returns:
-        A row for each image (file, classes with the percentage of pixels), and notes for the user.
+        A row for each image: file, and classes with the percentage of pixels.
     """
-    device = pick_device(options.device)
     images, place = open_predicted(options, (".png", ".overlay.jpg"))
-    inference, info, class_names, notes = open_inference(options, None, device)
+    inference = open_inference(options)
+    names = inference.info.class_names
     rows: list[dict[str, Any]] = []
-    for batch, answer in answer_images(inference.on(device), MaskReader(images, masks=False), options, info):
+    for batch, answer in answer_images(inference, MaskReader(images), options, inference.info.backbone):
         mask, key = answer.numpy(), batch.keys[0]
-        write_picture(place(key, ".png"), palette_image(mask, len(class_names)))
-        picture = mask_overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(class_names))
+        write_picture(place(key, ".png"), palette_image(mask, len(names)))
+        picture = mask_overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(names))
         write_picture(place(key, ".overlay.jpg"), picture, quality=90)
-        parts = np.bincount(mask.reshape(-1), minlength=len(class_names)) / mask.size
+        parts = np.bincount(mask.reshape(-1), minlength=len(names)) / mask.size
         order = [i for i in np.argsort(-parts, kind="stable").tolist() if parts[i] > 0]
-        rows.append({"image": key, **{class_names[i]: round(100 * float(parts[i]), 2) for i in order}})
-    names = json.dumps(dict(enumerate(class_names)), indent=1)
-    write_atomically(Path(options.out) / "classes.json", names.encode())
-    return rows, notes
+        rows.append({"image": key, **{names[i]: round(100 * float(parts[i]), 2) for i in order}})
+    write_atomically(Path(options.out) / "classes.json", json.dumps(dict(enumerate(names)), indent=1).encode())
+    return rows

@@ -4,6 +4,9 @@ FCN: Long et al. 2015 (here: 3x3 convolutions and a classifier on one map). Uper
 pyramid pooling (Zhao et al. 2017) on the coarsest map, a feature pyramid down to the finest, all levels fused.
 Side layers are the released LV-ViT set-up (All Tokens Matter, section 4.4): each of four taps becomes one level by
 transposed convolutions. The papers' models come out with the parameters of their tables; tests count them.
+
+Loss: cross-entropy of every pixel at full resolution, plus 0.4 times that of the auxiliary head. Ignored pixels have no
+loss; the mean is over all pixels of the batch, ignored ones included, as in the papers' set-ups.
 """
 
 from __future__ import annotations
@@ -14,24 +17,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everytoken.errors import EverytokenError
-from everytoken.models import TokenModel, lvvit
+from everytoken.models import lvvit
 from everytoken.models.weights import load_weights, read_weights
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
-from everytoken_lab.dense.segment.options import DecoderOptions, InferOptions
+from everytoken_lab.dense.segment.options import DecoderOptions, EvalOptions, SegmentOptions
 from everytoken_lab.models.open import find_weights
 from everytoken_lab.training.options import BackboneOptions
 
 logger = logging.getLogger(__name__)
 
-_NEVER = -1e4  # a finite log probability, so that interpolation stays finite
 POOLS = (1, 2, 3, 6)  # cells along each axis, of pyramid pooling
 
 
@@ -171,6 +173,11 @@ class InterpolatedLevels(nn.Module):
         return levels
 
 
+def pixel_loss(logits: Tensor, masks: Tensor) -> Tensor:
+    """Mean cross-entropy: [B, K, H, W], int [B, H, W] -> scalar; pixels below 0 add nothing but count."""
+    return F.cross_entropy(logits.float(), masks.long(), ignore_index=-1, reduction="sum") / masks.numel()
+
+
 class Segmenter(nn.Module):
     """Images -> class logits for every pixel."""
 
@@ -180,17 +187,15 @@ class Segmenter(nn.Module):
         dims, fcn = features.dims, options.head == "fcn"
         self.pyramid: nn.Module = nn.Identity()
         if features.plain:
-            interpolated, finer = options.neck == "interpolated", (1, 2) if fcn else (4, 2, 1, 1)
-            if len(dims) < len(finer) or (interpolated and len(dims) != 4):
-                needed = 4 if interpolated else len(finer)
-                raise EverytokenError(f"taps has {len(dims)} blocks; the {options.head} head needs {needed}")
-            last = options.pyramid_channels or (768 if fcn else 2048)
+            last, finer = options.pyramid_channels or (768 if fcn else 2048), (1, 2) if fcn else (4, 2, 1, 1)
+            interpolated = options.neck == "interpolated"
             self.pyramid = InterpolatedLevels(dims) if interpolated else SideLayers(dims, last, finer)
             dims = self.pyramid.dims
         channels, dropout = options.channels or (256 if fcn else 512), options.dropout
         fcn_head = FcnHead(dims, classes, channels, options.convs, dropout=dropout) if fcn else None
         self.head: nn.Module = fcn_head or UperHead(dims, classes, channels, dropout)
         self.aux: nn.Module | None = None
+        self.aux_weight = options.aux_weight
         if options.aux_weight:
             index = max(len(dims) - 2, 0)
             self.aux = FcnHead(dims, classes, options.aux_channels or 256, index=index, dropout=dropout)
@@ -202,11 +207,22 @@ class Segmenter(nn.Module):
         """[B, 3, H, W] -> logits [B, K, H, W]."""
         return self._to_pixels(self.head(self.pyramid(self.features(images))), images)
 
-    def both(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits of the head and of the auxiliary head, [B, K, H, W] each."""
+    def losses(self, images: Tensor, masks: Tensor) -> dict[str, Tensor]:
+        """Terms by name: "loss" is `pixels` plus the weighted `aux`; `accuracy` is of the pixels of this batch.
+
+        Images [B, 3, H, W], masks int [B, H, W], -1 where a pixel is ignored.
+        """
         maps = self.pyramid(self.features(images))
-        aux = None if self.aux is None else self._to_pixels(self.aux(maps), images)
-        return self._to_pixels(self.head(maps), images), aux
+        logits = self._to_pixels(self.head(maps), images)
+        pixels = pixel_loss(logits, masks)
+        terms = {"loss": pixels, "pixels": pixels}
+        if self.aux is not None:
+            terms["aux"] = pixel_loss(self._to_pixels(self.aux(maps), images), masks)
+            terms["loss"] = pixels + self.aux_weight * terms["aux"]
+        with torch.no_grad():
+            known = masks >= 0  # not as an index, whose size a GPU would have to tell
+            terms["accuracy"] = ((logits.argmax(1) == masks) & known).sum() / known.sum().clamp(min=1)
+        return terms
 
     def _to_pixels(self, logits: Tensor, images: Tensor) -> Tensor:
         """Interpolate to the padded image that the backbone saw, and cut off the padding."""
@@ -215,64 +231,27 @@ class Segmenter(nn.Module):
         return resize(logits, padded)[..., :height, :width]
 
 
-class TokenSegmenter(nn.Module):
-    """A classifier's tokens, read as a segmenter without any training.
-
-    The score of a class of the data is the log of the summed probabilities of the head's classes that are mapped to it.
-
-    Args:
-        mapping: of `map_to_dataset`. classes: of the data.
-        head: "token", the token head; "class", the class head applied to every cell.
-    """
-
-    def __init__(
-        self, model: TokenModel, mapping: Tensor, classes: int, head: Literal["token", "class"] = "token"
-    ) -> None:
-        super().__init__()
-        self.model, self.head = model, head
-        used = torch.nonzero(mapping >= 0)[:, 0]
-        member = torch.zeros(len(used), classes)
-        member[torch.arange(len(used)), mapping[used]] = 1
-        self.register_buffer("used", used)
-        self.register_buffer("member", member)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, K, H, W]: log of the summed probabilities."""
-        logits = self.model.cell_logits(images) if self.head == "class" else self.model(images).token_logits
-        assert logits is not None
-        probabilities = logits.float().softmax(-1)[..., self.get_buffer("used")]
-        scores = (probabilities @ self.get_buffer("member")).log().clamp(min=_NEVER)
-        return resize(scores.permute(0, 3, 1, 2), (images.shape[-2], images.shape[-1]))
-
-
 @dataclass(frozen=True)
 class SegmenterInfo(DenseInfo):
     """What a segmenter's weights say about themselves: head, and how the run was validated."""
 
     METADATA: ClassVar[str] = "everytoken-segment"
     HINT: ClassVar[str] = (
-        "is not a segmenter of `everytoken segment train`. A classifier's token head can be read as a segmenter: head "
-        '"token".'
+        "is not a segmenter of `everytoken segment train`. To train one on these weights: segment train --weights."
     )
 
     decoder: DecoderOptions
-    evaluation: InferOptions
-    test_scales: tuple[float, ...] = ()
+    evaluation: EvalOptions
+    resize: int = 0  # short side of an image at scale 1; 0: that of the crops
 
 
 def build_segmenter(
-    backbone: BackboneOptions,
-    decoder: DecoderOptions,
-    size: int | tuple[int, int],
-    class_names: tuple[str, ...],
-    evaluation: InferOptions | None = None,
-    test_scales: tuple[float, ...] = (),
+    options: SegmentOptions, class_names: tuple[str, ...], size: int | tuple[int, int] = 0
 ) -> tuple[Segmenter, SegmenterInfo]:
-    """A segmenter to be trained, its backbone with the weights that the options name."""
-    features, info = build_features(backbone, size)
-    model = Segmenter(features, decoder, len(class_names))
-    taps = tuple(features.indices)
-    return model, SegmenterInfo(info, class_names, taps, decoder, evaluation or InferOptions(), test_scales)
+    """A segmenter to be trained, its backbone with the weights that the options name; `size`: of images, not crops."""
+    features, info = build_features(options.model, size or options.augment.crop_size)
+    model = Segmenter(features, options.decoder, len(class_names))
+    return model, SegmenterInfo(info, class_names, options.decoder, options.evaluation, options.augment.resize)
 
 
 def load_segmenter(source: str | Path) -> tuple[Segmenter, SegmenterInfo]:
@@ -320,9 +299,9 @@ def load_mmseg(path: Path) -> tuple[Segmenter, SegmenterInfo]:
     count = len(state["decode_head.conv_seg.weight"])
     names = tuple(str(name).strip() for name in meta.get("CLASSES") or ())
     names = names if len(names) == count else tuple(f"class {number}" for number in range(count))
-    evaluation = InferOptions("slide", 341, (1.0,), False, 512)
+    evaluation = EvalOptions("slide", 341, (1.0,), False, (0.75, 1.0, 1.25, 1.5, 1.75))
     backbone = BackboneOptions(model=architecture, model_kwargs=arguments)
-    model, info = build_segmenter(backbone, decoder, 512, names, evaluation, (0.75, 1.0, 1.25, 1.5, 1.75))
+    model, info = build_segmenter(SegmentOptions(model=backbone, decoder=decoder, evaluation=evaluation), names)
     for module in model.features.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = 1e-6

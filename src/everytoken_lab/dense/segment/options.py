@@ -83,26 +83,12 @@ class EvalOptions:
     """Average over these scales, for example 0.75 1.0 1.25 1.5 1.75. [1.0]"""
     flip: bool | None = None
     """Average with the mirrored image as well. [False]"""
-
-
-NEW_RUN = {"mode": "whole", "stride": 0, "scales": (1.0,), "flip": False}
-"""What a run's `EvalOptions` are where they are left open."""
-
-
-@dataclass(frozen=True)
-class ValidateOptions(EvalOptions):
-    """Evaluation. What the run's validation leaves open is in brackets."""
-
     test_scales: tuple[float, ...] = ()
     """Scales of `segment eval --multi-scale`, which also averages mirrored images; validation does not use them."""
 
 
-@dataclass(frozen=True)
-class InferOptions(EvalOptions):
-    """Evaluation of trained weights. Options that are not given are as in the run's validation."""
-
-    resize: int | None = None
-    """Short side that images are resized to; 0: the training crop's side."""
+NEW_RUN = {"mode": "whole", "stride": 0, "scales": (1.0,), "flip": False}
+"""What a run's `EvalOptions` are where they are left open."""
 
 
 def _optim() -> OptimOptions:
@@ -119,26 +105,18 @@ class SegmentOptions(DenseOptions):
     decoder: tyro.conf.OmitArgPrefixes[DecoderOptions] = field(default_factory=DecoderOptions)
     dataset: tyro.conf.OmitArgPrefixes[SegmentData] = field(default_factory=SegmentData)
     augment: tyro.conf.OmitArgPrefixes[SegmentAugment] = field(default_factory=SegmentAugment)
-    evaluation: tyro.conf.OmitArgPrefixes[ValidateOptions] = field(default_factory=ValidateOptions)
+    evaluation: tyro.conf.OmitArgPrefixes[EvalOptions] = field(default_factory=EvalOptions)
     optim: tyro.conf.OmitArgPrefixes[OptimOptions] = field(default_factory=_optim)
     run: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=lambda: RunOptions(val_iters=8000))
 
 
 @dataclass(frozen=True)
 class SegmenterOptions(SourceOptions):
-    """Which part of a model answers, and how it is used."""
+    """How a segmenter is used."""
 
-    head: Literal["segment", "token", "class"] = "segment"
-    """segment: the head of `segment train`. token: a classifier's token head. class: its class head at every cell."""
-    class_map: str = ""
-    """For a token or class head: JSON {"class of the data": ["class of the head", ...] or "*"}; default: by name."""
-    model: str = ""
-    """timm model name, for a classifier's weights without metadata."""
-    img_size: int = 0
-    """Side of a classifier's windows; 0: the model's own."""
     multi_scale: bool = False
     """Average over the scales that the run's recipe names for testing (test_scales) and their mirror images."""
-    evaluation: tyro.conf.OmitArgPrefixes[InferOptions] = field(default_factory=InferOptions)
+    evaluation: tyro.conf.OmitArgPrefixes[EvalOptions] = field(default_factory=EvalOptions)
 
 
 @dataclass(frozen=True)
