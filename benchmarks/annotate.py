@@ -37,7 +37,7 @@ from rich.table import Table
 from everytoken.data.batch import normalise
 from everytoken.maps import MapWriter, StoreMeta
 from everytoken.models import TokenModel
-from everytoken_lab.annotators.annotator import Annotator, CellScores, FunctionAnnotator, NetworkAnnotator
+from everytoken_lab.annotators.annotator import Annotator, CellScores
 from everytoken_lab.annotators.job import fill, fill_store, store_order
 from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
@@ -61,10 +61,10 @@ def photos(folder: Path, count: int, size: tuple[int, int]) -> Path:
     return folder
 
 
-def network(name: str, side: int) -> NetworkAnnotator:
+def network(name: str, side: int) -> Annotator:
     torch.manual_seed(0)
     model = CellScores(TokenModel(timm.create_model(name, num_classes=CLASSES)))
-    made = NetworkAnnotator(name, EvalTransform((side, side), 1.0, "squash"), ClassList(CLASSES), {}, model)
+    made = Annotator(name, EvalTransform((side, side), 1.0, "squash"), ClassList(CLASSES), {}, model)
     made.to(CPU)
     return made
 
@@ -74,13 +74,12 @@ def network_input(annotator: Annotator, batch: ImageBatch) -> torch.Tensor:
     return normalise(batch.images, wanted.mean, wanted.std, channels_last=True)
 
 
-class Answered(NetworkAnnotator):
+class Answered(Annotator):
     """Gives the answers of another network, which were kept."""
 
-    def remember(self, other: NetworkAnnotator, decoded: list[ImageBatch]) -> Answered:
+    def remember(self, other: Annotator, decoded: list[ImageBatch]) -> None:
         with torch.inference_mode():
             self.kept = {int(b.indices[0]): other.score(network_input(other, b), b.indices) for b in decoded}
-        return self
 
     def score(self, images: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
         return self.kept[int(indices[0])]
@@ -98,8 +97,8 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def bare(annotator: NetworkAnnotator, decoded: list[ImageBatch], pooled: bool) -> None:
-    module = annotator.module.model.backbone if pooled else annotator.module
+def bare(annotator: Annotator, decoded: list[ImageBatch], pooled: bool) -> None:
+    module = annotator.network.model.backbone if pooled else annotator.network
     for batch in decoded:
         module(network_input(annotator, batch))  # type: ignore[operator]
 
@@ -117,12 +116,14 @@ def job(annotator: Annotator, data: DataSet, decoded: list[ImageBatch]) -> None:
         writer.finalize()
 
 
-def speed(annotator: NetworkAnnotator, data: DataSet, batch_size: int, repeats: int) -> dict[str, tuple[float, float]]:
+def speed(annotator: Annotator, data: DataSet, batch_size: int, repeats: int) -> dict[str, tuple[float, float]]:
     """CPU and wall seconds per image of each way, the smallest of interleaved repeats."""
     reader = ImageReader(data, store_order(data), annotator.preprocessing)
     spans = [range(i, min(i + batch_size, len(data))) for i in range(0, len(data), batch_size)]
     decoded = [reader.__getitems__(span) for span in spans]
-    kept = Answered(annotator.name, annotator.preprocessing, annotator.classes, {}).remember(annotator, decoded)
+    kept = Answered(annotator.name, annotator.preprocessing, annotator.classes, {}, annotator.network).remember(
+        annotator, decoded
+    )
     ways: dict[str, Callable[[], object]] = {
         "bare network": lambda: bare(annotator, decoded, False),
         "the job's own work": lambda: job(kept, data, decoded),
@@ -138,7 +139,7 @@ def speed(annotator: NetworkAnnotator, data: DataSet, batch_size: int, repeats: 
     return {name: tuple(min(column) / len(data) for column in zip(*rows, strict=True)) for name, rows in found.items()}  # type: ignore[misc]
 
 
-def waiting(annotator: NetworkAnnotator, data: DataSet, batch_size: int, workers: int) -> tuple[float, float]:
+def waiting(annotator: Annotator, data: DataSet, batch_size: int, workers: int) -> tuple[float, float]:
     """(wall seconds per image, part spent waiting for decoded images) of the whole pipeline from files."""
     waited = 0.0
     plan = plan_classes(annotator.name, annotator.classes, data.name, [], foreign=True)
@@ -177,7 +178,7 @@ def peak_of(count: int, folder: str) -> int:
     data = data.subset(np.arange(len(data)))
     data = _Repeated(data, count)
     score = lambda images: torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1)  # noqa: E731
-    annotator = FunctionAnnotator("tiny", EvalTransform((64, 64)), ClassList(3), {}, score)
+    annotator = Annotator("tiny", EvalTransform((64, 64)), ClassList(3), {}, score)
     with tempfile.TemporaryDirectory() as out:
         fill_store(data, Path(out) / "maps", annotator, AnnotateOptions(workers=0, foreign_classes=True))
     status = Path("/proc/self/status")

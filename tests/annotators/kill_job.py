@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from everytoken_lab.annotators.annotator import FunctionAnnotator
+from everytoken_lab.annotators.annotator import Annotator
 from everytoken_lab.annotators.job import fill_store
 from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.classes import ClassList
@@ -40,7 +40,7 @@ def run(data: Path, out: Path, kill_at: int = 0, kill_after: float = 0.0) -> Non
         return torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1) * 10
 
     names = ("blue", "green", "red")
-    annotator = FunctionAnnotator("test", EvalTransform((32, 32)), ClassList(3, names), {}, score)
+    annotator = Annotator("test", EvalTransform((32, 32)), ClassList(3, names), {}, score)
     fill_store(open_dataset(data), out, annotator, AnnotateOptions(batch_size=3, workers=0, shard_size=4))
 
 

@@ -83,6 +83,10 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
         (["--annotator", "fit", "--weights", "x"], "trains its own weights"),
         (["--annotator", "python:my_labels:score", "--top-k", "4"], "more than the 3 classes"),
         (["--annotator", "nonsense"], "there is no annotator"),
+        (["--annotator", "fit", "--folds", "1"], "folds is 1"),
+        (["--annotator", "fit", "--batch-size", "0"], "batch_size is 0"),
+        (["--annotator", "fit", "--img-size", "1", "2", "3"], "img_size is (1, 2, 3)"),
+        (["--annotator", "fit", "--img-size", "0"], "img_size is 0"),
     ],
 )
 def test_mistakes_are_explained_in_one_message(here, capsys, words, said):

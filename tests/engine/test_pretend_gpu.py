@@ -13,7 +13,7 @@ from torch import nn
 
 from everytoken.data.batch import Batch, to_device
 from everytoken.models import TokenModel
-from everytoken_lab.annotators.annotator import CellScores, NetworkAnnotator
+from everytoken_lab.annotators.annotator import Annotator, CellScores
 from everytoken_lab.annotators.job import fill_store
 from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.classes import ClassList
@@ -216,7 +216,7 @@ def test_annotation_on_a_gpu_fills_the_store_of_the_cpu_and_only_the_writing_thr
     options = AnnotateOptions(batch_size=5, workers=0, class_map=str(tmp_path / "map.csv"), amp=amp)
 
     def fill(folder, world):
-        annotator = NetworkAnnotator("test", EvalTransform((64, 64)), ClassList(len(names), names), {}, network)
+        annotator = Annotator("test", EvalTransform((64, 64)), ClassList(len(names), names), {}, network)
         fill_store(data, tmp_path / folder, annotator, options, world)
         return {p.name: p.read_bytes() for p in (tmp_path / folder).iterdir() if p.suffix != ".jsonl"}
 

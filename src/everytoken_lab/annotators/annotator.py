@@ -1,7 +1,7 @@
 """Annotators: what gives every cell of an image a score for every class. `ANNOTATORS` lists the kinds.
 
-The job that fills a store sees only `Annotator`. Its `settings` go into the store's metadata: everything that changes
-the maps, and nothing else, so that a store is continued only by the annotator that began it.
+Their `settings` go into the store's metadata: everything that changes the maps, and nothing else, so that a store is
+continued only by the annotator that began it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from everytoken.models import TokenModel
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.models.inference import faster
-from everytoken_lab.models.open import OpenModel, describe, find_weights, open_model
+from everytoken_lab.models.open import describe, find_weights, open_model
 
 Size = tuple[int, int]
 _STRIDE = 32  # of EfficientNet-Lite
@@ -33,8 +32,19 @@ class AnnotatorError(EverytokenError):
     """An annotator cannot be used or does not work; the message says what else there is."""
 
 
+class CellScores(nn.Module):
+    """The token head, or without one the class head at every cell: [B, 3, H, W] -> [B, h, w, K]."""
+
+    def __init__(self, model: TokenModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.class_and_cell_logits(images)[1]
+
+
 @dataclass
-class Annotator(ABC):
+class Annotator:
     """Scores for every cell.
 
     Attributes:
@@ -42,23 +52,45 @@ class Annotator(ABC):
         preprocessing: the size, filter and normalisation of its input; how much of an image is seen is up to the job.
         classes: what its scores mean.
         settings: what the store says about it (plain JSON values).
+        network: normalised images [B, 3, H, W] -> logits [B, h, w, K], a module or a function.
     """
 
     name: str
     preprocessing: EvalTransform
     classes: ClassList
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
+    network: Callable[[Tensor], Any]
+    _faster: Callable[[Tensor], Tensor] | None = field(default=None, init=False)  # with the same result
 
-    @abstractmethod
     def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
         """Logits [B, h, w, K] of normalised images [B, 3, H, W]; `indices` [B] say which images of the dataset."""
+        scores = self.forward(images)
+        if scores.ndim != 4 or len(scores) != len(images) or scores.shape[3] != self.classes.count:
+            raise AnnotatorError(
+                f"{self.name} returned scores of shape {list(scores.shape)} for {len(images)} images; "
+                f"[{len(images)}, rows, columns, {self.classes.count}] is needed (it has {self.classes.count} classes)."
+            )
+        return scores
 
-    @abstractmethod
+    def forward(self, images: Tensor) -> Tensor:
+        """What the network answers, as a tensor."""
+        if not isinstance(self.network, CellScores):
+            images = images.contiguous()  # a function of the user's
+        return torch.as_tensor((self._faster or self.network)(images), device=images.device)
+
     def to(self, device: torch.device) -> None:
-        """Move to a device and make ready for use."""
+        """Move to a device and make ready for use; ours are faster on channels-last images, on the CPU too."""
+        self._faster = None
+        if isinstance(self.network, nn.Module):
+            self.network.to(device).eval().requires_grad_(False)
+        if isinstance(self.network, CellScores):
+            self.network.to(memory_format=torch.channels_last)
 
-    def accelerate(self) -> None:  # noqa: B027 - most have nothing to do
-        """Spend a second or two on being faster, for many images; after `to`."""
+    def accelerate(self) -> None:
+        """Spend a second or two on ONNX Runtime, on the CPU, for many images; after `to`."""
+        if isinstance(self.network, CellScores):
+            device = next(self.network.parameters()).device
+            self._faster = faster(self.network, noise(self.preprocessing.size, device))
 
     def describe(self) -> dict[str, Any]:
         """For the store's metadata."""
@@ -82,28 +114,6 @@ class Annotator(ABC):
         return logits.shape[1], logits.shape[2]
 
 
-@dataclass
-class NetworkAnnotator(Annotator):
-    """An annotator that is one network, `module`: images [B, 3, H, W] -> [B, h, w, K]."""
-
-    module: nn.Module = field(default_factory=nn.Identity)
-    forward: Callable[[Tensor], Tensor] | None = None  # faster than `module`, with the same result
-
-    def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
-        """Logits of every cell."""
-        return (self.forward or self.module)(images)
-
-    def to(self, device: torch.device) -> None:
-        """Convolutions are faster on channels-last images, on the CPU too."""
-        self.module.to(device).to(memory_format=torch.channels_last).eval().requires_grad_(False)
-        self.forward = None
-
-    def accelerate(self) -> None:
-        """ONNX Runtime, on the CPU."""
-        device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-        self.forward = faster(self.module, noise(self.preprocessing.size, device))
-
-
 def noise(size: Size, device: torch.device) -> Tensor:
     """Three images, for a network to be tried on."""
     return torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(0)).to(device)
@@ -119,68 +129,44 @@ def weights_hash(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-class CellScores(nn.Module):
-    """The class head at every cell, or the token head that a backbone brings: [B, 3, H, W] -> [B, h, w, K]."""
-
-    def __init__(self, model: TokenModel) -> None:
-        super().__init__()
-        self.model = model
-
-    @staticmethod
-    def of(opened: OpenModel) -> CellScores:
-        """Without a token head that was trained apart: `self:RUN` is for that."""
-        brings_head = opened.model.uses_own_head and opened.token_classes == opened.classes
-        return CellScores(opened.model if brings_head else TokenModel(opened.model.backbone))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model.class_and_cell_logits(images)[1]
+def whole_cells(size: Size) -> Size:
+    """The size of the registry's networks rounded up, so that whole cells cover the image."""
+    return -(-size[0] // _STRIDE) * _STRIDE, -(-size[1] // _STRIDE) * _STRIDE
 
 
-class TokenScores(nn.Module):
-    """The token head: [B, 3, H, W] -> [B, h, w, C]."""
+def from_network(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+    """Any timm classifier, pretrained or with the weights of a file, or an EfficientNet-Lite of the package index.
 
-    def __init__(self, model: TokenModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.model(images).token_logits  # `from_run` has seen that there is a token head
-        return logits
-
-
-def from_timm(name: str, size: Size | None = None, weights: str = "") -> Annotator:
-    """Any timm classifier, pretrained or with the weights of a file: its head is applied at every cell instead of to
-    the mean of the cells, so the mean of the cells' logits is the logit of the image (token labeling, 3.2; ReLabel)."""
-    opened = open_model(f"timm:{name}", weights=weights, img_size=size)
-    if not weights:
-        name = opened.source.removeprefix("timm:")  # with the tag of the weights that were really loaded
-    settings: dict[str, Any] = {"model": name}
-    report = opened.report
-    if weights:
-        settings["checkpoint"] = find_weights(weights).name
+    Its head is applied at every cell instead of to the mean of the cells, so the mean of the cells' logits is the logit
+    of the image (token labeling, 3.2; ReLabel). A token head that the backbone brings is used instead.
+    """
+    opened = open_model(spec, weights=weights, img_size=size)
+    preprocessing, report = eval_view(opened.info), opened.report
     if report is not None and (report.missing or report.left_out):
         wrong = ", ".join([*report.left_out, *report.missing][:3])
         raise AnnotatorError(
-            f"{opened.source} does not fill all weights of {name}, which would make an annotator of noise: {wrong}."
+            f"{opened.source} does not fill all weights of {spec}, so its scores would be noise: {wrong}."
         )
     if opened.num_classes < 1:
-        raise AnnotatorError(f"timm:{name} has no classifier (0 classes), so it cannot label; choose a classifier.")
+        raise AnnotatorError(f"{spec} has no classifier (0 classes), so it cannot label; choose a classifier.")
+    if spec.startswith("registry:"):
+        settings = {"model": f"tf_{spec.removeprefix('registry:')}"}
+        preprocessing = preprocessing if size else replace(preprocessing, img_size=whole_cells(opened.info.img_size))
+    elif weights:
+        settings = {"model": spec.removeprefix("timm:"), "checkpoint": find_weights(weights).name}
+    else:
+        spec = opened.source  # with the tag of the weights that were really loaded
+        settings = {"model": spec.removeprefix("timm:")}
     settings["weights_sha256"] = weights_hash(opened.model.backbone)
-    return NetworkAnnotator(f"timm:{name}", eval_view(opened.info), opened.classes, settings, CellScores.of(opened))
+    # not a token head that was trained beside the backbone: `self:RUN` is for that
+    brings_head = opened.model.uses_own_head and opened.token_classes == opened.classes
+    network = CellScores(opened.model if brings_head else TokenModel(opened.model.backbone))
+    return Annotator(spec, preprocessing, opened.classes, settings, network)
 
 
-def from_registry(name: str, size: Size | None = None, weights: str = "") -> Annotator:
-    """An EfficientNet-Lite from the package index, at its own size rounded up, so that whole cells cover the image."""
-    opened = open_model(f"registry:{name}")
-    height, width = (-(-side // _STRIDE) * _STRIDE for side in opened.info.img_size)
-    settings = {"model": f"tf_{name}", "weights_sha256": weights_hash(opened.model.backbone)}
-    preprocessing = replace(eval_view(opened.info), img_size=size or (height, width))
-    return NetworkAnnotator(f"registry:{name}", preprocessing, opened.classes, settings, CellScores.of(opened))
-
-
-def from_run(source: str, size: Size | None = None, weights: str = "") -> Annotator:
-    """The token head of a model trained here; `source` is a run folder or a weights file."""
-    path = find_weights(source)
+def from_run(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+    """self:RUN, the token head of a model trained here; RUN is a run folder or a weights file."""
+    path = find_weights(spec.removeprefix("self:"))
     info = describe(path)
     if info is None:
         raise AnnotatorError(
@@ -193,35 +179,12 @@ def from_run(source: str, size: Size | None = None, weights: str = "") -> Annota
         )
     opened = open_model(path, img_size=size)
     settings = {"model": info.architecture, "weights_sha256": weights_hash(opened.model)}
-    name, module = f"self:{info.architecture}", TokenScores(opened.model)
-    return NetworkAnnotator(name, eval_view(opened.info), opened.token_classes, settings, module)
+    name, network = f"self:{info.architecture}", CellScores(opened.model)
+    return Annotator(name, eval_view(opened.info), opened.token_classes, settings, network)
 
 
-@dataclass
-class FunctionAnnotator(Annotator):
-    """Calls `function`."""
-
-    function: Callable[[Tensor], Any] = lambda images: images
-
-    def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
-        """What the function returns, as a tensor."""
-        scores = torch.as_tensor(self.function(images.contiguous()), device=images.device)
-        if scores.ndim != 4 or len(scores) != len(images) or scores.shape[3] != self.classes.count:
-            raise AnnotatorError(
-                f"{self.name} returned scores of shape {list(scores.shape)} for {len(images)} images; "
-                f"[{len(images)}, rows, columns, {self.classes.count}] is needed (its class_names has "
-                f"{self.classes.count} names)."
-            )
-        return scores
-
-    def to(self, device: torch.device) -> None:
-        """Move it, if it is a module."""
-        if isinstance(self.function, nn.Module):
-            self.function.to(device).eval().requires_grad_(False)
-
-
-def from_python(spec: str, size: tuple[int, int] | None = None, weights: str = "") -> Annotator:
-    """Your own function from images to score maps: `module:name` is imported (the working directory counts).
+def from_python(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
+    """Your own function from images to score maps: `python:module:name` is imported (the working directory counts).
 
         def score(images):                  # float32 [B, 3, H, W], RGB, 0..1
             return logits                   # [B, rows, columns, classes], a tensor or an array
@@ -233,62 +196,47 @@ def from_python(spec: str, size: tuple[int, int] | None = None, weights: str = "
 
     It may be a torch module (an object, not its class): it is moved to the device and put into evaluation mode.
     """
-    module_name, _, name = spec.partition(":")
+    module_name, _, name = spec.removeprefix("python:").partition(":")
     if not module_name or not name:
-        raise AnnotatorError(f"python:{spec} should be python:module:function, for example python:my_labels:score.")
+        raise AnnotatorError(f"{spec} should be python:module:function, for example python:my_labels:score.")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise AnnotatorError(
-            f"python:{spec}: the module {module_name!r} cannot be imported ({error}). It is looked for in the working "
+            f"{spec}: the module {module_name!r} cannot be imported ({error}). It is looked for in the working "
             "directory and in PYTHONPATH."
         ) from error
     function = getattr(module, name, None)
     if function is None:
-        raise AnnotatorError(f"python:{spec}: {module_name} has no {name!r}.{did_you_mean(name, dir(module))}")
+        raise AnnotatorError(f"{spec}: {module_name} has no {name!r}.{did_you_mean(name, dir(module))}")
     if not callable(function) or isinstance(function, type):
-        raise AnnotatorError(
-            f"python:{spec}: {name} is a {type(function).__name__}, not a function or a module object."
-        )
+        raise AnnotatorError(f"{spec}: {name} is a {type(function).__name__}, not a function or a module object.")
     names = tuple(map(str, getattr(function, "class_names", ())))
     if not names or len(set(names)) < len(names):
         raise AnnotatorError(
-            f"python:{spec}: set {name}.class_names to the list of its classes, all different, in the order of its "
-            "scores."
+            f"{spec}: set {name}.class_names to the list of its classes, all different, in the order of its scores."
         )
-    usual = getattr(function, "img_size", 224)
-    wanted = size or ((usual, usual) if isinstance(usual, int) else (int(usual[0]), int(usual[1])))
-    mean, std = (_three(getattr(function, what, default)) for what, default in (("mean", 0.0), ("std", 1.0)))
-    interpolation = str(getattr(function, "interpolation", "bicubic"))
-    preprocessing = EvalTransform(wanted, interpolation=interpolation, mean=mean, std=std)
+    height, width = size or np.broadcast_to(getattr(function, "img_size", 224), 2).tolist()
+    preprocessing = EvalTransform(
+        (height, width),
+        interpolation=str(getattr(function, "interpolation", "bicubic")),
+        mean=tuple(np.broadcast_to(getattr(function, "mean", 0.0), 3).tolist()),
+        std=tuple(np.broadcast_to(getattr(function, "std", 1.0), 3).tolist()),
+    )
     settings = {"version": str(getattr(function, "version", ""))}
-    return FunctionAnnotator(f"python:{spec}", preprocessing, ClassList(len(names), names), settings, function)
+    return Annotator(spec, preprocessing, ClassList(len(names), names), settings, function)
 
 
-def _three(value: Any) -> tuple[float, float, float]:
-    if isinstance(value, (int, float)):
-        return (float(value),) * 3
-    first, second, third = value
-    return float(first), float(second), float(third)
-
-
-class Kind(NamedTuple):
-    """A kind of annotator: how it is written, what it is, and what builds it (name, size, weights -> annotator)."""
-
-    form: str
-    what: str
-    build: Callable[[str, Size | None, str], Annotator] | None = None
-
-
-ANNOTATORS = {
-    "timm": Kind("timm:NAME", "any timm classifier", from_timm),
-    "registry": Kind("registry:efficientnet_lite0|1|2", "ImageNet weights from the package index", from_registry),
-    "fit": Kind("fit", "a linear head on a frozen network, fitted to this dataset; see `fit`"),
-    "self": Kind("self:RUN", "the token head of a model trained here", from_run),
-    "python": Kind("python:module:function", "a function of your own", from_python),
+ANNOTATORS: dict[str, tuple[str, Callable[[str, Size | None, str], Annotator] | None]] = {
+    "timm": ("timm:NAME (any timm classifier)", from_network),
+    "registry": ("registry:efficientnet_lite0|1|2 (ImageNet weights from the package index)", from_network),
+    "fit": ("fit (a linear head on a frozen network, fitted to this dataset)", None),
+    "self": ("self:RUN (the token head of a model trained here)", from_run),
+    "python": ("python:module:function (a function of your own)", from_python),
 }
+"""How each kind is written, and what builds it from its name, the size of its input and weights."""
 
 
 def build_annotator(spec: str, size: Size | None = None, weights: str = "") -> Annotator:
@@ -300,12 +248,12 @@ def build_annotator(spec: str, size: Size | None = None, weights: str = "") -> A
         weights: weights file or run folder, for `timm:`.
     """
     kind, _, name = spec.partition(":")
-    kinds = ", ".join(f"{known.form} ({known.what})" for known in ANNOTATORS.values())
-    build = ANNOTATORS[kind].build if kind in ANNOTATORS else None
+    kinds = ", ".join(form for form, _ in ANNOTATORS.values())
+    _, build = ANNOTATORS.get(kind, ("", None))
     if build is None:
         raise AnnotatorError(f"there is no annotator {spec!r}.{did_you_mean(kind, ANNOTATORS)} There are: {kinds}.")
     if not name:
         raise AnnotatorError(f"the annotator {kind}: needs a name after the colon. There are: {kinds}.")
     if weights and kind != "timm":
         raise AnnotatorError(f"{kind}: brings its own weights; leave weights out, or use timm:NAME with weights.")
-    return build(name, size, weights)
+    return build(spec, size, weights)

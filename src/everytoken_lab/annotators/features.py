@@ -1,4 +1,4 @@
-"""Features of frozen backbones, computed once: pooled for a linear classifier, of every cell for an annotator.
+"""Pooled features of frozen backbones, computed once, for linear classifiers.
 
     backbone = FrozenBackbone("registry:efficientnet_lite0", 224)
     features = compute_features(data, backbone, cache=Path("features"))      # one view of each image, [n, D]
@@ -35,8 +35,15 @@ from everytoken.files import make_inside, write_atomically
 from everytoken.keyed import uniform
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
-from everytoken_lab.annotators.annotator import AnnotatorError, CellScores, noise, weights_hash
-from everytoken_lab.annotators.linear import FOLDS, LinearFit, LinearHead, fit_linear, stratified_folds
+from everytoken_lab.annotators.annotator import AnnotatorError, noise, weights_hash
+from everytoken_lab.annotators.linear import (
+    FOLDS,
+    LinearFit,
+    LinearHead,
+    fit_linear,
+    ranks_within_classes,
+    stratified_folds,
+)
 from everytoken_lab.annotators.reading import ImageReader, read_batches
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
@@ -122,7 +129,6 @@ class FrozenBackbone:
         self.key = hashlib.sha256(json.dumps(view, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.dim = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
         self.weights_sha256 = weights
-        self._cells: Callable[[Tensor], Tensor] = self.model.cell_logits
 
     @property
     def preprocessing(self) -> EvalTransform:
@@ -134,18 +140,10 @@ class FrozenBackbone:
         features: Tensor = self.model.backbone(images)
         return features
 
-    def cells(self, images: Tensor) -> Tensor:
-        """Normalised images [B, 3, H, W] -> features [B, h, w, D]."""
-        return self._cells(images)
-
     @cached_property
     def fast_pooled(self) -> Callable[[Tensor], Tensor]:
         """`pooled`, faster after a second or two."""
         return faster(self.model.backbone, noise(self.info.img_size, self.device))
-
-    def accelerate_cells(self) -> None:
-        """Spend a second or two on making `cells` faster."""
-        self._cells = faster(CellScores(self.model).eval(), noise(self.info.img_size, self.device))
 
     def with_head(self, head: LinearHead, class_names: Sequence[str]) -> tuple[nn.Module, Description]:
         """A copy of the timm model with `head` as its classifier, and its description."""
@@ -430,12 +428,7 @@ def fit_features(
 def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.ndarray:
     """Indices of at most `most` images, the same number of each class as far as possible."""
     draws = np.array([uniform(seed, "probe", digest) for digest in digests])
-    rank = np.zeros(len(data), dtype=np.int64)  # within the class
-    strata = data.strata()
-    for label in np.unique(strata):
-        members = np.flatnonzero(strata == label)
-        rank[members] = np.argsort(np.argsort(draws[members], kind="stable"), kind="stable")
-    return np.sort(np.lexsort((draws, rank))[:most])
+    return np.sort(np.lexsort((draws, ranks_within_classes(draws, data.strata())))[:most])
 
 
 def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor], images: int = 8) -> float:

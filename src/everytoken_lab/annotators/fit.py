@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, refuse_link, write_atomically
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 from everytoken_lab import schema
-from everytoken_lab.annotators.annotator import Annotator, AnnotatorError
+from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, CellScores, whole_cells
 from everytoken_lab.annotators.features import Choice, FrozenBackbone, candidates, choose_backbone
-from everytoken_lab.annotators.linear import LinearHead
 from everytoken_lab.annotators.options import AnnotateOptions, pair
 from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import EvalTransform, eval_view
@@ -42,7 +41,6 @@ from everytoken_lab.models.open import open_model
 logger = logging.getLogger(__name__)
 FOLDER = "annotator"
 """Where in a store's folder the heads are kept."""
-_STRIDE = 32  # pixels per cell of the registry's networks
 
 
 @dataclass
@@ -50,41 +48,27 @@ class LinearAnnotator(Annotator):
     """Linear heads at every cell of a frozen backbone.
 
     Attributes:
-        heads: [F + 1] one per fold, and that of all images.
+        weight, bias: [F + 1, K, D] and [F + 1, K], a head per fold, and that of all images.
         part: [n] number of the head that annotates each image.
     """
 
-    backbone: FrozenBackbone | None = None
-    heads: tuple[LinearHead, ...] = ()
-    part: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    weight: Tensor
+    bias: Tensor
+    part: np.ndarray
 
     def score(self, images: Tensor, indices: np.ndarray) -> Tensor:
         """Logits of every cell, each image by its own head."""
-        assert self.backbone is not None
-        cells = self.backbone.cells(images)  # [B, h, w, D]
-        part = torch.from_numpy(self.part[indices])
-        weight = torch.stack([head.weight for head in self.heads]).to(cells)[part]
-        bias = torch.stack([head.bias for head in self.heads]).to(cells)[part]
+        cells, part = self.forward(images), torch.from_numpy(self.part[indices])  # [B, h, w, D], [B]
+        weight, bias = self.weight[part].to(cells), self.bias[part].to(cells)
         return torch.einsum("bhwd,bkd->bhwk", cells, weight) + bias[:, None, None]
-
-    def to(self, device: torch.device) -> None:
-        """Move the backbone."""
-        assert self.backbone is not None
-        self.backbone.model.to(device)
-        self.backbone.device = device
-
-    def accelerate(self) -> None:
-        """ONNX Runtime, on the CPU."""
-        assert self.backbone is not None
-        self.backbone.accelerate_cells()
 
 
 def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
     """Fit what is not fitted yet, by the first process, keep it in `out/annotator`, and return the annotator."""
     if data.multi_label:
         raise EverytokenError(
-            f"`fit` learns one class per image, and images of {data.name} have several labels. Use an annotator that "
-            "exists (registry:efficientnet_lite0, timm:NAME), or train without score maps."
+            f"`fit` learns one class per image, and {data.name} is multi-label. Use an annotator that exists "
+            "(registry:efficientnet_lite0, timm:NAME), or train without score maps."
         )
     if len(data.class_names) < 2:
         raise EverytokenError(
@@ -101,24 +85,19 @@ def fit_annotator(data: DataSet, out: Path, options: AnnotateOptions, world: Wor
 
 def fit_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> tuple[Choice, np.ndarray]:
     """The chosen backbone with its heads, and the indices of the images that they were fitted on."""
-    fit = options.fit
-    if fit.folds < 2:
-        raise EverytokenError(f"folds is {fit.folds}; it must be at least 2")
-    name = fit.fit_model
+    name, sizes = options.fit_model, pair(options.fit_size)
     if name and ":" not in name and not Path(name).expanduser().exists():
         raise EverytokenError(
             f"fit_model must be registry:NAME, timm:NAME, a run folder or a weights file, got {name!r}"
         )
     learnt = np.arange(len(data)) if options.val_split else split_off(data, DEFAULT_VAL_SPLIT, seed=0)[0]
-    sizes = pair(fit.fit_size)
-    offered = candidates([name] if name else (), sizes[0] if sizes else 0)
     choice = choose_backbone(
         data.subset(learnt),
-        offered,
+        candidates([name] if name else (), sizes[0] if sizes else 0),
         folder / "features",
         seconds=60 + 0.1 * len(data),
-        folds=fit.folds,
-        seed=fit.seed,
+        folds=options.folds,
+        seed=options.seed,
         device=world.device,
         workers=options.workers,
     )
@@ -157,8 +136,8 @@ def _plan(data: DataSet, options: AnnotateOptions) -> dict[str, Any]:
     """What the heads depend on besides the backbone."""
     return {
         "kind": "linear",
-        "folds": options.fit.folds,
-        "seed": options.fit.seed,
+        "folds": options.folds,
+        "seed": options.seed,
         "held_out": options.val_split or DEFAULT_VAL_SPLIT,
         "class_names": list(data.class_names),
         "data_sha256": keys_hash(data),
@@ -167,23 +146,20 @@ def _plan(data: DataSet, options: AnnotateOptions) -> dict[str, Any]:
 
 def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: World) -> LinearAnnotator:
     """The annotator that `save_heads` kept. One that was fitted otherwise is an error, not a surprise."""
-    note, path, fit = folder / "linear.json", folder / "linear.safetensors", options.fit
+    note, path = folder / "linear.json", folder / "linear.safetensors"
     try:
         content = schema.read_json(note, dict[str, dict[str, Any]])
         plan, facts = content["plan"], content["facts"]
         tensors = read_weights(path)
-        name, size = str(plan["model"]), (int(plan["size"][0]), int(plan["size"][1]))
-        heads = tuple(LinearHead(w, b) for w, b in zip(tensors["weight"], tensors["bias"], strict=True))
-        part, accuracy = tensors["part"].numpy(), float(facts["accuracy"])
+        weight, bias, part = tensors["weight"], tensors["bias"], tensors["part"].numpy()
+        name, accuracy, (height, width) = str(plan["model"]), float(facts["accuracy"]), map(int, plan["size"])
     except (schema.SchemaError, LookupError, TypeError, ValueError, WeightsError) as error:
         raise AnnotatorError(
             f"{note} or {path.name} is damaged ({error}). Remove both; they are fitted again."
         ) from error
     wanted = _plan(data, options)
-    if fit.fit_model:
-        wanted["model"] = fit.fit_model
-    if fit.fit_size:
-        wanted["size"] = list(pair(fit.fit_size) or ())
+    wanted |= {"model": options.fit_model} if options.fit_model else {}
+    wanted |= {"size": list(pair(options.fit_size) or ())} if options.fit_size else {}
     different = sorted(key for key, value in wanted.items() if plan.get(key) != value)
     if different:
         what = "the images or their classes" if "data_sha256" in different else ", ".join(different)
@@ -191,26 +167,23 @@ def open_heads(data: DataSet, folder: Path, options: AnnotateOptions, world: Wor
             f"{folder} holds an annotator that was fitted with other settings ({what} changed). Use the old settings, "
             "another output folder, or remove that folder."
         )
-    if name.startswith("registry:"):
-        size = (-(-size[0] // _STRIDE) * _STRIDE, -(-size[1] // _STRIDE) * _STRIDE)
-    backbone = FrozenBackbone(name, pair(options.img_size) or size, world.device)
-    names = tuple(data.class_names)
+    own = whole_cells((height, width)) if name.startswith("registry:") else (height, width)
+    backbone = FrozenBackbone(name, pair(options.img_size) or own, world.device)
     logger.info(
         f"annotator of these classes: a linear head on {name}; {accuracy:.1%} right in cross-validation "
         f"({facts.get('images', 0):,} images)"
     )
+    heads = zip(weight.numpy(), bias.numpy(), strict=True)
     settings = {
         "fit": {key: value for key, value in plan.items() if key != "data_sha256"},
         "weights_sha256": [
             backbone.weights_sha256,
-            *(
-                hashlib.sha256(head.weight.numpy().tobytes() + head.bias.numpy().tobytes()).hexdigest()
-                for head in heads
-            ),
+            *(hashlib.sha256(w.tobytes() + b.tobytes()).hexdigest() for w, b in heads),
         ],
         "held_out_accuracy": round(accuracy, 4),
     }
-    return LinearAnnotator("fit", backbone.preprocessing, ClassList(len(names), names), settings, backbone, heads, part)
+    classes, network = ClassList(len(data.class_names), tuple(data.class_names)), CellScores(backbone.model)
+    return LinearAnnotator("fit", backbone.preprocessing, classes, settings, network, weight, bias, part)
 
 
 def kept_network(store: Path) -> tuple[nn.Module, EvalTransform, tuple[str, ...]]:

@@ -16,12 +16,11 @@ Cost: 0.95 or more of the bare network's speed, benchmarks/annotate.py.
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,18 @@ from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken.maps.format import find_plan
 from everytoken.maps.writer import check_folder, mismatch
+from everytoken_lab import schema
 from everytoken_lab.annotators.annotator import Annotator, AnnotatorError, build_annotator
 from everytoken_lab.annotators.fit import fit_annotator
-from everytoken_lab.annotators.options import AnnotateOptions, FitOptions, pair
+from everytoken_lab.annotators.options import AnnotateOptions, pair
 from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
 from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
 from everytoken_lab.engine.distributed import World, join_world, ranks_at
-from everytoken_lab.engine.recipe import apply
 from everytoken_lab.maps.summary import StoreSummary, sample_positions, summarize_store
 
-logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
-_FEW = 20  # of so few classes all are kept: those that are not count as 0, and the fifth best of ten often has less
+_FEW = 20  # up to this many classes, all scores are kept: dropped ones count as 0, which is more than some of ten have
 _AHEAD = 3  # batches of maps that may wait for the writing thread
 _COPIED_AT_ONCE = 64  # maps in memory
 _MANY = 200  # images for which an annotator is made faster first
@@ -60,23 +58,20 @@ class Outcome:
     """What a job did.
 
     Attributes:
-        data, annotator: what was annotated, and by what.
-        plan: whose classes the store has.
-        done: images annotated or skipped by this process in this run.
-        seconds: that it took.
+        data: what was annotated. plan: whose classes the store has.
+        done: images annotated or skipped by this process in this run. seconds: that it took.
         notes: sentences the user should read.
         copied: maps that came from another store.
         world: this process among those that shared the job.
     """
 
     data: DataSet
-    annotator: Annotator
     plan: ClassPlan
     done: int
     seconds: float
-    notes: tuple[str, ...] = ()
-    copied: int = 0
-    world: World = _ALONE
+    notes: tuple[str, ...]
+    copied: int
+    world: World
 
 
 def annotate(
@@ -100,12 +95,13 @@ def annotate(
         annotator: timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN, python:module:function; or an
             `Annotator`.
         progress: called with (images done, images in all) of this process.
-        options: fields of `AnnotateOptions` and `FitOptions`.
+        options: fields of `AnnotateOptions`.
     """
     for name in ("img_size", "fit_size"):
         if isinstance(options.get(name), int):  # a square, as in `lab.train`
             options[name] = (options[name],)
-    run_job(data, Path(out), annotator, apply(AnnotateOptions(), options, "annotate()"), progress)
+    settings = schema.from_keywords(AnnotateOptions, options, "annotate()")
+    run_job(data, Path(out), annotator, settings, progress)
     return Maps(out)
 
 
@@ -117,19 +113,18 @@ def run_job(
     progress: Progress | None = None,
 ) -> Outcome:
     """Open the data, make the annotator, fill the store, with all processes that were started for it."""
-    dataset = data if isinstance(data, DataSet) else open_images(data, options)
-    check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
+    dataset = data if isinstance(data, DataSet) else _open_images(data, options)
+    _check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
     # processes wait for each other at the beginning and at the end only, and the end can be far
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
         if world.any(len(ranks_at(out, world)) < world.size):
             raise EverytokenError(f"the processes do not share the disk of {out}. Give a folder on a shared disk.")
         if isinstance(annotator, str):
-            annotator = make_annotator(annotator, dataset, out, options, world)
+            annotator = _make_annotator(annotator, dataset, out, options, world)
         return fill_store(dataset, out, annotator, options, world, progress)
 
 
-def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
-    """The images to annotate."""
+def _open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
     if options.unlabelled:
         return open_dataset(data, options.split, labelled=False, val_split=options.val_split)
     try:
@@ -138,11 +133,11 @@ def open_images(data: str | Path, options: AnnotateOptions) -> DataSet:
         raise DataError(f"{error} If its images have no labels, say so: unlabelled.") from error
 
 
-def make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
+def _make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions, world: World) -> Annotator:
     """The annotator of a name; `fit` is fitted first, unless the store's folder has its heads already."""
     if name != "fit":
-        plain = FitOptions(seed=options.fit.seed)
-        used = [field for field in vars(plain) if getattr(options.fit, field) != getattr(plain, field)]
+        plain = AnnotateOptions()
+        used = [f for f in ("folds", "fit_model", "fit_size") if getattr(options, f) != getattr(plain, f)]
         if used:
             raise EverytokenError(f"{', '.join(used)} can only be used with the annotator fit, not with {name}")
         return build_annotator(name, pair(options.img_size), options.weights)
@@ -153,13 +148,8 @@ def make_annotator(name: str, data: DataSet, out: Path, options: AnnotateOptions
     return fit_annotator(data, out, options, world)
 
 
-def check_out(data: DataSet, out: Path, annotator: str) -> None:
-    """Refuse a folder that cannot become the store of `data` before any work is done; nothing is written.
-
-    Args:
-        out: where the store shall be.
-        annotator: its name; a store that another kind of annotator began is refused.
-    """
+def _check_out(data: DataSet, out: Path, annotator: str) -> None:
+    """Refuse a folder that cannot become the annotator's store of `data` before any work is done."""
     check_folder(out)
     images, place = Path(data.name).resolve(), out.resolve()
     inside = data.class_names and images.is_dir() and place.is_relative_to(images)
@@ -189,16 +179,19 @@ def fill_store(
     """
     if not len(data):
         raise EverytokenError(f"{data.name} holds no images to annotate.")
-    check_out(data, out, annotator.name)
     foreign = options.foreign_classes or options.unlabelled
     plan = plan_classes(annotator.name, annotator.classes, data.name, data.class_names, options.class_map, foreign)
-    top_k = _top_k(options.top_k, plan)
+    if options.top_k > plan.scored:
+        raise EverytokenError(
+            f"top_k {options.top_k} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
+        )
+    top_k = options.top_k or (plan.scored if plan.scored <= _FEW else 5)
     annotator.to(world.device)
     grid = annotator.grid(world.device)
     amp_dtype = options.amp_dtype if options.amp else ""
     settings = {**annotator.describe(), "amp": amp_dtype, **plan.describe()}
     meta = StoreMeta(grid, top_k, plan.names, plan.count, options.resize, settings)
-    older = open_older(Path(options.reuse), out, meta) if options.reuse else None
+    older = _open_older(Path(options.reuse), out, meta) if options.reuse else None
     with MapWriter(
         out,
         data.keys(),
@@ -210,9 +203,9 @@ def fill_store(
     ) as writer:
         shards = writer.pending_shards()
         total = sum(len(writer.shard_range(i)) for i in range(world.rank, writer.plan.num_shards, world.size))
-        done = total - sum(len(writer.shard_range(i)) for i in shards)
-        copied = frozenset() if older is None else copy_maps(writer, shards, older)
-        done = before = done + len(copied)
+        copied = frozenset() if older is None else _copy_maps(writer, shards, older)
+        todo = [[i for i in writer.shard_range(shard) if i not in copied] for shard in shards]
+        done = before = total - sum(map(len, todo))
         tell = progress or (lambda _done, _total: None)
         tell(done, total)
         started = time.perf_counter()
@@ -220,9 +213,7 @@ def fill_store(
             if writer.plan.total >= _MANY and not amp_dtype:  # by the whole store, so that continuing is the same
                 annotator.accelerate()
             transform = replace(annotator.preprocessing, crop_pct=1.0, crop_mode=_CROP_MODES[options.resize])
-            reader = ImageReader(data, store_order(data), transform)
-            todo = [[i for i in writer.shard_range(shard) if i not in copied] for shard in shards]
-            size = options.batch_size
+            reader, size = ImageReader(data, store_order(data), transform), options.batch_size
             spans = [some[i : i + size] for some in todo for i in range(0, len(some), size)]
             stream = read_batches(reader, spans, options.workers, world.device.type == "cuda")
             with closing(fill(writer, annotator, plan, stream, amp_dtype, world.device)) as counts:
@@ -235,7 +226,7 @@ def fill_store(
             writer.finalize()
         world.barrier()
     notes = tuple(_notes(annotator, plan, grid))
-    return Outcome(data, annotator, plan, done - before, seconds, notes, len(copied), world)
+    return Outcome(data, plan, done - before, seconds, notes, len(copied), world)
 
 
 def store_order(data: DataSet) -> np.ndarray:
@@ -244,7 +235,7 @@ def store_order(data: DataSet) -> np.ndarray:
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
 
 
-def open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
+def _open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
     """The store `source`, if its maps can stand beside those that `meta` describes."""
     if source.resolve() == out.resolve():
         raise EverytokenError(f"reuse {source} is the store that shall be written; name another output folder.")
@@ -259,7 +250,7 @@ def open_older(source: Path, out: Path, meta: StoreMeta) -> Maps:
     return store
 
 
-def copy_maps(writer: MapWriter, shards: Sequence[int], store: Maps) -> frozenset[int]:
+def _copy_maps(writer: MapWriter, shards: Sequence[int], store: Maps) -> frozenset[int]:
     """Put the maps of `store` into the shards to be written; the positions that are done."""
     done: list[int] = []
     for shard in shards:
@@ -279,20 +270,61 @@ def fill(
     amp_dtype: str,
     device: torch.device,
 ) -> Generator[int, None, None]:
-    """Score and write batches as they come; yields the number of images of each. All are written when it ends or is
-    closed."""
-    with _writing(writer, annotator.name, amp_dtype) as put:
+    """Score batches as they come and let a thread write them; yields the number of images of each.
+
+    All are written when it ends or is closed.
+    """
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1) as thread:
         for batch in stream:
-            put(batch, *_score(annotator, plan, writer.plan.meta.top_k, batch, amp_dtype, device))
+            best = _score(annotator, plan, writer.plan.meta.top_k, batch, amp_dtype, device)
+            batch = replace(batch, images=torch.empty(0))  # the pixels would only take up memory
+            waiting.append(thread.submit(_write, writer, annotator.name, amp_dtype, batch, *best))
+            if len(waiting) > _AHEAD:
+                waiting.popleft().result()
             yield len(batch)
+        for written in waiting:
+            written.result()
 
 
-def _top_k(wanted: int, plan: ClassPlan) -> int:
-    if wanted > plan.scored:
+def _score(
+    annotator: Annotator, plan: ClassPlan, top_k: int, batch: ImageBatch, amp_dtype: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(scores, classes), both [n, h, w, k], still on the device."""
+    dtype = getattr(torch, amp_dtype) if amp_dtype else None
+    try:
+        with torch.inference_mode():
+            moved, wanted = batch.images.to(device, non_blocking=True), annotator.preprocessing
+            images = normalise(moved, wanted.mean, wanted.std, channels_last=True)
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                logits = annotator.score(images, batch.indices)
+            best = plan.apply(logits).topk(top_k, dim=-1)
+            return best.values, plan.class_ids(best.indices)
+    except torch.OutOfMemoryError as error:
         raise EverytokenError(
-            f"top_k {wanted} is more than the {plan.scored} classes that get scores; use at most {plan.scored}."
-        )
-    return wanted or (plan.scored if plan.scored <= _FEW else 5)
+            f"{device} has too little memory for {len(batch)} images of {annotator.preprocessing.size} pixels. Use a "
+            "smaller --batch-size (or --img-size, or --amp); the same command then continues where it stopped."
+        ) from error
+
+
+def _write(writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
+    values = scores.float().cpu().numpy()  # on a GPU, this waits for the batch
+    ids = classes.cpu().numpy()
+    good = [place for place in range(len(batch)) if place not in batch.failures]
+    fits = np.abs(values) <= np.finfo(np.float16).max  # False for nan and inf, too
+    for place in good:
+        if not fits[place].all():
+            key, worst = writer.key(batch.positions[place]), values[place][~fits[place]][0]
+            hint = "Leave out amp, or try amp_dtype bfloat16." if amp == "float16" else "Look at its weights."
+            raise AnnotatorError(
+                f"{annotator} gives {key!r} a score of {worst}, which half precision (65504 at most) cannot keep. "
+                f"{hint} Finished shards are kept."
+            )
+    if good:
+        positions = [batch.positions[place] for place in good]
+        writer.put(positions, values[good], ids[good], batch.sizes[good], batch.areas[good])
+    for place, reason in batch.failures.items():
+        writer.skip(batch.positions[place], reason)
 
 
 def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iterator[str]:
@@ -309,89 +341,6 @@ def _notes(annotator: Annotator, plan: ClassPlan, grid: tuple[int, int]) -> Iter
         )
     if plan.scored < plan.count:
         yield f"{plan.count - plan.scored} classes of the dataset have no class of the annotator and get no scores."
-
-
-def _score(
-    annotator: Annotator, plan: ClassPlan, top_k: int, batch: ImageBatch, amp_dtype: str, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(scores, classes), both [n, h, w, k], still on the device."""
-    autocast = nullcontext()
-    if amp_dtype:
-        autocast = torch.autocast(device.type, getattr(torch, amp_dtype))  # type: ignore[assignment]
-    try:
-        with torch.inference_mode():
-            moved, wanted = batch.images.to(device, non_blocking=True), annotator.preprocessing
-            images = normalise(moved, wanted.mean, wanted.std, channels_last=True)
-            with autocast:
-                logits = annotator.score(images, batch.indices)
-            best = plan.apply(logits).topk(top_k, dim=-1)
-            return best.values, plan.class_ids(best.indices)
-    except torch.OutOfMemoryError as error:
-        raise EverytokenError(
-            f"{device} has too little memory for {len(batch)} images of {annotator.preprocessing.size} pixels. Use a "
-            "smaller --batch-size (or --img-size, or --amp); the same command then continues where it stopped."
-        ) from error
-
-
-@contextmanager
-def _writing(writer: MapWriter, annotator: str, amp: str) -> Iterator[Callable[[ImageBatch, Tensor, Tensor], None]]:
-    """A function that hands maps to a writing thread; at the end all of them are written.
-
-    What goes wrong in the thread is raised here, at the next call or at the end.
-    """
-    waiting: queue.Queue[tuple[ImageBatch, Tensor, Tensor] | None] = queue.Queue(_AHEAD)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        while (item := waiting.get()) is not None:
-            if not errors:  # after a failure, only empty the queue, so that nobody waits for a place in it
-                try:
-                    _write(writer, annotator, amp, *item)
-                except BaseException as error:
-                    errors.append(error)
-
-    def put(batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
-        if errors:
-            raise errors[0]
-        waiting.put((replace(batch, images=batch.images[:0]), scores, classes))  # they would only take up memory
-
-    thread = threading.Thread(target=work, name="everytoken-writer", daemon=True)
-    thread.start()
-    try:
-        yield put
-    finally:
-        waiting.put(None)
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _write(writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, scores: Tensor, classes: Tensor) -> None:
-    values = scores.float().cpu().numpy()  # on a GPU, this waits for the batch
-    ids = classes.cpu().numpy()
-    good = [place for place in range(len(batch)) if place not in batch.failures]
-    _check(writer, annotator, amp, batch, good, values)
-    if good:
-        at = np.array([batch.positions[place] for place in good])
-        writer.put(at.tolist(), values[good], ids[good], batch.sizes[good], batch.areas[good])
-    for place, reason in batch.failures.items():
-        writer.skip(batch.positions[place], reason)
-
-
-def _check(
-    writer: MapWriter, annotator: str, amp: str, batch: ImageBatch, good: list[int], values: np.ndarray[Any, Any]
-) -> None:
-    fits = (np.abs(values) <= np.finfo(np.float16).max).all(axis=(1, 2, 3))  # False for nan and inf, too
-    bad = next((place for place in good if not fits[place]), None)
-    if bad is None:
-        return
-    key, worst = writer.key(batch.positions[bad]), values[bad].ravel()
-    worst = worst[~(np.abs(worst) <= np.finfo(np.float16).max)][0]
-    hint = f"Leave out amp, or try amp_dtype bfloat16 (now {amp})." if amp == "float16" else "Look at its weights."
-    raise AnnotatorError(
-        f"{annotator} gives {key!r} a score of {worst}, which half precision (65504 at most) cannot keep. {hint} "
-        "Finished shards are kept."
-    )
 
 
 def summarise(path: Path, data: DataSet, label_to_class: Sequence[int], limit: int = 5000) -> StoreSummary:

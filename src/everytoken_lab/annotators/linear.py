@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,7 @@ class LinearFit:
         head: fitted on all images; fold_heads: number k was not fitted on the images of fold k.
         fold: [n] int64.
         out_of_fold: [n, K] float32, logits of each image by the head of its fold.
-        labels: [n], or [n, K] where images may have several.
+        labels: [n], or [n, K] of multi-label images.
         strength: of the penalty.
     """
 
@@ -64,7 +64,7 @@ class LinearFit:
 
     @property
     def accuracy(self) -> float:
-        """Out-of-fold accuracy, 0..1; with several labels the mean average precision."""
+        """Out-of-fold accuracy, 0..1; of multi-label images the mean average precision."""
         if self.labels.ndim == 2:
             return MultiLabelPredictions(np.arange(len(self.labels)), self.labels > 0, self.out_of_fold).mean_ap / 100
         return float((self.out_of_fold.argmax(1) == self.labels).mean())
@@ -81,7 +81,7 @@ class LinearFit:
 
 
 def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """[n] cross entropy of logits [n, K] with labels [n]; with several labels [n, K] added up over the classes."""
+    """[n] cross entropy of logits [n, K] with labels [n]; multi-label [n, K]: added up over the classes."""
     scores, target = torch.from_numpy(np.asarray(logits)).double(), torch.from_numpy(np.asarray(labels))
     if target.dim() == 2:
         each = F.binary_cross_entropy_with_logits(scores, target.double(), reduction="none").sum(1)
@@ -94,18 +94,24 @@ def stratified_folds(labels: np.ndarray, keys: Sequence[str], count: int, seed: 
     """[n] fold of each image: within each class, images are ranked by a hash of seed and key and dealt out in turn.
 
     Args:
-        labels: [n] classes, or of several labels one (`DataSet.strata`).
+        labels: [n] classes; of multi-label images one each (`DataSet.strata`).
         keys: what identifies each image; images with the same key are in the same fold.
     """
     draws = np.array([uniform(seed, "fold", key) for key in keys])
-    fold = np.zeros(len(labels), dtype=np.int64)
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        ranks = np.argsort(np.argsort(draws[members], kind="stable"), kind="stable")
-        fold[members] = (ranks + label) % count  # shifted, so that small classes do not all lack the same fold
+    # shifted, so that small classes do not all lack the same fold
+    fold = (ranks_within_classes(draws, labels) + labels) % count
     _, first, inverse = np.unique(np.asarray(keys), return_index=True, return_inverse=True)
     joined: np.ndarray = fold[first[inverse.reshape(-1)]]
     return joined
+
+
+def ranks_within_classes(draws: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """[n] int64: how many images of the same class have a smaller draw."""
+    ranks = np.zeros(len(labels), dtype=np.int64)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        ranks[members] = np.argsort(np.argsort(draws[members], kind="stable"), kind="stable")
+    return ranks
 
 
 def fit_linear(
@@ -114,11 +120,13 @@ def fit_linear(
     """Fit the head, with cross-validation over the folds.
 
     Args:
-        features: [n, D]. labels: [n], or [n, K] with several of an image. fold: [n], see `stratified_folds`.
+        features: [n, D]. labels: [n], or [n, K] of multi-label images. fold: [n], see `stratified_folds`.
         strength: of the penalty; 0: chosen.
     """
+    from threadpoolctl import threadpool_limits
+
     x, y = np.asarray(features, dtype=np.float64), np.asarray(labels, dtype=np.int64)
-    with _threads(x.size * num_classes):
+    with threadpool_limits(1) if x.size * num_classes < _SMALL else nullcontext():
         if not strength:
             strength = _choose_strength(x, y, num_classes, fold)
         head = _fit(x, y, num_classes, strength)
@@ -193,9 +201,3 @@ def _softmax_regression(
         weight[classes], bias[classes] = found, offsets
     bias[np.setdiff1d(np.arange(num_classes), classes)] = bias[classes].min() - 10
     return weight, bias
-
-
-def _threads(work: float) -> AbstractContextManager[object]:
-    from threadpoolctl import threadpool_limits
-
-    return threadpool_limits(1) if work < _SMALL else nullcontext()

@@ -8,24 +8,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Interval, Len
 
-from everytoken.errors import EverytokenError
 from everytoken_lab.machine import Workers, default_workers
 
-
-@dataclass(frozen=True)
-class FitOptions:
-    """The annotator `fit`, which learns the classes of the dataset."""
-
-    folds: int = 5
-    """Folds of cross-validation, at least 2: each image is annotated by a head that was not fitted on it."""
-    fit_model: str = ""
-    """Backbone whose frozen features the linear head reads: registry:NAME, timm:NAME, a run or a weights file. Default:
-    the best of the pretrained networks that are available."""
-    fit_size: tuple[int, ...] = ()
-    """Side of the images. Default: the backbone's own."""
-    seed: int = 42
-    """Seed of the folds."""
+Count = Annotated[int, Interval(ge=0)]
+Sides = Annotated[tuple[Annotated[int, Interval(ge=1)], ...], Len(0, 2)]
+"""Nothing, one number, or height and width."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +23,12 @@ class AnnotateOptions:
 
     weights: str = ""
     """For timm:NAME: your own weights (file or run folder) instead of pretrained ones."""
-    img_size: tuple[int, ...] = ()
+    img_size: Sides = ()
     """Side of the annotator's input, or height and width. Default: its own. 576 gives 18x18 cells at stride 32."""
     resize: Literal["squash", "letterbox", "center"] = "squash"
     """squash: stretch the whole image. letterbox: keep its aspect and pad. center: keep its aspect and cut off what
     sticks out, as the released script does; tokens beyond the middle then have no label."""
-    top_k: int = 0
+    top_k: Count = 0
     """Classes to keep per cell; 0: five, or all of them if there are at most 20 classes."""
     class_map: str = ""
     """csv, json or yaml file: class of the dataset -> the annotator's class; `order`: both have the same order."""
@@ -50,11 +39,11 @@ class AnnotateOptions:
     split: str = "train"
     """Part of the dataset: train, val, test, or all."""
     val_split: float = 0.0
-    """Leave out the part that training with the same val_split sets aside for validation. Without it all images are
-    annotated, and `fit` does not learn from the part that training sets aside by default."""
+    """Leave out the fraction that training with the same val_split sets aside for validation. Without it all images are
+    annotated, and `fit` does not learn from the fraction that training sets aside by default."""
     class_list: Path | None = None
     """Text file with the dataset's class names in the order of their numbers. Default: sorted folder names."""
-    batch_size: Annotated[int, tyro.conf.arg(aliases=["-b"])] = 32
+    batch_size: Annotated[int, Interval(ge=1), tyro.conf.arg(aliases=["-b"])] = 32
     """Images per step, within a shard. Changing it may change scores in the last bit."""
     workers: Workers = field(default_factory=default_workers)
     """Processes that decode images; 0 decodes in the main process."""
@@ -69,17 +58,17 @@ class AnnotateOptions:
     reuse: str = ""
     """An older store of the same settings: its maps are copied, and only new images are annotated. An image that was
     changed under the same name keeps its old map."""
-    shard_size: tyro.conf.Suppress[int] = 0
+    shard_size: tyro.conf.Suppress[Count] = 0
     """Images per shard. 0: the store's choice."""
-    fit: tyro.conf.OmitArgPrefixes[FitOptions] = field(default_factory=FitOptions)
-
-    def __post_init__(self) -> None:
-        for name, least in (("top_k", 0), ("batch_size", 1), ("workers", 0), ("shard_size", 0)):
-            if getattr(self, name) < least:
-                raise EverytokenError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name, size in (("img_size", self.img_size), ("fit_size", self.fit.fit_size)):
-            if len(size) > 2 or any(side < 1 for side in size):
-                raise EverytokenError(f"{name} takes one number or height and width, not {tuple(size)}")
+    folds: Annotated[int, Interval(ge=2)] = 5
+    """fit: folds of cross-validation; each image is annotated by a head that was not fitted on it."""
+    fit_model: str = ""
+    """fit: backbone whose frozen features the linear head reads: registry:NAME, timm:NAME, a run or a weights file.
+    Default: the best of the pretrained networks that are available."""
+    fit_size: Sides = ()
+    """fit: side of the images. Default: the backbone's own."""
+    seed: int = 42
+    """fit: seed of the folds."""
 
 
 def pair(size: Sequence[int]) -> tuple[int, int] | None:

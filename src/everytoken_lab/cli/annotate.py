@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from everytoken_lab import schema
 from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.cli._parse import parse, values_of
 
@@ -54,7 +55,7 @@ def main(argv: list[str], prog: str) -> int:
     from everytoken_lab.progress import Progress
 
     with Progress("annotating", "images") as progress:
-        plain = AnnotateOptions(**values_of(options, AnnotateOptions))
+        plain = schema.from_keywords(AnnotateOptions, values_of(options, AnnotateOptions), "annotate")
         outcome = run_job(options.data, options.out, options.annotator, plain, progress)
     return _report(options, outcome) if outcome.world.is_main else 0
 
