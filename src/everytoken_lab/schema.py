@@ -2,11 +2,10 @@
 
     options = schema.parse(TrainOptions, values, "recipe small_96.yaml")
 
-The types are our own dataclasses, which refuse names that they do not have; TypedDicts (of typing_extensions) for
-foreign formats, which ignore them; or any type hint. pydantic does the checking, and what it finds is said in one
-sentence that names the file, the setting and the value. Nothing is guessed: "yes" is not a bool, "5" is not a number,
-true is not 1; a whole number passes for a float and a list for a tuple. Numbers that no machine integer holds are
-refused. Text that is not Unicode (lone surrogates, as in names of files that are not UTF-8) is spelt with backslashes.
+pydantic does the checking, and what it finds is said in one sentence that names the file, the setting and the value.
+Our own dataclasses refuse names that they do not have; TypedDicts, for foreign formats, ignore them. Nothing is
+guessed: "yes" is not a bool, "5" is not a number, true is not 1; a whole number passes for a float and a list for a
+tuple. Text that is not Unicode (as in names of files that are not UTF-8) is spelt with backslashes.
 """
 
 from __future__ import annotations
@@ -38,21 +37,15 @@ def parse(kind: type[T], value: Any, where: str) -> T:
         value: plain data: what a JSON or YAML file holds.
         where: what to call it in messages, such as the file's path.
     """
-    import pydantic
-
     try:
         text = json.dumps(value, allow_nan=True)
         if "\\ud" in text:
             text = json.dumps(_printable(json.loads(text)))
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"{where}: holds a value that is not plain data ({error}).") from error
-    if re.search(r"\d{19}", text):
+    if re.search(r"\d{19}", text):  # numbers that no machine integer holds
         json.loads(text, parse_int=lambda digits: _check_integer(digits, where))
-    try:
-        checked: T = _adapter(kind).validate_json(text, strict=True)
-        return checked
-    except pydantic.ValidationError as error:
-        raise SchemaError(f"{where}: {_explain(kind, json.loads(text), error.errors()[0])}") from error
+    return parse_json(text.encode(), kind, where)
 
 
 def _check_integer(digits: str, where: str) -> None:

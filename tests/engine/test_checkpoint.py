@@ -161,7 +161,7 @@ def test_metrics_are_json_that_every_program_reads(tmp_path):
     folder.forget_after(1)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text
-    assert folder.rows() == [{"kind": "epoch", "step": 1, "epoch": 1, "loss": None, "val_top1": 50.0}]
+    assert list(folder.read().epochs) == [{"kind": "epoch", "step": 1, "epoch": 1, "loss": None, "val_top1": 50.0}]
 
 
 @pytest.mark.parametrize(

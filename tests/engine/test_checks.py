@@ -3,17 +3,16 @@
 import dataclasses
 
 import pytest
-import torch
 
 from everytoken.errors import EverytokenError
 from everytoken.objectives.hard import HardLabels
 from everytoken_lab.cli import main
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.engine.checks import check_device, check_loop, check_objectives
-from everytoken_lab.engine.optim import build_schedule, learning_rate
-from everytoken_lab.engine.options import OptimOptions, TrainOptions, how_to_run
+from everytoken_lab.engine.optim import learning_rate
+from everytoken_lab.engine.options import TrainOptions, how_to_run
 from everytoken_lab.engine.recipe import apply, read_recipe
-from everytoken_lab.training.start import complete
+from everytoken_lab.training.inputs import complete
 
 
 @pytest.mark.parametrize("task", [["train"], ["segment", "train"], ["detect", "train"]])
@@ -77,18 +76,6 @@ def test_the_rate_that_is_asked_for_is_taken_whatever_the_recipe_has():
     assert learning_rate(complete(changed, {"lr_base"}).optim, 512) > 1e-5
     with pytest.raises(EverytokenError, match="set one of them"):
         complete(changed, {"lr_base", "lr"})
-
-
-@pytest.mark.parametrize("sched", ["step", "poly"])
-def test_timms_decay_rate_reaches_the_schedules_that_have_one(sched):
-    def rate(decay_rate):
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-        options = OptimOptions(epochs=200, sched=sched, decay_rate=decay_rate, warmup_epochs=0, min_lr=0)
-        schedule, _ = build_schedule(optimizer, options, updates_per_epoch=1)
-        schedule.step_update(100)
-        return optimizer.param_groups[0]["lr"]
-
-    assert rate(0.1) != pytest.approx(rate(0.5))
 
 
 def test_a_teacher_that_guides_the_mixing_is_not_called_useless(photos, capsys):

@@ -35,7 +35,7 @@ from everytoken_lab.evaluation.run import run_evaluation
 from everytoken_lab.models.open import Description, open_model
 from everytoken_lab.training.build import build
 from everytoken_lab.training.classify import Classification
-from everytoken_lab.training.start import complete
+from everytoken_lab.training.inputs import complete
 from tests.engine.pretend_gpu import CUDA, PretendGpu
 
 pytestmark = pytest.mark.skipif(

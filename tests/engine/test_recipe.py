@@ -16,7 +16,7 @@ from everytoken_lab.engine.recipe import (
     recipe_names,
 )
 from everytoken_lab.schema import SchemaError
-from everytoken_lab.training.start import FINETUNE
+from everytoken_lab.training.inputs import FINETUNE
 
 CLASSIFIERS = [n for n in recipe_names() if not n.startswith(("segment_", "detect_"))]  # others: tests/transfer
 

@@ -82,7 +82,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tmp_path, caplog):
         assert len(folder.trackers) == 1
         folder.trackers.append(Broken())
         folder.close_trackers()
-    assert len(folder.rows()) == 2
+    assert len(folder.read().steps) == 2
     assert caplog.text.count("the server is gone") == 1
     assert "still gone" in caplog.text
 

@@ -124,7 +124,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_over(photos, tmp_
     assert "there is nothing to do" in capsys.readouterr().out
     shutil.rmtree(out / "checkpoints")
     best = (out / "best.safetensors").read_bytes()
-    for more in ([], ["--resume", "never"], ["--seed", "7"]):
+    for more in ([], ["--seed", "7"]):
         assert main([*words, *more]) == 2
         assert "Choose another output, or delete the folder" in capsys.readouterr().err
     assert (out / "best.safetensors").read_bytes() == best

@@ -51,11 +51,10 @@ def terms(folder):
 
 
 @pytest.mark.parametrize("mixing", ["mixtoken: {}", "mixup: {}", "compose: {mixup: {}, mixtoken: {}}"])
-def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, capsys, mixing):
+def test_token_labeling_trains_with_every_kind_of_mixing(photos, own, tmp_path, mixing):
     words = ["--maps", str(own), "--set", "objectives.token_labeling={beta: 0.5}", "--set", f"mixing={{{mixing}}}"]
     assert main(["train", str(photos), *TINY, *words, "--out", str(tmp_path)]) == 0
     assert {"token_labeling/class", "token_labeling/token"} <= terms(tmp_path)
-    assert ("saw no gain" in capsys.readouterr().out) == mixing.startswith("compose")
     loaded = open_model(tmp_path)
     assert loaded.info.token_class_names == ("class-0", "class-1", "class-2")
     assert loaded.model.token_head is not None
@@ -111,7 +110,7 @@ def test_relabel_needs_matching_classes_and_says_so(photos, own, foreign, tmp_pa
 
 def test_a_trained_run_teaches_online_and_by_distillation(photos, tmp_path):
     assert main(["train", str(photos), *TINY, "--out", str(tmp_path / "teacher")]) == 0
-    teacher = ["--teacher", "vit_tiny_patch16_224", "--teacher-weights", str(tmp_path / "teacher")]
+    teacher = ["--teacher", str(tmp_path / "teacher")]
     for name in ("online_token", "distillation"):
         words = [*teacher, "--set", f"objectives.{name}={{}}", "--out", str(tmp_path / name)]
         assert main(["train", str(photos), *TINY, *words]) == 0

@@ -41,7 +41,7 @@ from everytoken_lab.annotators.options import AnnotateOptions, pair
 from everytoken_lab.annotators.reading import ImageBatch, ImageReader, read_batches
 from everytoken_lab.classes import ClassPlan, plan_classes
 from everytoken_lab.data.datasets import DataError, DataSet, NoClassFoldersError, hidden, open_dataset
-from everytoken_lab.engine.distributed import World, join_world, ranks_at
+from everytoken_lab.engine.distributed import World, join_world
 from everytoken_lab.maps.summary import StoreSummary, sample_positions, summarize_store
 
 Progress = Callable[[int, int], None]
@@ -117,7 +117,7 @@ def run_job(
     _check_out(dataset, out, annotator if isinstance(annotator, str) else annotator.name)
     # processes wait for each other at the beginning and at the end only, and the end can be far
     with join_world(options.device, timeout_minutes=14 * 24 * 60) as world:
-        if world.any(len(ranks_at(out, world)) < world.size):
+        if not world.shares(out):
             raise EverytokenError(f"the processes do not share the disk of {out}. Give a folder on a shared disk.")
         if isinstance(annotator, str):
             annotator = _make_annotator(annotator, dataset, out, options, world)

@@ -244,12 +244,12 @@ class DenseTask(Task):
         """What `load_dense` reads."""
         return {self.info.METADATA: json.dumps(asdict(self.info))}
 
-    def describe(self) -> str:
-        count = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        return (
-            f"{len(self.train_set):,} training and {len(self.val_set):,} validation images, "
-            f"{len(self.info.class_names)} classes; {self.network_words()}, {count / 1e6:.1f} M parameters"
-        )
+    def facts(self) -> dict[str, str]:
+        return {
+            "images": f"{len(self.train_set):,} training, {len(self.val_set):,} validation",
+            "classes": f"{len(self.info.class_names):,}",
+            "model": self.network_words(),
+        }
 
     def picture(self, batch: Batch) -> Image.Image:
         info, count = self.info.backbone, min(IMAGES, len(batch))

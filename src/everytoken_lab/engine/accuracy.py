@@ -33,6 +33,7 @@ class _PerImage:
     """Arrays with a row for each image; `index` [N] is its position in the dataset, which they are sorted by."""
 
     index: np.ndarray
+    label: np.ndarray
 
     def __len__(self) -> int:
         return len(self.index)
@@ -69,22 +70,28 @@ class _PerImage:
         except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error):
             return None  # torn: it is made again
 
+    def _of_class(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """[N] bool each: has the label k; was answered k."""
+        raise NotImplementedError
+
+    def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """For each class: images, recall and precision in percent (None without images); and see the subclasses."""
+        rows = []
+        for k, name in enumerate(names):
+            labelled, answered = self._of_class(k)
+            recall = 100 * float(answered[labelled].mean()) if labelled.any() else None
+            precision = 100 * float(labelled[answered].mean()) if answered.any() else None
+            rows.append({"class": name, "images": int(labelled.sum()), "recall": recall, "precision": precision})
+        return rows
+
 
 @dataclass(frozen=True)
 class Predictions(_PerImage):
-    """What a model answered for each labelled image, in the dataset's order.
+    """What a model answered for each labelled image, in the dataset's order; `label` [N] is the folder's class."""
 
-    Attributes:
-        label: [N] the folder's class.
-        top: [N, 5] (or fewer) predicted classes, best first.
-        confidence: [N] softmax probability of the first.
-        loss: [N] cross entropy with the label.
-    """
-
-    label: np.ndarray
-    top: np.ndarray
-    confidence: np.ndarray
-    loss: np.ndarray
+    top: np.ndarray  # [N, 5] (or fewer) predicted classes, best first
+    confidence: np.ndarray  # [N] softmax probability of the first
+    loss: np.ndarray  # [N] cross entropy with the label
 
     @staticmethod
     def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> Predictions:
@@ -119,23 +126,15 @@ class Predictions(_PerImage):
         """The answer for a row in words."""
         return names[int(self.top[row, 0])]
 
+    def _of_class(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.label == k, self.top[:, 0] == k
+
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """For each class: images, recall, precision (percent; None without images) and what it is taken for most."""
-        rows = []
-        guess = self.top[:, 0]
-        for number, name in enumerate(names):
-            labelled, predicted = self.label == number, guess == number
-            wrong = guess[labelled & ~predicted]
-            taken = names[int(np.bincount(wrong).argmax())] if len(wrong) else ""
-            rows.append(
-                {
-                    "class": name,
-                    "images": int(labelled.sum()),
-                    "recall": 100 * float(predicted[labelled].mean()) if labelled.any() else None,
-                    "precision": 100 * float(labelled[predicted].mean()) if predicted.any() else None,
-                    "taken for": taken,
-                }
-            )
+        """Also what each class is taken for most."""
+        rows = super().per_class(names)
+        for k, row in enumerate(rows):
+            wrong = self.top[(self.label == k) & ~self.correct, 0]
+            row["taken for"] = names[int(np.bincount(wrong).argmax())] if len(wrong) else ""
         return rows
 
     @property
@@ -146,15 +145,9 @@ class Predictions(_PerImage):
 
 @dataclass(frozen=True)
 class MultiLabelPredictions(_PerImage):
-    """What a model answered for each multi-label image, in the dataset's order.
+    """What a model answered for each multi-label image, in the dataset's order; `label` [N, K] is bool."""
 
-    Attributes:
-        label: [N, K] bool.
-        logits: [N, K] float32; their sigmoids are probabilities.
-    """
-
-    label: np.ndarray
-    logits: np.ndarray
+    logits: np.ndarray  # [N, K] float32; their sigmoids are probabilities
 
     @staticmethod
     def of_batch(index: Tensor, label: Tensor, logits: Tensor) -> MultiLabelPredictions:
@@ -207,10 +200,8 @@ class MultiLabelPredictions(_PerImage):
         return self._estimate(self.mean_ap - other.mean_ap, self._bootstrap() - other._bootstrap(), (-1, 1))
 
     def _estimate(self, value: float, draws: np.ndarray, added: Sequence[float]) -> Estimate:
-        """With an interval that counts as many images as there are, or fewer if small classes weigh more than others.
-
-        A positive of one of k classes, with m of them, has the weight 1 / (k m) in mAP.
-        """
+        """With an interval that counts all images, or fewer if small classes weigh more than others."""
+        # a positive of one of k classes, with m of them, has the weight 1 / (k m) in mAP
         positives = self.label.sum(0)[self._with_images()]
         if not len(positives):
             return Estimate(value, 100 * min(added), 100 * max(added))
@@ -232,20 +223,15 @@ class MultiLabelPredictions(_PerImage):
                 values.append(np.nansum(table, 0) / np.isfinite(table).sum(0))
         return np.concatenate(values)
 
+    def _of_class(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.label[:, k], self.logits[:, k] > 0
+
     def per_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """For each class: images, average precision, recall and precision at a half (percent; None without images)."""
-        rows = []
-        for k, name in enumerate(names):
-            y, named = self.label[:, k], self.logits[:, k] > 0
-            rows.append(
-                {
-                    "class": name,
-                    "images": int(y.sum()),
-                    "AP": 100 * average_precision(self.logits[:, k], y) if y.any() else None,
-                    "recall": 100 * float(named[y].mean()) if y.any() else None,
-                    "precision": 100 * float(y[named].mean()) if named.any() else None,
-                }
-            )
+        """Also the average precision; recall and precision are those at a probability of a half."""
+        rows = super().per_class(names)
+        for k, row in enumerate(rows):
+            value = 100 * average_precision(self.logits[:, k], self.label[:, k])
+            row["AP"] = value if row["images"] else None
         return rows
 
 
@@ -254,15 +240,14 @@ AnyPredictions = Predictions | MultiLabelPredictions
 
 def predictions_of(index: Tensor, label: Tensor, logits: Tensor) -> AnyPredictions:
     """Of one batch, whichever kind of labels it has: [B], or multi-label [B, K]."""
-    kind = MultiLabelPredictions if label.dim() == 2 else Predictions
-    return kind.of_batch(index, label, logits)
+    return (MultiLabelPredictions if label.dim() == 2 else Predictions).of_batch(index, label, logits)
 
 
 def join_predictions(parts: Sequence[AnyPredictions]) -> AnyPredictions:
     """Parts of a set, all of one kind -> the whole."""
-    if parts and isinstance(parts[0], MultiLabelPredictions):
-        return MultiLabelPredictions.join([part for part in parts if isinstance(part, MultiLabelPredictions)])
-    return Predictions.join([part for part in parts if isinstance(part, Predictions)])
+    kind: Any = type(parts[0]) if parts else Predictions
+    joined: AnyPredictions = kind.join(parts)
+    return joined
 
 
 def average_precision(scores: np.ndarray, positive: np.ndarray) -> float:
@@ -298,10 +283,10 @@ def real_accuracy(
     """
     sets = real_sets([keys[i] for i in predictions.index], labels)
     top = predictions.top if numbers is None else numbers[predictions.top]
-    judged = [(row, s) for row, s in zip(top, sets, strict=True) if s]
-    hits = [row[0] in s for row, s in judged]
-    hits5 = [any(c in s for c in row) for row, s in judged]
-    return {"real_top1": 100 * float(np.mean(hits)), "real_top5": 100 * float(np.mean(hits5)), "real_images": len(hits)}
+    judged = [np.isin(row, s) for row, s in zip(top, sets, strict=True) if s]
+    hits = np.reshape(judged, (len(judged), top.shape[1]))
+    first, any_of_five = hits[:, 0].mean(), hits.any(1).mean()
+    return {"real_top1": 100 * float(first), "real_top5": 100 * float(any_of_five), "real_images": len(hits)}
 
 
 def real_sets(keys: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:

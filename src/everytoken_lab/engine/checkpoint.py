@@ -72,7 +72,7 @@ def save_checkpoint(
 
     Args:
         weights: file stem -> state dict, written as safetensors with `metadata`.
-        state: anything `torch.load(weights_only=True)` can read back: tensors, numbers, strings, lists, dicts.
+        state: anything `torch.load(weights_only=True)` can read back.
     """
     final, work = root / f"step-{step:08d}", root / f".writing-{step:08d}-{os.getpid()}"
     with disk_errors(root, f"writing the checkpoint of step {step}", _ADVICE):

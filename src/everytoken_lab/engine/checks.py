@@ -11,17 +11,12 @@ from timm.optim import get_optimizer_class, list_optimizers
 from torch import nn
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken.mixing import COMPOSE, MIXERS, build_mixer, mixer_settings
+from everytoken.mixing import MIXERS, build_mixer, mixer_settings
 from everytoken.models import family_of_name
 from everytoken.objectives.registry import OBJECTIVES, find_objective, required_by
 from everytoken_lab.engine.distributed import check_device
-from everytoken_lab.engine.optim import DECAYING
 from everytoken_lab.engine.options import LoopOptions, OptimOptions, TrainOptions
 from everytoken_lab.engine.recipe import check_settings
-
-
-class ContradictionError(EverytokenError):
-    """Two options exclude each other; the message says which and what to change."""
 
 
 def check_loop(options: LoopOptions) -> None:
@@ -37,10 +32,9 @@ def check_loop(options: LoopOptions) -> None:
         get_optimizer_class(kind)
     except (AssertionError, ImportError) as error:
         raise EverytokenError(f"opt {optim.opt} cannot be used here: {error}; adamw works everywhere") from error
-    if optim.decay_rate != OptimOptions().decay_rate and optim.sched not in DECAYING:
-        raise ContradictionError(
-            f"decay_rate is {optim.decay_rate:g}, which sched {optim.sched} does not use; it belongs to "
-            f"{', '.join(DECAYING)}"
+    if optim.decay_rate != OptimOptions().decay_rate and optim.sched != "multistep":
+        raise EverytokenError(
+            f"decay_rate is {optim.decay_rate:g}, which sched {optim.sched} does not use; it belongs to multistep"
         )
     check_device(options.run.device)
 
@@ -50,10 +44,22 @@ def check_options(options: TrainOptions) -> list[str]:
     if not options.data:
         raise EverytokenError("data is empty: name the images to train on (everytoken train DATA)")
     check_loop(options)
-    _check_model(options)
+    name = options.model.model.split(".")[0]
+    if not timm.is_model(name):
+        raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
+    family = family_of_name(name)
+    if family is None:
+        raise EverytokenError(f"{name} has no token view yet; `everytoken models` lists what is supported")
+    if "mixtoken" in mixer_settings(options.mixing) and family.embed is None:
+        raise EverytokenError(
+            f"MixToken mixes tokens after the patch embedding, and that of {name} cannot be reached or overlaps; use "
+            "CutMix instead: mixing: {cutmix: {}}"
+        )
+    if options.maps and not Path(options.maps).is_dir():
+        raise EverytokenError(f"there is no store of score maps at {options.maps}")
     augment = options.augment
     if augment.color_jitter and augment.aa and "3a" not in augment.aa:
-        raise ContradictionError(
+        raise EverytokenError(
             f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}: colours are jittered only without "
             "RandAugment, as in timm, so it would do nothing. Set color_jitter to 0, or aa to ''"
         )
@@ -73,41 +79,20 @@ def check_options(options: TrainOptions) -> list[str]:
     ]
 
 
-def _check_model(options: TrainOptions) -> None:
-    name = options.model.model.split(".")[0]
-    if not timm.is_model(name):
-        raise EverytokenError(f"timm knows no model {name!r}.{did_you_mean(name, timm.list_models())}")
-    family = family_of_name(name)
-    if family is None:
-        raise EverytokenError(
-            f"{name} has no token view yet, so objectives cannot see its tokens; `everytoken models` lists what is "
-            "supported"
-        )
-    if "mixtoken" in mixer_settings(options.mixing) and family.embed is None:
-        raise ContradictionError(
-            f"MixToken mixes tokens after the patch embedding, and that of {name} cannot be reached or overlaps; use "
-            "CutMix instead: mixing: {cutmix: {}}"
-        )
-    if options.maps and not Path(options.maps).is_dir():
-        raise EverytokenError(f"there is no store of score maps at {options.maps}")
-
-
 def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> None:
     """Raise on what cannot learn from multi-label images."""
     for name, objective in objectives.items():
         if not getattr(objective, "multi_label", True):  # one of somebody's own may not say
-            way = (
-                f"set objectives.{name}.class_target to truth"
-                if hasattr(objective, "class_target") and name != "online_token"
-                else f"leave it out (objectives.{name}: null)"
-            )
-            raise ContradictionError(
+            way = f"leave it out (objectives.{name}: null)"
+            if hasattr(objective, "class_target") and name != "online_token":
+                way = f"set objectives.{name}.class_target to truth"
+            raise EverytokenError(
                 f"objective {name!r} learns one class per image, and {options.data} is multi-label; {way}. hard, drloc "
                 "and tl_align learn several classes"
             )
     for setting in ("token_vote", "logit_adjustment"):
         if value := getattr(options.model, setting):
-            raise ContradictionError(
+            raise EverytokenError(
                 f"{setting} is {value:g}, which needs one class per image, and {options.data} is multi-label. Set it "
                 "to 0"
             )
@@ -115,46 +100,32 @@ def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]
 
 def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> list[str]:
     """As `check_options`, for objectives that are built."""
-    notes: list[str] = []
-    names, mixers = set(objectives), mixer_settings(options.mixing)
+    notes, used, mixers = [], ", ".join(sorted(objectives)), mixer_settings(options.mixing)
     needs = {name: required_by(objective) for name, objective in objectives.items()}
     mapped, taught = (sorted(name for name in needs if what in needs[name]) for what in ("maps", "teacher"))
     if mapped and not options.maps:
-        raise ContradictionError(
+        raise EverytokenError(
             f"objective {mapped[0]!r} needs score maps and `maps` names none. Make them with\n"
             f"  everytoken annotate {shlex.quote(options.data)} --out MAPS --annotator fit\n"
             f"or train without this objective (objectives.{mapped[0]}: null)"
         )
     if taught and not options.model.teacher:
-        raise ContradictionError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
+        raise EverytokenError(f"objective {taught[0]!r} needs a teacher; name one (teacher: resnet50)")
     if options.maps and not mapped:
-        notes.append(f"the maps {options.maps} are not used by any objective ({', '.join(sorted(names))})")
-    guides = [name for name in mixers if getattr(MIXERS[name], "guide", "") == "attention"]
-    if options.model.teacher and not taught and not guides:
-        notes.append(
-            f"the teacher {options.model.teacher} is not used by any objective ({', '.join(sorted(names))}) or mixing "
-            "method"
-        )
-    follows = sorted(names & {"tl_align", "transmix"})
+        notes.append(f"the maps {options.maps} are not used by any objective ({used})")
+    guided = any(getattr(MIXERS[name], "guide", "") == "attention" for name in mixers)
+    if options.model.teacher and not taught and not guided:
+        notes.append(f"the teacher {options.model.teacher} is not used by any objective ({used}) or mixing method")
+    follows = sorted(objectives.keys() & {"tl_align", "transmix"})
     if len(follows) == 2:
-        raise ContradictionError(
+        raise EverytokenError(
             "transmix is tl_align with the last layer alone; take one of them (objectives.transmix: null)"
         )
     if follows and not options.mixing:
-        raise ContradictionError(
+        raise EverytokenError(
             f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
             f"mixing.cutmix: {{}}, or leave it out (objectives.{follows[0]}: null)"
         )
-    if "token_labeling" in names and set(mixer_settings({COMPOSE: options.mixing.get(COMPOSE, {})})) == {
-        "mixup",
-        "mixtoken",
-    }:
-        notes.append(
-            "MixUp and MixToken in the same batch: the papers saw no gain from it (83.1 with MixUp, 83.3 without); "
-            "MixToken alone is what they recommend"
-        )
-    if follows and names & {"hard", "relabel"}:
-        notes.append(f"{follows[0]} and another objective both teach the class token; their losses are added")
     if follows and set(mixers) == {"mixup"}:
         notes.append(
             "under MixUp every token has the same share, so alignment changes nothing; CutMix is what it is for"

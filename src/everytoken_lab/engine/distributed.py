@@ -20,6 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -85,35 +88,26 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-
-def ranks_at(folder: Path, world: World, patience: float = 5.0) -> tuple[int, ...]:
-    """The processes for which `folder` is the same folder as for this one; all of them, if they share the disk.
-
-    Args:
-        patience: seconds after which a file that another process has made is not expected to be seen any more.
-    """
-    if world.size == 1:
-        return (0,)
-    mark = temporary_name(folder / "here", world.rank)
-    with world.agree(), disk_errors(folder, "looking who shares it"):
-        folder.mkdir(parents=True, exist_ok=True)
-        os.close(open_new(mark))
-    try:
-        marks = world.gather(mark.name)
-        until = time.monotonic() + patience
-        while not (names := set(os.listdir(folder))).issuperset(marks) and time.monotonic() < until:
-            time.sleep(0.1)  # network disks may be late
-        world.barrier()
-    finally:
-        mark.unlink(missing_ok=True)
-    return tuple(rank for rank, name in enumerate(marks) if name in names)
+    def shares(self, folder: Path) -> bool:
+        """Whether `folder`, which is made, is the same for all processes: whether they share its disk."""
+        if self.size == 1:
+            return True
+        mark = temporary_name(folder / "here", self.rank)
+        with self.agree(), disk_errors(folder, "looking who shares it"):
+            folder.mkdir(parents=True, exist_ok=True)
+            os.close(open_new(mark))
+        try:
+            marks, until = self.gather(mark.name), time.monotonic() + 5
+            while not (there := set(os.listdir(folder)).issuperset(marks)) and time.monotonic() < until:
+                time.sleep(0.1)  # network disks may be late
+            return not self.any(not there)
+        finally:
+            mark.unlink(missing_ok=True)
 
 
 def best_device() -> str:
     """cuda, mps or cpu, the first there is."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def check_device(name: str) -> None:
@@ -139,10 +133,7 @@ def pick_device(name: str) -> str:
 
 @contextmanager
 def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[World]:
-    """Join the processes that torchrun started, or be alone.
-
-    A lost peer ends the job with one clear message instead of a long traceback.
-    """
+    """Join the processes that torchrun started, or be alone; a lost peer ends the job with one sentence."""
     kind = pick_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -175,19 +166,14 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
 
 def distribute(module: nn.Module, backbone: nn.Module, world: World, fsdp: bool) -> nn.Module:
     """What is called in training. With FSDP the module itself is changed, so this comes before the optimizer."""
-    if world.size == 1:
-        return module
-    if not fsdp:
-        ids = [world.device.index] if world.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids)
-    return shard(module, backbone, world)
+    if fsdp:
+        return shard(module, backbone, world)
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(module, device_ids=ids) if world.size > 1 else module
 
 
 def shard(module: nn.Module, backbone: nn.Module, world: World) -> nn.Module:
     """The module, with its weights spread over the processes, block by block of its backbone (FSDP2)."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in _blocks(backbone):
         fully_shard(block, mesh=mesh)
@@ -196,10 +182,7 @@ def shard(module: nn.Module, backbone: nn.Module, world: World) -> nn.Module:
 
 
 class ShardedAverage(ModelEmaV3):
-    """An average of weights that is sharded like the weights; every process averages its own part of them.
-
-    A sharded module cannot be copied, so this is made first and then sharded, too (`shard_twin`).
-    """
+    """An average of weights that is sharded like them. A sharded module cannot be copied, so this is made first."""
 
     def _foreach_lerp_(self, ema_values: list[Tensor], model_values: list[Tensor], weight: float) -> None:
         # torch does not take sharded tensors and plain ones (buffers) in one list
@@ -213,8 +196,7 @@ class ShardedAverage(ModelEmaV3):
 
 def local_part(value: Tensor) -> Tensor:
     """What this process holds of a sharded tensor; others as they are."""
-    local = getattr(value, "to_local", None)
-    return value if local is None else local()
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _blocks(backbone: nn.Module) -> list[nn.Module]:
@@ -258,8 +240,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[st
 
 def whole(value: Tensor) -> Tensor:
     """A sharded tensor, put together; others as they are."""
-    full = getattr(value, "full_tensor", None)
-    return value if full is None else full()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def mean_over(values: dict[str, Tensor], world: World) -> dict[str, Tensor]:

@@ -19,28 +19,21 @@ from everytoken_lab.engine.run_folder import PUBLISHED, Run, run_of
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is known about models and a dataset without validation images.
+    """What is known about models and a dataset without validation images."""
 
-    Attributes:
-        fraction: of the data that the runs held out; 0 if they were not trained on it.
-        trained: models that were trained on it. unknown: models of which that cannot be known.
-    """
-
-    fraction: float = 0.0
-    trained: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    fraction: float  # of the data that the runs held out; 0 if they were not trained on it
+    trained: str  # the first model that was trained on it
+    unknown: str  # the first model of which that cannot be known
 
     def note(self, data: str, images: int) -> str:
         """What to say about the images that are used; "" if there is nothing to say."""
-        if self.fraction:
-            part = f"only the {images:,} images that it held out ({self.fraction:.0%}) are used here"
-            return f"{self.trained[0]} was trained on {data}: {part}"
         if self.trained:
-            return f"{self.trained[0]} was trained on {data}: these are its training images"
+            only = f"only the {images:,} images that it held out ({self.fraction:.0%}) are used here"
+            return f"{self.trained} was trained on {data}: {only if self.fraction else 'these are its training images'}"
         if self.unknown and not split_folder([Path(data).stem], "val"):
             return (
-                f"all {images:,} images of {data} are used; it is not known what {self.unknown[0]} was trained on, so "
-                "its training images may be among them"
+                f"all {images:,} images of {data} are used; it is not known what {self.unknown} was trained on, so its "
+                "training images may be among them"
             )
         return ""
 
@@ -58,7 +51,7 @@ def held_out(
         fraction: of it that such a run held out; 0 if it had validation images of its own.
     """
     fractions: dict[str, float] = {}
-    unknown = []
+    unknown = ""
     for source in sources:
         if source.startswith(PUBLISHED):
             continue
@@ -67,24 +60,21 @@ def held_out(
         if run is not None and trained:
             fractions[source] = fraction(run)
         elif trained is None:
-            unknown.append(source)
+            unknown = unknown or source
     if len(set(fractions.values())) > 1:
         raise EverytokenError(
             f"{' and '.join(fractions)} were trained on {data} and held out different fractions of it "
             f"({' and '.join(f'{value:.0%}' for value in fractions.values())}), so no images are new to both"
         )
-    return HeldOut(next(iter(fractions.values()), 0.0), tuple(fractions), tuple(unknown))
+    trained_on, held = next(iter(fractions.items()), ("", 0.0))
+    return HeldOut(held, trained_on, unknown)
 
 
 def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: bool = True) -> tuple[DataSet, str]:
-    """The images to evaluate models on, and what to say about them.
+    """The images to evaluate models on (run folders, weights files, timm:NAME), and what to say about them.
 
-    Of data without validation images, these are the images that the runs held out, if they were trained on it. If they
-    were trained on something else, all images are new to them.
-
-    Args:
-        sources: the models: run folders, weights files, timm:NAME.
-        doubt: say it if it cannot be known whether they were trained on these images.
+    Of data without validation images, these are the images that the runs held out, if they were trained on it, else
+    all. `doubt`: say it if it cannot be known whether they were trained on these images.
     """
     named = data.startswith(NAMED)
     if split == "test" and not named and find_split(data, split) is None:

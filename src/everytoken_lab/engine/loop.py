@@ -78,36 +78,39 @@ class Stopped(EverytokenError):  # noqa: N818  (not an error)
 
 
 def run(build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path) -> Run:
-    """Train a task to its end in the folder `output`, from its last good checkpoint if it has one.
-
-    Args:
-        build: makes the task, for this process.
+    """Train the task that `build` makes in the folder `output`, from its last good checkpoint if it has one.
 
     Raises:
         Stopped: after SIGTERM or SIGINT; the same call continues the run.
     """
+    with prepared(build, options, output) as loop, ExitStack() as stack:
+        with loop.world.agree():  # if another program has the lock, all processes stop alike
+            if loop.world.is_main:
+                stack.enter_context(loop.folder.open())
+        loop.run()
+    return loop.folder.read()
+
+
+@contextmanager
+def prepared(
+    build: Callable[[World, RunFolder], Task], options: LoopOptions, output: str | Path, writable: bool = True
+) -> Iterator[Loop]:
+    """The loop of a task among the processes that torchrun started; nothing is written yet."""
     check_loop(options)
     if options.run.threads:
         torch.set_num_threads(options.run.threads)
-    with join_world(options.run.device) as world, ExitStack() as stack:
+    with join_world(options.run.device) as world, kernel_settings(world.device, options.run.deterministic):
         torch.manual_seed(options.run.seed)  # of fresh weights
-        folder = RunFolder(output, writable=world.is_main)
-        stack.enter_context(kernel_settings(world.device, options.run.deterministic))
-        task = stack.enter_context(closing(build(world, folder)))
-        with world.agree():  # if another program has the lock, all processes stop alike
-            if world.is_main:
-                stack.enter_context(folder.open())
-        Loop(task, options, folder, world).run()
-    return folder.read()
+        folder = RunFolder(output, writable=writable and world.is_main)
+        with closing(build(world, folder)) as task:
+            yield Loop(task, options, folder, world)
 
 
 class Loop:
     """One training run: `run()` begins or continues it and trains to the end.
 
-    Attributes:
-        step: updates done.
-        epoch, position: passes over the data that are done, and batches of the next one.
-        total: updates in all, and epochs: passes over the data in all (a fraction, if updates are counted).
+    It counts `step` updates of `total`, and `epoch` passes over the data of `epochs`, with `position` batches of the
+    next one.
     """
 
     def __init__(self, task: Task, options: LoopOptions, folder: RunFolder, world: World) -> None:
@@ -134,11 +137,7 @@ class Loop:
         self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
         # an update may span two passes over the data if updates are counted; an epoch is a whole number of updates
         self.batches_per_epoch = task.batches_per_epoch if optim.iters else self.updates_per_epoch * self.accumulate
-        self.epochs: float = (
-            round(self.total * self.accumulate / self.batches_per_epoch, 4)
-            if optim.iters
-            else self.total // self.updates_per_epoch
-        )
+        self.epochs = round(self.total * self.accumulate / self.batches_per_epoch, 4)
         scaled = optim.amp and optim.amp_dtype == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self.step = self.epoch = self.position = 0
@@ -175,29 +174,13 @@ class Loop:
 
     def run(self) -> None:
         """Begin or continue the run, and train to the end."""
-        newest, state = self.newest_checkpoint()
-        changes = self._changes(state) if state else {}
-        self._refuse({name: values for name, values in changes.items() if _is_another(name, *values)})
-        try:
-            resumed = self.resume(newest, state)
-        except (RuntimeError, KeyError) as error:  # a network of another shape
-            self._refuse(changes, str(error).strip().splitlines()[0])
-            raise
+        resumed = self.resume(*self.newest_checkpoint())
         if resumed and self.is_done and self.folder.read().summary.get("updates") == self.step:
             return  # its record stays as it is
-        if resumed:
-            for key, (before, now) in changes.items():
-                self.folder.log(f"note: continuing with another {key}: {before!r} before, {now!r} now")
         self.folder.write_config(flat(self.options), self.task.timm_config())
         if self.world.is_main:
             self.folder.trackers = build_trackers(self.options.run, self.folder.path, flat(self.options))
-        length = f"{self.epochs} epochs of {self.updates_per_epoch} updates"
-        if self.options.optim.iters:
-            length = f"{self.total} updates ({self.epochs:.1f} epochs)"
-        self.folder.log(
-            f"{self.task.describe()}; global batch {self.global_batch}, lr {self.lr:.3g}, {length}; run folder "
-            f"{self.folder.path}"
-        )
+        self.folder.log("; ".join(f"{name}: {value}" for name, value in self.facts().items()))
         try:
             with self._signals():
                 if self.step == 0 and not resumed and self.options.run.val_first:
@@ -208,6 +191,17 @@ class Loop:
         finally:
             self.folder.close_trackers()
         self._finish()
+
+    def facts(self) -> dict[str, str]:
+        """The plan as rows of a table."""
+        optim, batch = self.options.optim, self.options.dataset.batch_size
+        return {
+            **self.task.facts(),
+            "batch": f"{batch} x {self.world.size} processes x {self.accumulate} accumulated = {self.global_batch}",
+            "updates": f"{self.updates_per_epoch} per epoch, {self.total:,} in all, {self.epochs:g} epochs",
+            "learning rate": f"{self.lr:.3g} ({optim.sched}, down to {min(optim.min_lr, self.lr):.3g})",
+            "run folder": str(self.folder.path),
+        }
 
     def _train(self) -> None:
         """Updates until it is time to validate."""
@@ -302,9 +296,7 @@ class Loop:
     def read_flags(self) -> None:
         """Count and report the updates since the last call that were left out because they were not finite.
 
-        They were left out on the device, so that the host can prepare the next updates; asking is a wait for the
-        device, once for all of them: at the log interval and before every checkpoint. On the CPU there is nothing to
-        wait for, and every update is read at once.
+        Asking waits for the device, so it is done once for all of them: at the log interval and before a checkpoint.
 
         Raises:
             BadLossError: too many in a row.
@@ -394,11 +386,10 @@ class Loop:
         """epoch 3/10, or update 8000/160000."""
         if self.options.optim.iters:
             return f"update {self.step}/{self.total}"
-        return f"epoch {self.epoch + bool(self.position)}/{self.epochs}"
+        return f"epoch {self.epoch + bool(self.position)}/{self.epochs:g}"
 
     def _best(self) -> str:
-        at = f"update {self.best['step']}" if self.options.optim.iters else f"epoch {self.best['epoch']:.0f}"
-        return f"best {self.task.score_name} {self.best['score']:.2f} at {at}"
+        return f"best {self.task.score_name} {self.best['score']:.2f} at epoch {self.best['epoch']:g}"
 
     # -- signals --------------------------------------------------------------------------------------------------
 
@@ -421,10 +412,7 @@ class Loop:
         self.signal = number
 
     def _stop_or_save(self) -> None:
-        """Between updates: stop if a signal came, and write a checkpoint if it is time.
-
-        Saving sharded weights is collective, so rank 0's clock decides for all; processes talk every few updates only.
-        """
+        """Between updates: stop if a signal came; write a checkpoint if it is time, by rank 0's clock."""
         run = self.options.run
         due = bool(run.checkpoint_steps) and self.step % run.checkpoint_steps == 0
         if self.world.size == 1 or self.step % _TALK_EVERY == 0:
@@ -496,20 +484,27 @@ class Loop:
         return newest, checkpoint.load_state(newest)
 
     def resume(self, newest: Path | None, state: Mapping[str, Any] | None) -> bool:
-        """Continue from what `newest_checkpoint` returned, if there is one."""
+        """Continue from what `newest_checkpoint` returned, if there is one.
+
+        Continuing with other settings may be wanted; with another network or other data it is a mistake.
+        """
         if newest is None or state is None:
             self._refuse_to_overwrite()
             self.folder.forget_after(0)  # of a start that was killed before its first checkpoint
             return False
-        if self.options.run.resume == "never":
-            raise EverytokenError(
-                f"{self.folder.path} holds a run already (checkpoint {newest.name}); choose another output, or let "
-                "resume be auto to continue it"
-            )
-        load_module_state(self.task.module, state["module"], self.fsdp)
-        if self.ema is not None:
-            load_module_state(self.ema, state["ema"], self.fsdp)
-        load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+        before, now = json.loads(state["options"]), flat(self.options)
+        names = [name for name in now if name in before and before[name] != now[name] and name not in how_to_run()]
+        changes = {name: (before[name], now[name]) for name in names}
+        self._refuse({name: values for name, values in changes.items() if _is_another(name, *values)})
+        try:
+            load_module_state(self.task.module, state["module"], self.fsdp)
+            if self.ema is not None:
+                load_module_state(self.ema, state["ema"], self.fsdp)
+            load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+        except (RuntimeError, KeyError) as error:  # a network of another shape
+            self._refuse(changes, str(error).strip().splitlines()[0])
+        for name, values in changes.items():
+            self.folder.log(f"note: continuing with another {name}: {values[0]!r} before, {values[1]!r} now")
         prepare_fused(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.best = state["step"], state["best"]
@@ -535,29 +530,25 @@ class Loop:
     def _restore_best(self) -> bool:
         """Make best weights that are damaged or gone again from their checkpoint; False if that is gone too."""
         source = self.folder.checkpoints / f"step-{self.best['step']:08d}"
+        stem = "model" if self.ema is None else "ema"
         for suffix in self.task.weights(self.task.module.state_dict()):
-            path = self.folder.path / f"best{suffix}.safetensors"
-            kept = source / f"{'model' if self.ema is None else 'ema'}{suffix}.safetensors"
+            path, kept = self.folder.path / f"best{suffix}.safetensors", source / f"{stem}{suffix}.safetensors"
             try:
                 check_weights(path)
-                continue
             except (OSError, WeightsError) as error:
                 self.folder.log(f"note: {error}")
-            if checkpoint.problems(source) or not kept.is_file():
-                self.folder.log(
-                    f"note: the checkpoint that had these weights ({source.name}) is gone, so they cannot be made again"
-                )
-                return False
-            write_atomically(path, kept.read_bytes())
-            self.folder.log(f"note: {path.name} is made again from {source.name}")
+                if checkpoint.problems(source) or not kept.is_file():
+                    self.folder.log(f"note: {path.name} cannot be made again, as {source.name} is gone")
+                    return False
+                write_atomically(path, kept.read_bytes())
+                self.folder.log(f"note: {path.name} is made again from {source.name}")
         return True
 
     def _restore_place(self, state: Mapping[str, Any]) -> None:
         """Epoch and position of a checkpoint, which may have been written with another batch.
 
-        With another batch an epoch has another number of updates. Epochs that are done stay done, and of the current
-        one the images that were shown count: the order of the images does not depend on the batch. Where updates are
-        counted, the number of updates decides.
+        Epochs that are done stay done, and of the current one the images that were shown count: their order does not
+        depend on the batch. Where updates are counted, the number of updates decides.
         """
         before = state["global_batch"]
         if before != self.global_batch:
@@ -575,12 +566,10 @@ class Loop:
     def _refuse_to_overwrite(self) -> None:
         """Raise if the folder has results of an earlier run, which a new one would replace.
 
-        A start that was killed before its first checkpoint leaves none: the best weights are written after the
-        checkpoint of their epoch, and only the row of the first epoch may be there before it.
+        A start that was killed before its first checkpoint leaves at most the row of its first epoch.
         """
         run = self.folder.read()
-        results = sorted(p.name for p in run.path.glob("best*.safetensors"))
-        results += ["summary.json"] if (run.path / "summary.json").exists() else []
+        results = sorted(p.name for pattern in ("best*.safetensors", "summary.json") for p in run.path.glob(pattern))
         results += [f"metrics of {len(run.epochs)} epochs"] if len(run.epochs) > 1 else []
         if results:
             raise EverytokenError(
@@ -588,18 +577,10 @@ class Loop:
                 "continue from; training would overwrite them. Choose another output, or delete the folder."
             )
 
-    def _changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Options of the run in the folder that change what is learnt and have another value now."""
-        before, now = json.loads(state["options"]), flat(self.options)
-        names = [name for name in now if name in before and before[name] != now[name] and name not in how_to_run()]
-        return {name: (before[name], now[name]) for name in names}
-
     def _refuse(self, changes: Mapping[str, tuple[Any, Any]], why: str = "") -> None:
-        """Continuing with other settings may be wanted; with another network or other data it is a mistake."""
         if changes or why:
-            listed = "".join(
-                f", {name} {before!r} and not {now!r}" for name, (before, now) in list(changes.items())[:3]
-            )
+            some = list(changes.items())[:3]
+            listed = "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in some)
             raise EverytokenError(
                 f"{self.folder.path} holds another run{listed}{why and f' ({why})'}. Choose another output, or repeat "
                 "the settings of that one to continue it."

@@ -17,8 +17,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from everytoken_lab.engine.options import OptimOptions
 
-DECAYING = ("multistep", "step", "poly")
-"""Schedules that timm's decay_rate belongs to: a factor, or the power of a polynomial."""
 _FUSED = (Adam, AdamW, SGD)
 
 
@@ -83,7 +81,6 @@ def prepare_fused(optimizer: Optimizer) -> None:
     if not can_skip_on_device(optimizer):
         return
     for group in optimizer.param_groups:
-        group["fused"], group["foreach"] = True, False
         for p in group["params"]:
             state = optimizer.state[p] if p in optimizer.state or group.get("momentum") else {}
             if "step" in state:
@@ -142,20 +139,18 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:
     """timm's schedule, stepped every update; also the number of updates in all.
 
-    "linear" is timm's "poly" with a power of 1 (its own default, 0.1, is nearly constant). Warm-up and end are never
-    above the learning rate itself, which a small batch may have made smaller than them. Where updates are counted
-    (`iters`), an epoch of timm's schedule is one update.
+    "linear" is timm's "poly" with a power of 1. Warm-up and end are never above the learning rate itself, which a small
+    batch may have made smaller than them. Where updates are counted (`iters`), an epoch of timm's schedule is one
+    update.
     """
     highest = max(group["lr"] for group in optimizer.param_groups)
     linear = options.sched == "linear"
-    more: dict[str, Any] = {"decay_rate": 1.0} if linear else {}
-    if options.sched in DECAYING:
-        more = {"decay_rate": options.decay_rate, "decay_milestones": list(options.decay_milestones)}
     unit, length = (1, options.iters) if options.iters else (updates_per_epoch, options.epochs)
     schedule, _ = create_scheduler_v2(
         optimizer,
         sched="poly" if linear else options.sched,
-        **more,
+        decay_rate=1.0 if linear else options.decay_rate,
+        decay_milestones=list(options.decay_milestones),
         num_epochs=length,
         min_lr=min(options.min_lr, highest),
         warmup_lr=min(options.warmup_lr, highest),

@@ -43,20 +43,17 @@ class ModelOptions:
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
     token_vote: float = 0.0
-    """In validation, add this much of the strongest token logit of each class to the class logits. The papers' LV-ViT
-    numbers used 0.5; `everytoken eval` and the others then do the same."""
+    """In validation, add this much of the strongest token logit of each class to the class logits (LV-ViT: 0.5);
+    `everytoken eval` and the others then do the same."""
     teacher: str = ""
-    """Teacher model for online distillation (objectives `distillation` and `online_token`): a timm name with the
-    tag of its weights (regnety_160.deit_in1k), a run folder, registry:NAME, or fit:MAPS for the network that
-    `everytoken annotate --annotator fit` trained and saved with its maps. Its classes are matched by name; it may
-    know more than the data has."""
-    teacher_weights: str = ""
-    """Weights of the teacher; empty: timm's pretrained weights."""
+    """Teacher of the objectives `distillation` and `online_token`: a timm name with the tag of its weights
+    (regnety_160.deit_in1k), a run folder, registry:NAME, or fit:MAPS for the network that `everytoken annotate
+    --annotator fit` saved with its maps. Its classes are matched by name; it may know more than the data has."""
     norm_eval: bool = False
     """Keep the statistics of batch norms as they are: for pretrained networks and small batches."""
     logit_adjustment: float = 0.0
-    """For classes of unequal size: in training, add this much of the log of each class's prior to its logit, so that
-    the model itself prefers large classes less. 0: off; 1: all classes count the same."""
+    """For classes of unequal size: add this much of the log of each class's prior to its logit in training, so that
+    large classes are preferred less. 0: off; 1: all classes count the same."""
     grad_checkpointing: bool = False
     """Trade time for memory: recompute activations in the backward pass."""
     torchcompile: bool = False
@@ -66,19 +63,27 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class BatchOptions:
+    """Images and batches, of every task."""
+
+    batch_size: Annotated[Positive, tyro.conf.arg(aliases=["-b"])] = 16
+    """Images per step and process."""
+    workers: Annotated[Workers, HOW] = field(default_factory=default_workers)
+    """Loader processes per training process; 0 loads in the main process."""
+    on_bad_image: Literal["raise", "skip"] = "raise"
+    """What to do with unreadable images. skip: they are logged and counted; training stops if more than 1 % are bad."""
+
+
+@dataclass(frozen=True)
+class DataOptions(BatchOptions):
     """Images and batches."""
 
     val_split: Fraction = 0.0
     """Fraction of the images to hold out for validation if the data has no validation images (0: the default, 0.1)."""
-    num_classes: NotNegative = 0
-    """Classes of the class head; 0: as many as the data has."""
     batch_size: Annotated[Positive, tyro.conf.arg(aliases=["-b"])] = 128
     """Images per step and process."""
     val_batch_size: Annotated[NotNegative, HOW] = 0
     """Images per step in validation; 0: as in training."""
-    workers: Annotated[Workers, HOW] = field(default_factory=default_workers)
-    """Loader processes per training process; 0 loads in the main process."""
     repeat_augment: Positive = 1
     """Repeated augmentation: N views of each sampled image; the epoch keeps its length (DeiT uses 3)."""
     exclude: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
@@ -86,8 +91,6 @@ class DataOptions:
     corrections: str = ""
     """CSV file with path and label of images whose labels are wrong, as `everytoken doctor` writes it: they get this
     label, or are left out if it is empty. Validation images, too."""
-    on_bad_image: Literal["raise", "skip"] = "raise"
-    """What to do with unreadable images. skip: they are logged and counted; training stops if more than 1 % are bad."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,12 @@ class OptimOptions:
     """Weight decay; biases, norms, positions and the class token are excluded."""
     layer_decay: Amount = 0.0
     """Multiply the learning rate by this per layer from the top; 0: off."""
-    sched: Literal["cosine", "linear", "multistep", "poly", "step", "tanh"] = "cosine"
-    """timm schedule name, stepped every update; also linear, straight down to --min-lr."""
+    sched: Literal["cosine", "linear", "multistep"] = "cosine"
+    """Schedule, stepped every update, down to --min-lr."""
     decay_milestones: tuple[int, ...] = ()
-    """Epochs (updates when --iters is set) after which the schedule multistep multiplies the learning rate by
-    --decay-rate."""
+    """Epochs (updates when --iters is set) after which multistep multiplies the learning rate by --decay-rate."""
     decay_rate: Amount = 0.1
-    """See --decay-milestones; in the schedules step and poly, timm's factor and power."""
+    """See --decay-milestones."""
     warmup_epochs: Amount = 5
     """Epochs of linear warm-up."""
     warmup_iters: NotNegative = 0
@@ -147,10 +149,7 @@ class RunOptions:
     """The run."""
 
     out: Annotated[str, HOW] = ""
-    """The run's folder. Default: runs/<recipe or command>-<model>-<data>-seed<seed>, with the size when it
-    starts from weights."""
-    resume: Annotated[Literal["auto", "never"], HOW] = "auto"
-    """auto: continue from the folder's last good checkpoint. never: refuse a folder that has one."""
+    """The run's folder. Default: runs/<recipe or command>-<model>-<data>-seed<seed>."""
     seed: int = 42
     """All randomness is derived from it."""
     device: Annotated[str, HOW] = ""
@@ -182,8 +181,7 @@ class RunOptions:
     mlflow: Annotated[str, HOW, tyro.conf.arg(metavar="EXPERIMENT")] = ""
     """Also log to this MLflow experiment (extra: track), where MLFLOW_TRACKING_URI says."""
     deterministic: Annotated[bool, HOW] = False
-    """Ask torch for deterministic kernels: slower on a GPU. Kernels that have no such variant are warned about. On the
-    CPU results repeat to the bit without it."""
+    """Ask torch for deterministic kernels, slower on a GPU; on the CPU results repeat to the bit without it."""
     fsdp: Annotated[bool, HOW] = False
     """Shard weights and optimizer over the processes (FSDP2) instead of copying them (DDP)."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,38 +34,22 @@ def watched(batches: Iterable[B], total: int, world: World) -> Iterator[B]:
             progress(min(done, total), total)
 
 
-class TrainingProgress:
-    """Progress until the next validation.
+class TrainingProgress(ExitStack):
+    """Progress until the next validation; a context manager.
 
     Loss terms stay on the device until they are recorded: what is shown in between are the terms of the last record (on
     the CPU, of the last update).
     """
 
     def __init__(self, loop: Loop) -> None:
+        super().__init__()
         self.loop = loop
         self.images = self.updates = 0
         self.waited = self.spent = 0.0
         self.shown = time.monotonic()
         self.values: dict[str, float] = {}  # of the terms, when they were last read
-        self.bar: Any = None
-        self.bar_task: Any = None
-
-    def __enter__(self) -> TrainingProgress:
-        loop = self.loop
-        if loop.world.is_main and sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            self.bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
-            )
-            self.bar.start()
-            self.bar_task = self.bar.add_task("updates", total=loop.total, completed=loop.place, facts="")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        on_terminal = loop.world.is_main and sys.stderr.isatty()
+        self.bar = self.enter_context(Progress("training", "updates", keep=False)) if on_terminal else None
 
     def update(self, terms: Mapping[str, Tensor], images: int, waited: float, spent: float) -> None:
         """Count one update; show and record it when it is time."""
@@ -75,7 +60,7 @@ class TrainingProgress:
         self.spent += spent
         last = loop.validation_is_due()
         record = last or loop.step % loop.options.run.log_interval == 0
-        pause = 0.5 if self.bar is not None else 30.0
+        pause = 30.0 if self.bar is None else 0.5
         show = loop.world.is_main and (last or time.monotonic() - self.shown > pause)
         if not (record or show):
             return
@@ -84,19 +69,18 @@ class TrainingProgress:
         if record or loop.world.device.type == "cpu":
             scalars = torch.stack([value.detach().float().reshape(()) for value in terms.values()])
             self.values = dict(zip(terms, scalars.tolist(), strict=True))
-        rate = self.images * loop.world.size / max(self.spent, 1e-9)
+        rate, waiting = self.images * loop.world.size / max(self.spent, 1e-9), self.waited / max(self.spent, 1e-9)
         lr = max(group["lr"] for group in loop.optimizer.param_groups)
-        waiting = self.waited / max(self.spent, 1e-9)
         if record:
             epoch = round(loop.place / loop.total * loop.epochs, 4)
             row = {"kind": "step", "step": loop.step, "epoch": epoch, "lr": lr, **self.values}
             loop.folder.record({**row, "images_per_second": round(rate, 2), "waiting": round(waiting, 4)})
         if show:
             self.shown = time.monotonic()
-            left = (loop.total - loop.place) * self.spent / self.updates
-            facts = " ".join(f"{key} {value:.3f}" for key, value in self.values.items() if key != "grad_norm")
-            facts += f" | {rate:.1f} images/s, waiting {waiting:.0%}, lr {lr:.2g}, {clock(left)} left"
+            losses = " ".join(f"{key} {value:.3f}" for key, value in self.values.items() if key != "grad_norm")
             if self.bar is not None:
-                self.bar.update(self.bar_task, completed=loop.place, facts=facts)
+                self.bar(loop.place, loop.total, losses)
             else:
-                loop.folder.log(f"{loop.when()}: {facts}")
+                left = clock((loop.total - loop.place) * self.spent / self.updates)
+                facts = f"{rate:.1f} images/s, waiting {waiting:.0%}, lr {lr:.2g}, {left} left"
+                loop.folder.log(f"{loop.when()}: {losses} | {facts}")

@@ -131,12 +131,9 @@ def check_settings(kind: type, settings: Mapping[str, Any], where: str) -> None:
 def flat(options: Any) -> dict[str, Any]:
     """The reverse of `apply`: all options as one flat dict of plain values."""
     values: dict[str, Any] = {}
-    for f in dataclasses.fields(options):
-        value = getattr(options, f.name)
-        if dataclasses.is_dataclass(value):
-            values.update(flat(value))
-        else:
-            values[f.name] = list(value) if isinstance(value, tuple) else value
+    for name, value in vars(options).items():
+        plain = list(value) if isinstance(value, tuple) else value
+        values |= flat(value) if dataclasses.is_dataclass(value) else {name: plain}
     return values
 
 
@@ -144,10 +141,8 @@ def flat_names(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Nested values under names such as `objectives.token_labeling.beta`."""
     out: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            out |= flat_names(value, f"{before}{key}.")
-        else:
-            out[f"{before}{key}"] = value
+        name, nested = f"{before}{key}", isinstance(value, Mapping) and value
+        out |= flat_names(value, f"{name}.") if nested else {name: value}
     return out
 
 

@@ -22,12 +22,11 @@ import logging
 import math
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,28 +54,18 @@ _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as far as its folder can be read.
-
-    Attributes:
-        config: options, flat.
-        steps, epochs: rows of metrics.jsonl by kind.
-        summary: of a finished run, else empty.
-        starts: environment of each start.
-        skipped: images that could not be read (key -> reason).
-        bad_updates: updates that were left out because the loss was not finite.
-        troubles: what is wrong with the folder, as sentences.
-    """
+    """One run, as far as its folder can be read."""
 
     path: Path
     name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    steps: Sequence[Mapping[str, Any]] = ()
-    epochs: Sequence[Mapping[str, Any]] = ()
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    starts: Sequence[Mapping[str, Any]] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    bad_updates: int = 0
-    troubles: Sequence[str] = ()
+    config: Mapping[str, Any]  # options, flat
+    steps: Sequence[Mapping[str, Any]]  # rows of metrics.jsonl by kind
+    epochs: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]  # of a finished run, else empty
+    starts: Sequence[Mapping[str, Any]]  # environment of each start
+    skipped: Mapping[str, str]  # images that could not be read: key -> reason
+    bad_updates: int  # updates that were left out because the loss was not finite
+    troubles: Sequence[str]  # what is wrong with the folder, as sentences
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -151,8 +140,7 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """Time spent training, over all starts."""
-        curve = self.curve("seconds", "epoch")
-        return curve[-1][1] if curve else None
+        return self.last("seconds", "epoch")
 
     @property
     def terms(self) -> list[str]:
@@ -167,9 +155,9 @@ class Run:
         good = [row for row in rows if _is_number(row.get("epoch")) and _is_number(row.get(name))]
         return [(float(row["epoch"]), float(row[name])) for row in good]
 
-    def last(self, name: str) -> float | None:
-        """The last value of a column of the steps."""
-        curve = self.curve(name)
+    def last(self, name: str, kind: str = "step") -> float | None:
+        """The last value of a column."""
+        curve = self.curve(name, kind)
         return curve[-1][1] if curve else None
 
     def mean(self, name: str) -> float | None:
@@ -195,17 +183,16 @@ class Run:
         """Whether it was trained on all of its images, and judged by cross-validation."""
         return self.config.get("validation") == CROSS_VALIDATED
 
-    def places(self, option: str = "data") -> Iterator[Path]:
+    def _places(self, option: str) -> list[Path]:
         """Where the path of an option may lead: from the folder of the start, those above the run, and this one."""
         text = str(self.config.get(option) or "")
-        if text:
-            started_in = [Path(str(start["folder"])) for start in self.starts[-1:] if start.get("folder")]
-            for base in (*started_in, *self.path.parents, Path.cwd()):
-                yield (base / Path(text).expanduser()).resolve()
+        started_in = [Path(str(start["folder"])) for start in self.starts[-1:] if start.get("folder")]
+        bases = (*started_in, *self.path.parents, Path.cwd()) if text else ()
+        return [(base / Path(text).expanduser()).resolve() for base in bases]
 
     def place(self, option: str = "data") -> Path | None:
         """The path of an option, where it is now; None if it is nowhere."""
-        return next((path for path in self.places(option) if path.exists()), None)
+        return next((path for path in self._places(option) if path.exists()), None)
 
     def own_data(self) -> str:
         """Its images, where they are now. Raises if they are at an address: no file opens a connection by its word."""
@@ -221,8 +208,7 @@ class Run:
     def names(self, given: str, option: str = "data", part: Callable[[Path], Path] = Path) -> bool | None:
         """Whether an option of the run means what is `given` here; None if that cannot be known.
 
-        Args:
-            part: of a path, the folder or file that is compared.
+        `part` turns a path into the folder or file that is compared.
         """
         recorded = str(self.config.get(option) or "")
         if any(name.startswith((*NAMED, SUBSET)) for name in (recorded, given)):
@@ -230,7 +216,7 @@ class Run:
         path, place = Path(given).expanduser().resolve(), self.place(option)
         if place is not None:
             return part(place) == part(path)
-        return True if path in self.places(option) else None
+        return True if path in self._places(option) else None
 
 
 def read_run(path: Path, name: str = "") -> Run:
@@ -292,12 +278,7 @@ def is_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """Writes the files of one run.
-
-    Args:
-        path: the folder, which is made by `open`.
-        writable: False on all ranks but the first; everything that writes is then silent.
-    """
+    """Writes the files of one run; on all ranks but the first it is not `writable`, and writes nothing."""
 
     def __init__(self, path: str | Path, writable: bool = True) -> None:
         self.path = Path(path)
@@ -317,16 +298,14 @@ class RunFolder:
             make_inside(self.path, self.checkpoints.name)
             lock = Lock(self.path, "run")
             remove_temporary(self.path)  # of a writer that was killed
-            self._opened = True
-            return lock
         except BusyError as error:
-            raise EverytokenError(
-                f"another process is training in {self.path}; wait for it, or choose another output.\n{error}"
-            ) from error
+            what = f"another process is training in {self.path}; wait for it, or choose another output"
+            raise EverytokenError(f"{what}.\n{error}") from error
         except OSError as error:
-            raise EverytokenError(
-                f"{self.path} cannot be written to ({error.strerror}); choose another output"
-            ) from error
+            what = f"{self.path} cannot be written to ({error.strerror}); choose another output"
+            raise EverytokenError(what) from error
+        self._opened = True
+        return lock
 
     def read(self) -> Run:
         """What is in the folder."""
@@ -385,10 +364,6 @@ class RunFolder:
             with self.surviving(type(tracker).__name__):
                 tracker.close()
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl that can be read."""
-        return _rows(self.path / "metrics.jsonl", [])
-
     def forget_after(self, step: int) -> None:
         """Drop the metrics of updates that a resumed run will do again, and lines that cannot be read."""
         if self.writable:
@@ -401,11 +376,9 @@ class RunFolder:
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a run was started."""
-    import numpy
+    """Where and with what a run was started. Git is not asked: it executes what a folder's .git/config names."""
     import timm
     import torch
-    import torchvision
 
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -413,35 +386,11 @@ def environment() -> dict[str, Any]:
         "folder": os.getcwd(),  # where relative paths in config.yaml start
         "everytoken": version(),
         "python": platform.python_version(),
-        **{module.__name__: module.__version__ for module in (torch, torchvision, timm, numpy)},
+        "torch": torch.__version__,
+        "timm": timm.__version__,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "git": _git_commit(),
     }
-
-
-def _git_commit() -> str | None:
-    """The commit of the working directory, or None outside of git.
-
-    The files of `.git` are read, git is not run: `git status` executes what a folder's own `.git/config` names
-    (core.fsmonitor, filters), so that training inside a downloaded folder would run its code.
-    """
-    for folder in (Path.cwd(), *Path.cwd().parents):
-        git = folder / ".git"
-        try:
-            text = (git / "HEAD").read_text().strip()
-            if text.startswith("ref: "):
-                name = text.removeprefix("ref: ")
-                if (git / name).is_file():
-                    text = (git / name).read_text().strip()
-                else:
-                    found = re.search(rf"^(\S+) {re.escape(name)}$", (git / "packed-refs").read_text(), re.MULTILINE)
-                    text = found[1] if found else ""
-        except (OSError, UnicodeDecodeError):
-            continue
-        return text if re.fullmatch("[0-9a-f]{40,64}", text) else None
-    return None
 
 
 def _read(path: Path, kind: Any, troubles: list[str]) -> Any:
@@ -466,19 +415,15 @@ def _rows(path: Path, troubles: list[str]) -> list[dict[str, Any]]:
     except OSError as error:
         troubles.append(f"{path.name} cannot be read ({error.strerror})")
         return []
-    rows, bad = [], 0
-    for number, line in enumerate(lines):
+    rows: list[Any] = []
+    for line in lines:
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        elif number < len(lines) - 1:
-            bad += 1
-    if bad:
+            rows.append(None)
+    if bad := sum(not isinstance(row, dict) for row in rows[:-1]):
         troubles.append(f"{bad} of {len(lines)} lines of {path.name} cannot be read and are left out")
-    return rows
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def _is_number(value: Any) -> bool:

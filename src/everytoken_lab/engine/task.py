@@ -1,6 +1,6 @@
 """What a task is: timm's `TrainingTask` with its data, its validation and what it exports.
 
-classify, segment, detect and the annotator's `fit` are subclasses; `loop.run` trains any of them:
+classify, segment and detect are subclasses; `loop.run` trains any of them:
 
     class Detection(Task):
         def __init__(self, ..., options, world, folder):
@@ -38,16 +38,11 @@ class Task(TrainingTask):
     Args:
         module: what is trained; `module(batch)` in training mode gives {"loss": scalar, further terms}.
         world: this process among its peers; the module is moved to its device.
-
-    Attributes:
-        batches_per_epoch: of this process.
-        score_name: what the score is called, such as top-1.
-        is_reported: whether its run ends with a page for people.
     """
 
     score_name = "score"
-    is_reported = True
-    batches_per_epoch: int
+    is_reported = True  # its run ends with a page for people
+    batches_per_epoch: int  # of this process
 
     def __init__(self, module: nn.Module, options: LoopOptions, world: World, folder: RunFolder) -> None:
         super().__init__(device=world.device, verbose=False)
@@ -66,10 +61,9 @@ class Task(TrainingTask):
         raise NotImplementedError
 
     def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Batches of an epoch for this process, on the device, from position `start` on.
+        """Batches of an epoch for this process, on the device, from `start` on: functions of (seed, epoch, position).
 
-        A batch is a dataclass with a length, `keys` (names of its images) and `key`, which the loop sets; it is a
-        function of (seed, epoch, position).
+        A batch is a dataclass with a length, `keys` (names of its images) and `key`, which the loop sets.
         """
         raise NotImplementedError
 
@@ -94,13 +88,9 @@ class Task(TrainingTask):
         """What timm reads in config.json beside the weights; None: timm cannot open them."""
         return None
 
-    def describe(self) -> str:
-        """Data and model in a few words, for the log."""
-        return type(self).__name__
-
     def facts(self) -> dict[str, str]:
-        """Data and model as rows of a table, for the plan of a run."""
-        return {"task": self.describe()}
+        """Data and model as rows of a table, for the log and the plan of a run."""
+        return {"task": type(self).__name__}
 
     def finish(self, module: nn.Module) -> None:
         """Write tables and pictures of a finished run, on rank 0; `module` is in evaluation mode."""

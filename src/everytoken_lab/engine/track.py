@@ -11,7 +11,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from everytoken_lab.engine.options import RunOptions
 class TensorBoard:
     """Scalars under step/ and epoch/, in <run>/tensorboard, which TensorBoard names by the run folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, project: object, folder: Path, config: object) -> None:
         need("tensorboard", "track", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -115,15 +115,12 @@ def _ids(folder: Path) -> dict[str, str]:
 
 def build_trackers(run: RunOptions, folder: Path, config: dict[str, Any]) -> list[Tracker]:
     """Those that were asked for."""
-    kinds: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoard(folder),
-        "wandb": lambda: WandB(run.wandb, folder, config),
-        "mlflow": lambda: MLflow(run.mlflow, folder, config),
-    }
+    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     trackers: list[Tracker] = []
-    for name in (name for name in kinds if getattr(run, name)):
+    for name, kind in kinds.items():
         try:
-            trackers.append(kinds[name]())
+            if project := getattr(run, name):
+                trackers.append(kind(project, folder, config))
         except MissingExtraError:
             raise
         except Exception as error:  # each library has its own

@@ -73,8 +73,7 @@ from everytoken_lab.models.open import timm_config
 from everytoken_lab.reports.predictions import CACHE, predict_run, stamp
 from everytoken_lab.training.build import build, log_priors
 from everytoken_lab.training.classify import Classification, train_with
-from everytoken_lab.training.inputs import Inputs, has_validation
-from everytoken_lab.training.start import complete
+from everytoken_lab.training.inputs import Inputs, complete, has_validation
 
 logger = logging.getLogger(__name__)
 STATE = "auto.json"

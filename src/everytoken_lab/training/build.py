@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from everytoken.step import FrozenTeacher, TokenStep
 from everytoken_lab.classes import ClassList, match_classes
 from everytoken_lab.data.augment import EvalTransform, TrainTransform
 from everytoken_lab.data.datasets import DataSet
-from everytoken_lab.engine.checks import ContradictionError, check_multi_label, check_objectives, check_options
+from everytoken_lab.engine.checks import check_multi_label, check_objectives, check_options
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.models.open import (
@@ -69,22 +68,16 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     notes += more
     if store is not None:
         notes += check_held_out(store, train_set, val_set)
-    num_classes = options.dataset.num_classes or train_set.num_classes
-    if num_classes < 2 and not train_set.multi_label:
-        only = ", ".join(train_set.class_names)
+    class_names = tuple(train_set.class_names)
+    if len(class_names) < 2 and not train_set.multi_label:
         raise EverytokenError(
-            f"{options.data} has one class only ({only}), so there is nothing to tell apart: give every class a folder "
-            "of its own, at least two"
-        )
-    if num_classes < train_set.num_classes:
-        raise EverytokenError(
-            f"num_classes {num_classes} is fewer than the {train_set.num_classes} classes of {options.data}"
+            f"{options.data} has one class only ({', '.join(class_names)}), so there is nothing to tell apart: give "
+            "every class a folder of its own, at least two"
         )
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
-    class_names = tuple(train_set.class_names)
     weights = inputs.weights(options.model.weights, options.model.model) if options.model.weights else None
-    backbone, arguments = build_backbone(options, num_classes)
+    backbone, arguments = build_backbone(options, len(class_names))
     if weights is not None:
         logger.info(f"weights from {weights.source}: {weights.load(backbone)}")
     config = resolve_data_config({}, model=backbone) if weights is None else asdict(weights.info)
@@ -94,13 +87,20 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         check_multi_label(options, objectives)
     token_names: tuple[str, ...] = ()
     if any("token_logits" in required_by(objective) for objective in objectives.values()):
-        token_names = class_names if store is None else _class_names(store)
+        meta = None if store is None else store.meta
+        token_names = class_names if meta is None else tuple(map(meta.class_name, range(meta.num_classes)))
         model.add_token_head(len(token_names))
     notes += [] if weights is None else _start_heads(model, weights, class_names, token_names)
     notes += check_objectives(options, objectives)
-    notes += [f"drloc: {objective.extra_repr()}" for objective in objectives.values() if isinstance(objective, Drloc)]
-    if store is not None:
-        _check_released(store, objectives)
+    for name, objective in objectives.items():
+        if isinstance(objective, Drloc):
+            notes.append(f"drloc: {objective.extra_repr()}")
+        square = store is None or store.meta.grid[0] == store.meta.grid[1]
+        if not square and "maps" in required_by(objective) and getattr(objective, "released", False):
+            raise EverytokenError(
+                f"objective {name!r} with released=true reads maps as the released code does, which must be square; "
+                f"those of {options.maps} are not. Leave released out, or annotate at a square size"
+            )
     size, mean, std = options.model.img_size, tuple(config["mean"]), tuple(config["std"])
     crop_pct = options.augment.crop_pct or config["crop_pct"]
     interpolation = options.augment.interpolation or config["interpolation"]
@@ -111,13 +111,13 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     notes += more
     vote = options.model.token_vote or float(options.model.model_kwargs.get("token_vote", 0.0))
     if vote and token_names != class_names:
-        raise ContradictionError(
+        raise EverytokenError(
             f"token_vote is {vote:g}, which needs tokens that learn the classes of the data: an objective such as "
             "token_labeling with maps of these classes. Train with it, or set token_vote to 0"
         )
     offsets = None
-    if options.model.logit_adjustment:
-        offsets = options.model.logit_adjustment * torch.from_numpy(log_priors(train_set.labels, num_classes)).float()
+    if adjustment := options.model.logit_adjustment:
+        offsets = adjustment * torch.from_numpy(log_priors(train_set.labels, len(class_names))).float()
     norm_eval, compiled = options.model.norm_eval, options.model.torchcompile
     mixer = build_mixer(options.mixing)
     step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval, offsets).to(world.device)
@@ -160,9 +160,8 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
     Only the annotator `fit` learns from the dataset; its store records the fraction of images, by the hash that divides
     data everywhere, that it did not learn from. Images without a map were not there at all.
     """
-    annotator = store.meta.annotator
-    fit = annotator.get("fit")
-    if annotator.get("name") != "fit" or not isinstance(fit, dict):
+    fit = store.meta.annotator.get("fit")
+    if store.meta.annotator.get("name") != "fit" or not isinstance(fit, dict):
         return []
     trained = set(train_set.keys())  # where train/ and val/ are folders, their images may have the same names
     draws = [uniform(0, "val-split", key) for key in val_set.keys() if key in store and key not in trained]  # noqa: SIM118
@@ -179,17 +178,6 @@ def check_held_out(store: Maps, train_set: DataSet, val_set: DataSet) -> list[st
     ]
 
 
-def _check_released(store: Maps, objectives: Mapping[str, nn.Module]) -> None:
-    """The released code reads square maps only."""
-    rows, columns = store.meta.grid
-    for name, objective in objectives.items():
-        if "maps" in required_by(objective) and getattr(objective, "released", False) and rows != columns:
-            raise ContradictionError(
-                f"objective {name!r} with released=true reads maps as the released code does, which must be square; "
-                f"those of {store.path} have {rows}x{columns} cells. Leave released out, or annotate at a square size"
-            )
-
-
 def _resolve_class_targets(
     options: TrainOptions, store: Maps | None, train_set: DataSet
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -199,7 +187,7 @@ def _resolve_class_targets(
     if store is None or list(store.meta.class_names) == list(train_set.class_names):
         return settings, notes
     if "relabel" in settings and "class_map" not in settings["relabel"]:
-        raise ContradictionError(
+        raise EverytokenError(
             f"ReLabel teaches the class token what the score maps say, and the maps have {store.meta.num_classes} "
             f"classes, not the {train_set.num_classes} of {options.data}. Use `token_labeling`, which lets every token "
             "learn the maps' classes, or say which classes correspond with class_map."
@@ -213,11 +201,6 @@ def _resolve_class_targets(
             "class token the data's labels"
         )
     return settings, notes
-
-
-def _class_names(store: Maps) -> tuple[str, ...]:
-    """One name per class of the maps, also where they have none of their own."""
-    return tuple(store.meta.class_name(i) for i in range(store.meta.num_classes))
 
 
 def _start_heads(
@@ -268,7 +251,7 @@ def build_teacher(
     options: TrainOptions, config: dict[str, Any], class_names: tuple[str, ...], asked: bool
 ) -> tuple[FrozenTeacher | None, list[str]]:
     """The teacher, if there is one, and notes about it. Its classes matter only if an objective asks for them."""
-    name, path = options.model.teacher, options.model.teacher_weights
+    name, own_norm = options.model.teacher, (config["mean"], config["std"])
     if not name:
         return None, []
     norm: tuple[tuple[float, ...], tuple[float, ...]]
@@ -278,20 +261,16 @@ def build_teacher(
         network, view, names = kept_network(Path(name.removeprefix("fit:")))
         model, norm, classes = TokenModel(network), (view.mean, view.std), ClassList(len(names), tuple(names))
     else:
-        loaded = open_model(path, architecture=name) if path else open_model(source_of(name))
+        loaded = open_model(source_of(name))
         about, model, classes = loaded.info, loaded.model, loaded.classes
         norm = (about.mean, about.std)
         if about.token_class_names != about.class_names or not about.class_names:
             # its token head has other classes, or is not known to be trained
             model = with_own_head(model.backbone, about if about.class_names else None)
-    columns, notes = None, []
-    if asked:
-        if options.dataset.num_classes > len(class_names):
-            raise ContradictionError("num_classes is more than the data has classes: a teacher answers for those alone")
-        columns = match_classes(classes, class_names, f"{options.data}, for the teacher {name}").labels.tolist()
-        if len(columns) < classes.count:
-            notes = [
-                f"{len(columns)} of the {classes.count} classes of the teacher {name} are those of the data, by name"
-            ]
-        columns = None if columns == list(range(classes.count)) else columns
-    return FrozenTeacher(model, (config["mean"], config["std"]), norm, columns), notes
+    if not asked:
+        return FrozenTeacher(model, own_norm, norm), []
+    columns = match_classes(classes, class_names, f"{options.data}, for the teacher {name}").labels.tolist()
+    same = columns == list(range(classes.count))
+    notes = [f"{len(columns)} of the {classes.count} classes of the teacher {name} are those of the data, by name"]
+    teacher = FrozenTeacher(model, own_norm, norm, None if same else columns)
+    return teacher, notes if len(columns) < classes.count else []

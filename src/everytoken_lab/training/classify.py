@@ -31,8 +31,7 @@ from everytoken_lab.engine.task import Task
 from everytoken_lab.models.open import timm_config
 from everytoken_lab.training.batch_picture import batch_picture
 from everytoken_lab.training.build import ClassifierSetup, build
-from everytoken_lab.training.inputs import Inputs
-from everytoken_lab.training.start import complete, default_output
+from everytoken_lab.training.inputs import Inputs, complete, default_output
 
 
 class Classification(Task):
@@ -45,15 +44,8 @@ class Classification(Task):
         self.setup = setup
         amp = options.optim.amp and world.device.type == "cpu"
         self.explicit_attention = amp and make_attention_explicit(setup.step, setup.grid)
-        data = options.dataset
-        self.train_loader = self.loader(
-            setup.train_set,
-            setup.train_view,
-            data.batch_size,
-            train=True,
-            maps=setup.store,
-            repeats=data.repeat_augment,
-        )
+        data, maps = options.dataset, {"maps": setup.store, "repeats": options.dataset.repeat_augment}
+        self.train_loader = self.loader(setup.train_set, setup.train_view, data.batch_size, train=True, **maps)
         size = data.val_batch_size or data.batch_size
         self.val_loader = self.loader(setup.val_set, setup.eval_view, size, train=False)
         self.batches_per_epoch = len(self.train_loader)
@@ -75,11 +67,8 @@ class Classification(Task):
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Mixed precision as the options have it.
-
-        It also keeps layers that can only call torch's attention from the fused kernel, unless blocks run again in
-        the backward pass, which is outside of this context.
-        """
+        """Mixed precision; layers that can only call torch's attention are kept from its fused kernel on the CPU."""
+        # blocks that run again in the backward pass do so outside of this context
         slow = self.explicit_attention and torch.is_grad_enabled() and not self.options.model.grad_checkpointing
         with super().autocast(), sdpa_kernel(SDPBackend.MATH) if slow else nullcontext():
             yield
@@ -119,12 +108,12 @@ class Classification(Task):
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The plain timm model and, if it is separate, the token head."""
-        files: dict[str, dict[str, Tensor]] = {}
-        for suffix, prefix in (("", "model.backbone."), (".token_head", "model.token_head.")):
-            tensors = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            if tensors:
-                files[suffix] = tensors
-        return files
+        prefixes = {"": "model.backbone.", ".token_head": "model.token_head."}
+        files = {
+            suffix: {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            for suffix, prefix in prefixes.items()
+        }
+        return {suffix: tensors for suffix, tensors in files.items() if tensors}
 
     def metadata(self) -> dict[str, str]:
         """The description that `open_model` reads."""
@@ -134,33 +123,22 @@ class Classification(Task):
         """config.json, with which timm opens the run folder: `timm.create_model("local-dir:RUN", pretrained=True)`."""
         return timm_config(self.backbone, self.setup.description)
 
-    def describe(self) -> str:
-        """Data, model, objectives."""
-        setup = self.setup
-        return (
-            f"{len(setup.train_set):,} training and {len(setup.val_set):,} validation images, "
-            f"{setup.train_set.num_classes} classes; {self.options.model.model}, token grid "
-            f"{setup.grid[0]}x{setup.grid[1]}; {', '.join(setup.step.objectives)}"
-        )
-
     def report(self, path: Path, **options: Any) -> None:
         """As any task, with the images that are open already."""
         super().report(path, images=self.setup.val_set, **options)
 
     def facts(self) -> dict[str, str]:
-        """Data, model, objectives as rows of a table."""
+        """Data, model, objectives."""
         options, setup = self.options, self.setup
-        images = f"{len(setup.train_set):,} training, {len(setup.val_set):,} validation"
+        objectives = setup.step.objectives.items()
         return {
+            "images": f"{len(setup.train_set):,} training, {len(setup.val_set):,} validation",
+            "classes": f"{setup.train_set.num_classes:,}",
             "model": options.model.model,
             "weights": options.model.weights or "none, from scratch",
             "token grid": f"{setup.grid[0]} x {setup.grid[1]} at {options.model.img_size} px",
-            "images": f"{images}, {setup.train_set.num_classes} classes",
             "score maps": f"{options.maps} ({setup.store.meta.num_classes} classes)" if setup.store else "none",
-            "objectives": ", ".join(
-                f"{name} (weight {getattr(objective, 'weight', 1):g})"
-                for name, objective in setup.step.objectives.items()
-            ),
+            "objectives": ", ".join(f"{name} (weight {getattr(o, 'weight', 1):g})" for name, o in objectives),
             "mixing": ", ".join(options.mixing) or "none",
         }
 
@@ -198,14 +176,12 @@ def train(
     trust_code: bool = False,
     **options: Any,
 ) -> Run:
-    """Train a classifier on every token; the same as `everytoken train`, with the same defaults.
+    """Train a classifier on every token, as `everytoken train` does; the same call again continues an interrupted run.
 
         run = lab.train("photos", minutes=10)      # decides everything itself, see `everytoken_lab.training.auto`
         run = lab.train("photos", maps="maps", recipe="small_96_token", epochs=30)
         run.summary["best"], run.history
         run.report("report.html")
-
-    Calling it again with the same arguments continues a run that was interrupted.
 
     Args:
         data: folder of class folders (with or without train/ and val/), archive, torchvision:NAME, hf:NAME.
@@ -264,17 +240,13 @@ def start(
 def dry_run(
     options: TrainOptions, asked: Set[str], assignments: Sequence[str] = (), trust_code: bool = False
 ) -> dict[str, Any]:
-    """What would be trained, and how long it would take from a few timed steps; nothing is written.
-
-    Empty on all processes but the first.
-    """
+    """What would be trained, and how long it would take from a few timed steps; empty on all ranks but the first."""
     from everytoken_lab.engine.dryrun import plan
 
     inputs = Inputs()
     options = complete(options, asked, assignments, trust_code, inputs)
     quick = dataclasses.replace(options, dataset=dataclasses.replace(options.dataset, workers=0))
+    output = options.run.out or default_output(options)
     return plan(
-        lambda world, folder: Classification(build(options, world, inputs), quick, world, folder),
-        options,
-        options.run.out or default_output(options),
+        lambda world, folder: Classification(build(options, world, inputs), quick, world, folder), options, output
     )

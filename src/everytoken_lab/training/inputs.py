@@ -1,17 +1,38 @@
-"""What a training opens: its images and its initial weights, each once; what is known is handed on."""
+"""What a training opens, each once: its images and its initial weights; and what is decided by them.
+
+`complete` fills in the options that were left open:
+
+- The weights decide the model, its arguments and its size, unless these were asked for.
+- Weights without a recipe are fine-tuned: the recipe `finetune` for other classes, `finetune_resolution` for the same,
+  and objectives, mixing and augmentation of the run that they come from.
+- A run that is continued keeps what was decided when it began.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
+from everytoken.objectives.registry import refuse_code
 from everytoken_lab.data import datasets
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, NAMED, DataSet, find_split
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, NAMED, DataSet, dataset_title, find_split
 from everytoken_lab.data.labels import parse_labels
-from everytoken_lab.engine.options import TrainOptions
-from everytoken_lab.models.open import Weights, open_weights
+from everytoken_lab.engine.checkpoint import checkpoints_in
+from everytoken_lab.engine.optim import default_scaling
+from everytoken_lab.engine.options import AugmentOptions, TrainOptions
+from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
+from everytoken_lab.engine.run_folder import read_run
+from everytoken_lab.models.open import Weights, open_weights, source_of
+
+DEFAULT_MODEL, DEFAULT_SIZE = "lvvit_t", 224
+FINETUNE = ("finetune", "finetune_resolution")
+"""Recipes that are taken for weights if none is given: for other classes, and for the same."""
+_INHERITED = ("objectives", "mixing", "drop_path", "clip_grad", "token_vote", *(f.name for f in fields(AugmentOptions)))
 
 
 class Inputs:
@@ -65,24 +86,18 @@ def has_validation(options: TrainOptions) -> bool:
 def _chosen(options: TrainOptions, train: DataSet, val: DataSet) -> tuple[DataSet, DataSet, list[str]]:
     """Without the training images to leave out, and with corrected labels."""
     notes: list[str] = []
-    if options.dataset.exclude:
-        train = without(train, options.dataset.exclude)
+    if file := options.dataset.exclude:
+        try:
+            lines = Path(file).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        except OSError as error:
+            raise EverytokenError(f"exclude: {file} cannot be read ({error.strerror})") from error
+        names = {line.partition("\t")[0] for line in lines}  # what follows a tab is a remark
+        train = train.subset([i for i, key in enumerate(train.keys()) if key not in names])
+        if not len(train):
+            raise EverytokenError(f"exclude leaves no images of {train.name}")
     if options.dataset.corrections:
         (train, val), notes = corrected(train, val, Path(options.dataset.corrections))
     return train, val, notes
-
-
-def without(data: DataSet, file: str | Path) -> DataSet:
-    """The images but for those that the lines of a text file name; what follows a tab is a remark."""
-    try:
-        lines = Path(file).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError as error:
-        raise EverytokenError(f"exclude: {file} cannot be read ({error.strerror})") from error
-    names = {line.partition("\t")[0] for line in lines}
-    keep = [i for i, key in enumerate(data.keys()) if key not in names]
-    if not keep:
-        raise EverytokenError(f"exclude leaves no images of {data.name}")
-    return data if len(keep) == len(data) else data.subset(keep)
 
 
 def corrected(train: DataSet, val: DataSet, file: Path) -> tuple[tuple[DataSet, DataSet], list[str]]:
@@ -95,27 +110,23 @@ def corrected(train: DataSet, val: DataSet, file: Path) -> tuple[tuple[DataSet, 
         by_path = {row.path: row for row in rows if row.split in ("", name)}
         number = {label: k for k, label in enumerate(data.class_names)}
         labels, keep = data.labels.copy(), np.ones(len(data), dtype=bool)
-        for i, key in enumerate(data.keys()):
-            row = by_path.get(key)
+        for i, row in enumerate(map(by_path.get, data.keys())):
             if row is None:
                 continue
             found.add(row.line)
-            unknown = next((label for label in row.labels if label not in number), None)
-            if unknown is not None or (len(row.labels) > 1 and not data.multi_label):
-                problem = (
-                    f"{';'.join(row.labels)!r} is not one label" if unknown is None else f"no class is {unknown!r}"
-                )
-                raise EverytokenError(
-                    f"{file}, line {row.line}: {problem} of {data.name}.{did_you_mean(unknown or '', number)}"
-                )
+            where, unknown = f"{file}, line {row.line}", [label for label in row.labels if label not in number]
+            if unknown:
+                hint = did_you_mean(unknown[0], number)
+                raise EverytokenError(f"{where}: no class is {unknown[0]!r} of {data.name}.{hint}")
             if not row.labels and not row.several:
                 keep[i], dropped = False, dropped + 1
                 continue
             if data.multi_label:
-                labels[i] = 0
-                labels[i, [number[label] for label in row.labels]] = 1
-            else:
+                labels[i] = [label in row.labels for label in data.class_names]
+            elif len(row.labels) == 1:
                 labels[i] = number[row.labels[0]]
+            else:
+                raise EverytokenError(f"{where}: {';'.join(row.labels)!r} is not one label of {data.name}.")
             changed += not np.array_equal(labels[i], data.labels[i])
         part = data.subset(np.flatnonzero(keep))
         part.labels = labels[keep]
@@ -124,3 +135,81 @@ def corrected(train: DataSet, val: DataSet, file: Path) -> tuple[tuple[DataSet, 
     if len(found) < len(rows):
         notes.append(f"{file} names {len(rows) - len(found):,} images that are not there")
     return (out[0], out[1]), notes
+
+
+def complete(
+    options: TrainOptions,
+    asked: Set[str] | None = None,
+    assignments: Sequence[str] = (),
+    trust_code: bool = False,
+    inputs: Inputs | None = None,
+) -> TrainOptions:
+    """The options with everything decided that was left open; complete options stay as they are.
+
+    Args:
+        options: with the values of a recipe, if one is named.
+        asked: names of the options that the user gave, which are not changed. Default: those that are not the default.
+        assignments: of the kind `objectives.drloc.weight=0.1`, which come last.
+        trust_code: whether objectives that a run folder names by import paths may be taken over.
+        inputs: where images and weights are opened.
+    """
+    inputs = inputs or Inputs()
+    if asked is not None and "lr_base" in asked and options.optim.lr:
+        if "lr" in asked:
+            raise EverytokenError(
+                f"lr is {options.optim.lr:g} for any batch, and lr_base {options.optim.lr_base:g} is scaled to the "
+                "batch: set one of them"
+            )
+        options = apply(options, {"lr": 0.0}, "lr_base")  # a recipe's
+    if asked is None:
+        plain = flat(TrainOptions())
+        asked = {name for name, value in flat(options).items() if value != plain[name]}
+    asked = {*asked, *(text.partition("=")[0] for text in assignments)}
+    if (teacher := source_of(options.model.teacher)).startswith("timm:"):
+        full_name = open_weights(teacher).source.removeprefix("timm:")
+        options = apply(options, {"teacher": full_name}, "teacher")
+    source = options.model.weights
+    weights = inputs.weights(source, options.model.model) if source else None
+    values: dict[str, Any] = {}
+    if weights is not None:
+        chosen = options.model
+        model, arguments = weights.choose(chosen.model, chosen.model_kwargs, "model" in asked)
+        values = {"model": model, "model_kwargs": arguments, "img_size": chosen.img_size or weights.info.img_size[0]}
+        values |= {} if Path(weights.source).exists() else {"weights": weights.source}  # by its full name
+    values.setdefault("model", options.model.model or DEFAULT_MODEL)
+    values.setdefault("img_size", options.model.img_size or DEFAULT_SIZE)
+    options = apply(options, values, source or "defaults")
+    if options.recipe:
+        decisions: dict[str, Any] = {"lr_scaling": default_scaling(options.optim, options.recipe)}
+    else:
+        decisions = {} if weights is None else _fine_tuning(options, weights, source, inputs)
+        if "opt" in asked or "lr_scaling" not in decisions:
+            decisions["lr_scaling"] = default_scaling(options.optim)
+        if "lr_base" in asked:
+            decisions.pop("lr", None)
+        folder = Path(options.run.out or default_output(options))
+        began = read_run(folder).config if checkpoints_in(folder / "checkpoints") else {}
+        recorded = {name: began[name] for name in decisions if name in began}
+        decisions |= recorded
+        if "objectives" not in asked and not trust_code:
+            refuse_code(decisions, str((folder if "objectives" in recorded else Path(source)) / "config.yaml"))
+        decisions = {k: v for k, v in decisions.items() if k not in asked}
+    options = apply(options, decisions, options.recipe or "fine-tuning")
+    return apply(options, overrides(assignments, flat(options)), "--set")
+
+
+def _fine_tuning(options: TrainOptions, weights: Weights, source: str, inputs: Inputs) -> dict[str, Any]:
+    """A recipe for the weights, with what the run that they come from had."""
+    names = inputs.splits(options)[0].class_names if options.data else []
+    recipe = FINETUNE[not names or weights.matches(names)]
+    run = read_run(Path(source)).config if Path(source).is_dir() else {}
+    return {"recipe": recipe, **read_recipe(recipe), **{name: run[name] for name in _INHERITED if name in run}}
+
+
+def default_output(options: TrainOptions) -> str:
+    """runs/<recipe>-<model>-<data>-seed<seed>, and the size of the images for one that starts from weights."""
+    start = options.model.weights
+    recipe = Path(options.recipe).stem if options.recipe not in ("", *FINETUNE) else "finetune" if start else "train"
+    size = f"-{options.model.img_size}px" if start else ""
+    data = dataset_title(options.data) or "data"
+    return str(Path("runs") / f"{recipe}-{options.model.model}{size}-{data}-seed{options.run.seed}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.engine.options import HOW, Fraction, OptimOptions, Positive, RunOptions
+from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions, RunOptions
 from everytoken_lab.machine import Workers, default_workers
 
 if TYPE_CHECKING:
@@ -37,19 +37,6 @@ class BackboneOptions:
     """Trade time for memory: recompute activations in the backward pass."""
     model_kwargs: tyro.conf.Suppress[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the model's constructor (recipes and --set only)."""
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """Images and batches."""
-
-    batch_size: Annotated[Positive, tyro.conf.arg(aliases=["-b"])] = 16
-    """Images per step and process."""
-    workers: Annotated[Workers, HOW] = field(default_factory=default_workers)
-    """Loader processes per training process; 0 loads in the main process."""
-    on_bad_image: Literal["raise", "skip"] = "raise"
-    """What to do with unreadable images or masks. skip: they are logged and counted; training stops if more than 1 %
-    are bad."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken_lab.engine.options import Fraction, OptimOptions
-from everytoken_lab.training.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions
+from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions
+from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken_lab.engine.options import Fraction, OptimOptions, RunOptions
-from everytoken_lab.training.options import BatchOptions, DenseOptions, EvaluateOptions, PredictOptions, SourceOptions
+from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions, RunOptions
+from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, SourceOptions
 
 
 @dataclass(frozen=True)
