@@ -60,8 +60,7 @@ def test_every_trained_weight_of_a_backbone_gets_a_gradient():
 
 
 @pytest.mark.parametrize(
-    ("name", "taps"),
-    [("lvvit_s", [6, 9, 12, 15]), ("lvvit_m", [10, 13, 16, 19]), ("lvvit_l", [14, 17, 20, 23])],
+    ("name", "taps"), [("lvvit_s", [6, 9, 12, 15]), ("lvvit_m", [10, 13, 16, 19]), ("lvvit_l", [14, 17, 20, 23])]
 )
 def test_taps_are_those_of_the_released_set_ups(name, taps):
     with torch.device("meta"):

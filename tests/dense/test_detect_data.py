@@ -15,11 +15,11 @@ from everytoken_lab.data.loader import Request
 from everytoken_lab.dense.common import FileSet, resized
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
+    InstanceSet,
     ObjectReader,
     divided,
     open_instances,
     random_crop,
-    read_coco,
 )
 from everytoken_lab.dense.detect.masks import check, compress, decode, encode, through
 from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
@@ -42,7 +42,7 @@ def change(data: Path, tmp_path: Path, edit) -> Path:
 
 
 def open_changed(data: Path, tmp_path: Path, edit):
-    return read_coco(change(data, tmp_path, edit), data / "val" / "images")
+    return InstanceSet(change(data, tmp_path, edit), data / "val" / "images")
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_no_damage_of_a_file_gives_anything_but_a_message_of_ours(data, tmp_path
             inner[last] = values[int(rng.integers(len(values)))]
         (tmp_path / "damaged.json").write_text(json.dumps(content))
         try:
-            found = read_coco(tmp_path / "damaged.json", data / "val" / "images")
+            found = InstanceSet(tmp_path / "damaged.json", data / "val" / "images")
             found.as_coco(range(len(found)), masks=True)
         except EverytokenError:
             continue
@@ -221,7 +221,7 @@ def test_no_damage_of_a_file_gives_anything_but_a_message_of_ours(data, tmp_path
     for text in (b"", b"{", b"\xff\xfe{}", b"[1]", b'{"images": 3}', original.encode()[:-40]):
         (tmp_path / "damaged.json").write_bytes(text)
         with pytest.raises(EverytokenError, match=r"damaged\.json"):
-            read_coco(tmp_path / "damaged.json", data / "val" / "images")
+            InstanceSet(tmp_path / "damaged.json", data / "val" / "images")
 
 
 def test_compressed_run_lengths_are_measured_as_pycocotools_reads_them():
@@ -346,7 +346,7 @@ def test_an_image_of_another_size_than_its_annotations_is_named_or_skipped(data,
     (tmp_path / "images").mkdir()
     for i in range(2):
         Image.new("RGB", (96, 64) if i else (64, 96)).save(tmp_path / "images" / f"{i}.png")
-    found = read_coco(data / "val" / "instances.json", tmp_path / "images")
+    found = InstanceSet(data / "val" / "instances.json", tmp_path / "images")
     view = DetectTransform(DetectAugment((48,), 100))
     with pytest.raises(ImageError, match=r"0.png is 64 x 96 pixels, and .*instances.json says 96 x 64"):
         ObjectReader(found, view, None).__getitems__([Request(0, 0, 0)])

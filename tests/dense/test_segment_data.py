@@ -103,7 +103,7 @@ def test_a_missing_mask_a_wrong_size_and_an_unknown_value_are_named(tmp_path, ma
     save(tmp_path / "masks/train/1.png", np.zeros((20, 30)))
     save(tmp_path / "masks/train/0.png", np.full((48, 56), 3))
     data = open_masks(str(tmp_path), "train")
-    with pytest.raises(ImageError, match=r"1\.png: the mask is 30 x 20 pixels and its image .* is 56 x 48"):
+    with pytest.raises(ImageError, match=r"images/train/1\.png is 56 x 48 pixels, and .*1\.png says 30 x 20"):
         data.mask(1, data.picture(1).size)
     with pytest.raises(ImageError, match=r"0\.png: value 3 \(first at x 0, y 0; 2688 pixels.*values 0 to 2, and 255"):
         data.mask(0, data.picture(0).size)

@@ -28,6 +28,7 @@ from everytoken.files import make_inside, plain_json
 from everytoken.models.weights import load_weights
 from everytoken_lab import schema
 from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, Strings, gather_images, result_stems, split_off
+from everytoken_lab.data.decode import ImageError
 from everytoken_lab.data.loader import BadImages, BatchReader, Loader
 from everytoken_lab.dense.backbone import Features, name_weights, rebuild_features
 from everytoken_lab.draw import Card, Row, draw_sheet
@@ -74,6 +75,14 @@ class FileSet(DataSet):
 
     def open_bytes(self, i: int) -> bytes:
         return Path(self.where(i)).read_bytes()
+
+    def check_size(self, i: int, size: tuple[int, int], wanted: tuple[int, int], owner: str) -> None:
+        """The image must have the (width, height) of what was drawn for it."""
+        if size != wanted:
+            hint = " Perhaps the image is turned by its EXIF tag." if size == wanted[::-1] else ""
+            raise ImageError(
+                f"{self.where(i)} is {size[0]} x {size[1]} pixels, and {owner} says {wanted[0]} x {wanted[1]}.{hint}"
+            )
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> Self:
         """Some of the images, as a dataset of the same kind."""

@@ -5,12 +5,9 @@ one folder    images/ (or the images themselves) and one json file with "images"
 parts         train/ and val/ (or valid/), each like that; annotations may also be train.json and val.json side by side
 a json file   images in images/ next to it, or next to it
 
-What is wrong is an error that names the file and the annotation. Objects that are degenerate (no width or height,
-outside of the image, polygons with fewer than three corners) are counted and left out, with a note.
-
-Objects are kept as text in one block of memory, which worker processes share. Images of a batch have different sizes;
-they lie in the top left corner of a canvas that holds the largest. Training draws a crop, a short side (the papers: 480
-to 800 in steps of 32) and a flip, keyed by (seed, epoch, key); the long side is at most 1333.
+What is wrong is an error that names the file and the annotation; degenerate objects are left out, with a note. Objects
+are kept as text in one block of memory, which worker processes share. Images of a batch lie in the top left corner of a
+canvas that holds the largest. Crop, short side and flip are keyed by (seed, epoch, key).
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from annotated_types import Interval, Len, MinLen
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -43,6 +41,36 @@ from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 CROP_RESIZE = (400, 500, 600)  # short sides, one of which an image has before it is cropped
 CROP_LONGEST = 1333  # its long side is at most this
 CROP_SIZE = (384, 600)  # pixels of each side that a crop keeps
+_Id = Annotated[int, Interval(ge=-(2**53), le=2**53)]
+_Side = Annotated[float, Interval(ge=1, le=2**20)]
+
+
+class _Image(TypedDict):
+    id: _Id
+    file_name: str
+    width: _Side
+    height: _Side
+
+
+class _Category(TypedDict):
+    id: _Id
+    name: NotRequired[str | int]
+
+
+class _Annotation(TypedDict):
+    image_id: int
+    category_id: int
+    bbox: Annotated[list[float], Len(4, 4)]
+    id: NotRequired[_Id]
+    iscrowd: NotRequired[bool | int | None]
+    area: NotRequired[float | None]
+    segmentation: NotRequired[Any]
+
+
+class _Coco(TypedDict):
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: Annotated[list[_Category], MinLen(1)]
 
 
 @dataclass(frozen=True)
@@ -59,31 +87,46 @@ class Annotation:
 
 
 class InstanceSet(FileSet):
-    """Images of a folder and their objects.
+    """The images of a COCO json file, whose names start from a folder, and their objects, checked.
 
-    Args:
-        root: the folder; images: paths below it. sizes: (width, height) of each.
-        image_ids, categories: of the images and (id -> name) of the classes in `source`, the file of the annotations.
+    Attributes:
+        sizes: int64 [n, 2], (width, height). image_ids, category_ids: of the images and classes in the file.
         annotations: of each image, JSON of the fields of its objects; "" where there are none.
-        notes: what the reader left out, in words.
+        notes: what was left out, in words.
     """
 
     PER_IMAGE = (*FileSet.PER_IMAGE, "sizes", "image_ids", "annotations")
 
-    def __init__(
-        self,
-        root: Path,
-        images: Sequence[str],
-        sizes: Sequence[tuple[int, int]],
-        image_ids: Sequence[int],
-        categories: Mapping[int, str],
-        annotations: Sequence[str],
-        source: str,
-        notes: Sequence[str] = (),
-    ) -> None:
-        super().__init__(root, images, list(categories.values()), source)
-        self.sizes, self.image_ids = np.array(sizes, np.int64).reshape(-1, 2), np.array(image_ids, dtype=np.int64)
-        self.category_ids, self.notes, self.annotations = list(categories), list(notes), Strings(annotations)
+    def __init__(self, path: Path, folder: Path) -> None:
+        content = schema.read_json(path, _Coco)
+        rows = sorted(content["images"], key=lambda row: row["file_name"])
+        files = [check_relative(row["file_name"], f"{path}: image {row['id']}") for row in rows]
+        ids, categories = [row["id"] for row in rows], sorted(content["categories"], key=lambda c: c["id"])
+        self.category_ids = [c["id"] for c in categories]
+        for what, values in (
+            ("images have the file_name", files),
+            ("images have the id", ids),
+            ("categories have the id", self.category_ids),
+        ):
+            value, count = Counter[Any](values).most_common(1)[0] if values else ("", 0)
+            if count > 1:
+                raise DataError(f"{path}: two {what} {value!r}")
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise DataError(
+                f"{path} lists the image {missing[0]!r}{more}, which is not in {folder}. Add it, or remove its entry."
+            )
+        super().__init__(folder, files, [str(c.get("name", c["id"])) for c in categories], str(path))
+        self.image_ids = np.array(ids, dtype=np.int64)
+        self.sizes = np.array([(int(row["width"]), int(row["height"])) for row in rows], np.int64).reshape(-1, 2)
+        sizes = {number: self.size(i) for i, number in enumerate(ids)}
+        objects, left_out = _read_objects(path, content["annotations"], sizes, self.category_ids)
+        self.annotations, self.notes = Strings(json.dumps(objects[i]) if objects[i] else "" for i in ids), []
+        if left_out:
+            numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+            what = "annotations without width, height or area inside their image are left out"
+            self.notes.append(f"{path}: {len(left_out)} {what} ({numbers})")
 
     def size(self, i: int) -> tuple[int, int]:
         """(width, height) of image i, as the annotations say."""
@@ -102,16 +145,6 @@ class InstanceSet(FileSet):
         """The mask of an object of image i, which is its box if it has no segmentation, as COCO's run lengths."""
         x0, y0, x1, y1 = annotation.box
         return encode(annotation.segmentation or [[x0, y0, x1, y0, x1, y1, x0, y1]], self.size(i))
-
-    def check_size(self, i: int, picture: Picture) -> None:
-        """The image must have the size that its annotations were made for."""
-        width, height = self.size(i)
-        if picture.size != (width, height):
-            hint = " (the image is turned by its EXIF tag)" if picture.size == (height, width) else ""
-            raise ImageError(
-                f"{self.where(i)} is {picture.size[0]} x {picture.size[1]} pixels, and {self.name} says {width} x "
-                f"{height}{hint}. Boxes and masks would be in the wrong place; correct one of the two."
-            )
 
     def as_coco(self, samples: Sequence[int], masks: bool) -> dict[str, Any]:
         """Truth for the COCO evaluator: images `samples`, with the ids of the file."""
@@ -133,6 +166,38 @@ class InstanceSet(FileSet):
 def _inside(box: Sequence[float], width: int, height: int) -> tuple[float, float]:
     """Width and height of the part of a box x0, y0, x1, y1 that lies inside an image."""
     return min(box[2], width) - max(box[0], 0), min(box[3], height) - max(box[1], 0)
+
+
+def _read_objects(
+    path: Path, rows: Sequence[_Annotation], sizes: Mapping[int, tuple[int, int]], category_ids: Sequence[int]
+) -> tuple[dict[int, list[Any]], list[Any]]:
+    """The fields of the objects of each image, and the ids of those that were left out."""
+    classes = {number: k for k, number in enumerate(category_ids)}
+    objects: dict[int, list[Any]] = {number: [] for number in sizes}
+    left_out: list[Any] = []
+    for row in rows:
+        number = row.get("id", "(without id)")
+        where = f"{path}: annotation {number}"
+        if row["image_id"] not in sizes:
+            raise DataError(
+                f"{where} is of image {row['image_id']!r}, which is not among the {len(sizes)} images of the file"
+            )
+        if row["category_id"] not in classes:
+            raise DataError(
+                f"{where} is of category {row['category_id']!r}, which is none of the {len(classes)} categories "
+                f"({category_ids[0]} to {category_ids[-1]})"
+            )
+        size, segmentation = sizes[row["image_id"]], row.get("segmentation")
+        usable = check(segmentation, size, where) if segmentation else None
+        x, y, width, height = row["bbox"]
+        box, area = [x, y, x + width, y + height], row.get("area")
+        empty = not np.isfinite(box).all() or min(width, height, *_inside(box, *size)) <= 0
+        if empty or (segmentation and usable is None):
+            left_out.append(number)
+            continue
+        fields = (row.get("id", -1), box, classes[row["category_id"]], bool(row.get("iscrowd", 0)))
+        objects[row["image_id"]].append((*fields, width * height if area is None else area, usable))
+    return objects, left_out
 
 
 # -- where it lies ----------------------------------------------------------------------------------------------------
@@ -177,7 +242,7 @@ def _read(data: str, split: str, options: CocoOptions) -> InstanceSet:
             f"{data} has no COCO json{part}: put annotations/instances_{SPLITS.get(split, SPLITS['train'])[-1]}.json "
             "or one json file next to the images, or name it with the option annotations"
         )
-    return read_coco(path, _images(root, path, split) or (root if given and root.is_dir() else path.parent))
+    return InstanceSet(path, _images(root, path, split) or (root if given and root.is_dir() else path.parent))
 
 
 def _find(root: Path, split: str) -> Path | None:
@@ -209,106 +274,6 @@ def _images(root: Path, path: Path, split: str) -> Path | None:
     names = [*(name for n in parts for name in (f"{n}/images", n, f"images/{n}")), "images"]
     folders = [base / name for base in (path.parent, root, path.parent.parent) for name in names]
     return next((folder for folder in folders if folder.is_dir()), None)
-
-
-# -- what is in it ----------------------------------------------------------------------------------------------------
-
-
-_Id = Annotated[int, Interval(ge=-(2**53), le=2**53)]
-_Side = Annotated[float, Interval(ge=1, le=2**20)]
-
-
-class _Image(TypedDict):
-    id: _Id
-    file_name: str
-    width: _Side
-    height: _Side
-
-
-class _Category(TypedDict):
-    id: _Id
-    name: NotRequired[str | int]
-
-
-class _Annotation(TypedDict):
-    image_id: int
-    category_id: int
-    bbox: Annotated[list[float], Len(4, 4)]
-    id: NotRequired[_Id]
-    iscrowd: NotRequired[bool | int | None]
-    area: NotRequired[float | None]
-    segmentation: NotRequired[Any]
-
-
-class _Coco(TypedDict):
-    images: list[_Image]
-    annotations: list[_Annotation]
-    categories: Annotated[list[_Category], MinLen(1)]
-
-
-def read_coco(path: Path, images: Path) -> InstanceSet:
-    """A COCO json file and its folder of images, checked."""
-    content = schema.read_json(path, _Coco)
-    rows = sorted(content["images"], key=lambda row: row["file_name"])
-    files = [check_relative(row["file_name"], f"{path}: image {row['id']}") for row in rows]
-    ids = [row["id"] for row in rows]
-    categories = sorted(content["categories"], key=lambda c: c["id"])
-    for what, values in (
-        ("images have the file_name", files),
-        ("images have the id", ids),
-        ("categories have the id", [c["id"] for c in categories]),
-    ):
-        value, count = Counter[Any](values).most_common(1)[0] if values else ("", 0)
-        if count > 1:
-            raise DataError(f"{path}: two {what} {value!r}")
-    missing = [file for file in files if not (images / file).is_file()]
-    if missing:
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise DataError(
-            f"{path} lists the image {missing[0]!r}{more}, which is not in {images}. Add it, or remove its entry."
-        )
-    sizes = {row["id"]: (int(row["width"]), int(row["height"])) for row in rows}
-    names = {c["id"]: str(c.get("name", c["id"])) for c in categories}
-    objects, left_out = _read_objects(path, content["annotations"], sizes, list(names))
-    texts = [json.dumps(objects[i]) if objects[i] else "" for i in ids]
-    notes = []
-    if left_out:
-        numbers = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
-        what = "annotations without width, height or area inside their image are left out"
-        notes.append(f"{path}: {len(left_out)} {what} ({numbers})")
-    return InstanceSet(images, files, list(sizes.values()), ids, names, texts, str(path), notes)
-
-
-def _read_objects(
-    path: Path, rows: Sequence[_Annotation], sizes: Mapping[int, tuple[int, int]], category_ids: Sequence[int]
-) -> tuple[dict[int, list[Any]], list[Any]]:
-    """The fields of the objects of each image, and the ids of those that were left out."""
-    classes = {number: k for k, number in enumerate(category_ids)}
-    objects: dict[int, list[Any]] = {number: [] for number in sizes}
-    left_out: list[Any] = []
-    for row in rows:
-        number = row.get("id", "(without id)")
-        where = f"{path}: annotation {number}"
-        if row["image_id"] not in sizes:
-            raise DataError(
-                f"{where} is of image {row['image_id']!r}, which is not among the {len(sizes)} images of the file"
-            )
-        if row["category_id"] not in classes:
-            raise DataError(
-                f"{where} is of category {row['category_id']!r}, which is none of the {len(classes)} categories "
-                f"({category_ids[0]} to {category_ids[-1]})"
-            )
-        size, segmentation = sizes[row["image_id"]], row.get("segmentation")
-        usable = check(segmentation, size, where) if segmentation else None
-        x, y, width, height = row["bbox"]
-        box, area = [x, y, x + width, y + height], row.get("area")
-        empty = not np.isfinite(box).all() or min(width, height, *_inside(box, *size)) <= 0
-        if empty or (segmentation and usable is None):
-            left_out.append(number)
-            continue
-        fields = (row.get("id", -1), box, classes[row["category_id"]], bool(row.get("iscrowd", 0)))
-        objects[row["image_id"]].append((*fields, width * height if area is None else area, usable))
-    return objects, left_out
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -378,19 +343,7 @@ class Objects:
         return images
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """One image as the network gets it, and its objects; source: (width, height)."""
-
-    pixels: np.ndarray
-    boxes: np.ndarray
-    labels: np.ndarray
-    masks: list[np.ndarray]
-    matrix: np.ndarray
-    source: tuple[int, int]
-
-
-class ObjectReader(BatchReader[_Sample]):
+class ObjectReader(BatchReader[tuple[np.ndarray, Objects]]):
     """Images and, of an `InstanceSet`, their objects.
 
     Args:
@@ -403,51 +356,57 @@ class ObjectReader(BatchReader[_Sample]):
         super().__init__(data, skip)
         self.transform, self.seed, self.masks = transform, seed, masks
 
-    def view(self, request: Request, key: str) -> _Sample:
-        """Of one image: boxes that have an area in it, and their masks."""
+    def view(self, request: Request, key: str) -> tuple[np.ndarray, Objects]:
+        """Pixels of one image; boxes that have an area in it, and their masks."""
         rng = None if self.seed is None else keyed.generator(self.seed, request.epoch, key, "detect")
         picture, data = self.data.picture(request.sample), self.data
         pixels, matrix = self.transform(picture, rng)
         objects: list[Annotation] = []
         if isinstance(data, InstanceSet):
-            data.check_size(request.sample, picture)
+            data.check_size(request.sample, picture.size, data.size(request.sample), data.name)
             objects = data.trained(request.sample)
         height, width = pixels.shape[:2]
         boxes = boxes_through(np.array([o.box for o in objects]).reshape(-1, 4), matrix).clip(0, [width, height] * 2)
         inside = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
         objects = [o for o, has_area in zip(objects, inside.tolist(), strict=True) if has_area]
-        masks = []
-        for o in objects if self.masks else ():
+        masks = np.zeros((len(objects) if self.masks else 0, height, width), np.uint8)
+        for mask, o in zip(masks, objects, strict=False):
             if o.segmentation is None:
                 raise ImageError(
                     f"{data.name}: annotation {o.id} has no segmentation. With masks off, boxes alone are trained on."
                 )
-            masks.append(through(o.segmentation, picture.size, matrix, (height, width)))
-        labels = np.array([o.label + 1 for o in objects], dtype=np.int64)
-        return _Sample(pixels, boxes[inside], labels, masks, matrix, picture.size)
+            mask[:] = through(o.segmentation, picture.size, matrix, (height, width))
+        return pixels, Objects(
+            torch.from_numpy(boxes[inside].astype(np.float32)),
+            torch.tensor([o.label + 1 for o in objects], dtype=torch.int64),
+            torch.from_numpy(masks) if self.masks else None,
+            (len(objects),),
+            ((height, width),),
+            matrix[None],
+            (picture.size[::-1],),
+        )
 
-    def collate(self, views: list[_Sample]) -> tuple[np.ndarray, np.ndarray, Objects]:
+    def collate(self, views: list[tuple[np.ndarray, Objects]]) -> tuple[np.ndarray, np.ndarray, Objects]:
         """All on one canvas."""
-        sizes = [(view.pixels.shape[0], view.pixels.shape[1]) for view in views]
+        parts = [objects for _, objects in views]
+        sizes = tuple(size for part in parts for size in part.sizes)
         height, width = (max((size[axis] for size in sizes), default=1) for axis in (0, 1))
         images = np.empty((len(views), 3, height, width), dtype=np.uint8)
         images[:] = np.array(self.transform.fill, dtype=np.uint8)[:, None, None]
-        counts = [len(view.labels) for view in views]
-        masks = np.zeros((sum(counts) if self.masks else 0, height, width), dtype=np.uint8)
-        first = 0
-        for canvas, view, (h, w) in zip(images, views, sizes, strict=True):
-            canvas[:, :h, :w] = view.pixels.transpose(2, 0, 1)
-            for mask in view.masks:
-                masks[first, :h, :w] = mask
-                first += 1
+        masks = [torch.zeros(0, height, width, dtype=torch.uint8)]
+        for canvas, (pixels, part), (h, w) in zip(images, views, sizes, strict=True):
+            canvas[:, :h, :w] = pixels.transpose(2, 0, 1)
+            if part.masks is not None:
+                masks.append(F.pad(part.masks, (0, width - w, 0, height - h)))
         objects = Objects(
-            boxes=torch.from_numpy(np.concatenate([np.zeros((0, 4)), *(v.boxes for v in views)]).astype(np.float32)),
-            labels=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(v.labels for v in views)])),
-            masks=torch.from_numpy(masks) if self.masks else None,
-            counts=tuple(counts),
-            sizes=tuple(sizes),
-            matrices=np.array([view.matrix for view in views]).reshape(-1, 2, 3),
-            sources=tuple((view.source[1], view.source[0]) for view in views),
+            torch.cat([torch.zeros(0, 4), *(part.boxes for part in parts)]),
+            torch.cat([torch.zeros(0, dtype=torch.int64), *(part.labels for part in parts)]),
+            torch.cat(masks) if self.masks else None,
+            tuple(count for part in parts for count in part.counts),
+            sizes,
+            np.concatenate([np.zeros((0, 2, 3)), *(part.matrices for part in parts)]),
+            tuple(source for part in parts for source in part.sources),
         )
-        placement = [pl.from_pixels(view.matrix, view.pixels.shape[1::-1], view.source) for view in views]
+        frames = zip(objects.matrices, sizes, objects.sources, strict=True)
+        placement = [pl.from_pixels(matrix, size[::-1], source[::-1]) for matrix, size, source in frames]
         return images, np.array(placement), objects  # placements are of the images, not of the canvas

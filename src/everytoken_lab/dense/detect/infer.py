@@ -24,14 +24,7 @@ import torch.nn.functional as F
 from everytoken.data.batch import Batch, normalise
 from everytoken.errors import EverytokenError, need
 from everytoken.files import write_atomically, write_picture
-from everytoken_lab.dense.common import (
-    Evaluation,
-    Score,
-    answer_images,
-    evaluate_dense,
-    open_predicted,
-    open_unseen,
-)
+from everytoken_lab.dense.common import Evaluation, Score, answer_images, evaluate_dense, open_predicted, open_unseen
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,

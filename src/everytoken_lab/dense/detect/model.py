@@ -4,14 +4,11 @@ Backbones with stages (Swin, ConvNeXt, ResNet) get a feature pyramid (Lin et al.
 the heads; one more, at 64, is for proposals only. The papers' models come out with the parameters of their tables;
 tests count them.
 
-Cai and Vasconcelos 2018 (Cascade R-CNN, section 4): stage t looks at the boxes that stage t - 1 refined, is trained on
+Cascade R-CNN (Cai and Vasconcelos 2018, section 4): stage t looks at the boxes that stage t - 1 refined, is trained on
 proposals that overlap an object by IoU 0.5, 0.6, 0.7, and regresses with finer steps. Mask R-CNN (He et al. 2017) is
-the first stage alone. At test time class logits are averaged over the stages, each on its own boxes; the boxes are
-those of the last stage; masks are predicted in the final boxes by all stages and averaged.
-
-Between the stages of a training step, the sampled regions are refined and sampled anew; true boxes, which are added to
-every stage's proposals, are not passed on. With boxes per class, a region is refined with the box of its true class, or
-of its likeliest class if it has none. No gradient flows through the refined boxes.
+the first stage alone. At test time class logits are averaged over the stages, the boxes are those of the last stage,
+and masks are predicted in these boxes by all stages and averaged. Between the stages of a training step, the sampled
+regions are refined, without gradient and without the true boxes that were added, and sampled anew.
 
 The loss is the sum of all terms: objectness and anchor boxes of the proposals, and class, box and mask of each stage
 with the stage's weight. Matching, RoIAlign, losses and initial weights are those of mmdet and of Swin's detectors;
@@ -22,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,7 +44,8 @@ from everytoken.errors import EverytokenError
 from everytoken_lab.dense.backbone import Features, build_features
 from everytoken_lab.dense.common import DenseInfo, load_dense
 from everytoken_lab.dense.detect.data import Objects
-from everytoken_lab.dense.detect.options import DetectOptions, DetectorOptions, FindOptions
+from everytoken_lab.dense.detect.options import LEFT_OPEN, DetectOptions, DetectorOptions, FindOptions
+from everytoken_lab.training.options import fill
 
 IOUS = (0.5, 0.6, 0.7)
 DEVIATIONS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
@@ -399,12 +397,13 @@ class Detector(nn.Module):
                 f"{type(features.backbone).__name__} gives feature maps at strides {features.strides}, and a detector "
                 f"needs {STRIDES}: take a network with stages at these strides, such as Swin, ConvNeXt or ResNet"
             )
-        options = _resolved(options)
+        options = fill(options, LEFT_OPEN[options.detector])
         self.features, self.options = features, options
         channels, cascade = options.channels, options.detector == "cascade"
         self.pyramid = FeaturePyramidNetwork(features.dims, channels)
         _start_xavier(self.pyramid, nn.Conv2d)
-        after = {"training": options.proposals, "testing": min(options.proposals, 1000)}
+        proposals = options.proposals or 1000
+        after = {"training": proposals, "testing": min(proposals, 1000)}
         anchors = Anchors([*STRIDES, 64], options.anchor_scale)
         head = ProposalHead(channels, len(RATIOS))
         self.rpn = Proposals(anchors, head, _BEFORE_NMS, after, inside=cascade, beta=1 / 9 if cascade else 0)
@@ -441,18 +440,6 @@ class Detector(nn.Module):
         levels, images = self.levels(images)
         proposals, _ = self.rpn(ImageList(images, list(sizes)), levels)
         return self.heads.detect(levels, proposals, sizes, find)
-
-
-def _resolved(options: DetectorOptions) -> DetectorOptions:
-    """With nothing left open."""
-    cascade = options.detector == "cascade"
-    return replace(
-        options,
-        box_head=("conv" if cascade else "mlp") if options.box_head == "auto" else options.box_head,
-        box_loss=("smooth_l1" if cascade else "l1") if options.box_loss == "auto" else options.box_loss,
-        class_agnostic=cascade if options.class_agnostic is None else options.class_agnostic,
-        proposals=options.proposals or (2000 if cascade else 1000),
-    )
 
 
 @dataclass(frozen=True)

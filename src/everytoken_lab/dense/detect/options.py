@@ -19,25 +19,32 @@ class DetectorOptions:
     """cascade: Cascade Mask R-CNN, three stages at IoU 0.5, 0.6 and 0.7. mask: Mask R-CNN, one stage."""
     masks: bool = True
     """Find masks too; without, only boxes (Cascade R-CNN, Faster R-CNN), and annotations need no segmentation."""
-    box_head: Literal["auto", "conv", "mlp"] = "auto"
-    """conv: four convolutions with batch norm and a hidden layer. mlp: two hidden layers. auto: conv for cascade."""
+    box_head: Literal["conv", "mlp"] | None = None
+    """conv: four convolutions with batch norm and a hidden layer. mlp: two hidden layers. Default: conv for cascade."""
     class_agnostic: bool | None = None
     """One box for all classes of a region, instead of one for each class. Default: yes for cascade, no for mask."""
-    box_loss: Literal["auto", "l1", "smooth_l1", "giou"] = "auto"
-    """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades. auto: smooth_l1 for
-    cascade, l1 for mask."""
+    box_loss: Literal["l1", "smooth_l1", "giou"] | None = None
+    """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades. Default: smooth_l1
+    for cascade, l1 for mask."""
     channels: int = 256
     """Channels of the pyramid and of the convolutions in the heads."""
     hidden: int = 1024
     """Width of the hidden layers of a box head."""
     anchor_scale: float = 8
     """Side of the anchors, in cells of their level."""
-    proposals: int = 0
-    """Proposals per image, in evaluation at most 1000; 0: 2000 for cascade, 1000 for mask."""
+    proposals: int | None = None
+    """Proposals per image, in evaluation at most 1000. Default: 2000 for cascade, 1000 for mask."""
     regions: int = 512
     """Proposals per image that each stage is trained on, at most a quarter of them objects."""
     norm_eval: bool = False
     """Keep the backbone's batch norms as they are (pretrained ResNets with few images per process)."""
+
+
+LEFT_OPEN = {
+    "cascade": {"box_head": "conv", "class_agnostic": True, "box_loss": "smooth_l1", "proposals": 2000},
+    "mask": {"box_head": "mlp", "class_agnostic": False, "box_loss": "l1", "proposals": 1000},
+}
+"""What `DetectorOptions` are where they are left open, by detector."""
 
 
 @dataclass(frozen=True)

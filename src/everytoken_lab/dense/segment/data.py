@@ -10,7 +10,7 @@ mask of another size than its image, and a mask that is missing are errors that 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from everytoken_lab.dense.common import SPLITS, FileSet
 from everytoken_lab.dense.segment.augment import SegmentTransform
 from everytoken_lab.dense.segment.options import MaskOptions
 
-IGNORED = -1
 _UNKNOWN = -2
 _VALUES = 65536  # of a mask of 16 bits
 _MOST_CLASSES = 32767  # of int16
@@ -34,39 +33,45 @@ ADE20K = "objectInfo150.txt"  # its class file
 
 
 class MaskSet(FileSet):
-    """Images of a folder and their masks.
-
-    Args:
-        root: the folder; images, masks: paths below it, one of each per sample.
-        classes: value in a mask -> name of the class, in order; the values in `ignored` are no class.
-    """
+    """Images and their masks, of the folders `images` and `masks` below `root`."""
 
     PER_IMAGE = (*FileSet.PER_IMAGE, "masks")
 
-    def __init__(
-        self,
-        root: Path,
-        images: Sequence[str],
-        masks: Sequence[str],
-        classes: Mapping[int, str],
-        ignored: Sequence[int] = (),
-    ) -> None:
-        super().__init__(root, images, list(classes.values()))
-        self.masks, self.values, self.ignored = Strings(masks), sorted(classes), tuple(ignored)
+    def __init__(self, root: Path, images: Path, masks: Path, options: MaskOptions) -> None:
+        names = sorted(p.relative_to(images).as_posix() for p in images.rglob("*") if is_image(p.name) and p.is_file())
+        if not names:
+            raise DataError(f"{images} has no images")
+        by_stem = {_stem(p.relative_to(masks).as_posix()): p for p in masks.rglob("*") if is_image(p.name)}
+        missing = [name for name in names if _stem(name) not in by_stem]
+        if missing:
+            raise DataError(
+                f"{len(missing)} of {len(names)} images in {images} have no mask, such as {missing[0]}: expected "
+                f"{masks / (_stem(missing[0]) + '.png')}. Add the masks, or move these images elsewhere."
+            )
+        ade20k = (root / ADE20K).is_file() or (root / "annotations" / "training").is_dir()
+        reduce = ade20k if options.reduce_zero_label is None else options.reduce_zero_label
+        classes = read_classes(_class_file(root, options, int(reduce)), int(reduce))
+        self.values, self.ignored = list(classes), dict.fromkeys((*options.ignore_index, *((0,) if reduce else ())))
+        for value in self.ignored:
+            if not 0 <= value < _VALUES:
+                raise DataError(f"ignore_index has {value}; the values of a mask are 0 to {_VALUES - 1}")
+            if value in classes:
+                raise DataError(
+                    f"value {value} is the class {classes[value]!r} and is also ignored (ignore_index, "
+                    "reduce_zero_label); it cannot be both"
+                )
+        super().__init__(root, [(images / n).relative_to(root).as_posix() for n in names], list(classes.values()))
+        self.masks = Strings(by_stem[_stem(name)].relative_to(root).as_posix() for name in names)
         self.table = np.full(_VALUES, _UNKNOWN, dtype=np.int16)
-        self.table[list(ignored)] = IGNORED
-        self.table[list(classes)] = range(len(classes))
+        self.table[list(self.ignored)] = -1
+        self.table[self.values] = range(len(classes))
 
     def mask(self, i: int, size: tuple[int, int] | None = None) -> np.ndarray:
         """int16 [H, W] of classes, -1 is ignored; `size`: (width, height) of the upright image, which it must have."""
         where = self.root / self.masks[i]
         stored = _read_mask(where)
-        if size is not None and stored.shape[1::-1] != size:
-            hint = " (the image is turned by its EXIF tag)" if stored.shape[:2] == size else ""
-            raise ImageError(
-                f"{where}: the mask is {stored.shape[1]} x {stored.shape[0]} pixels and its image {self.where(i)} is "
-                f"{size[0]} x {size[1]}{hint}. Both must have the same size."
-            )
+        if size is not None:
+            self.check_size(i, size, (stored.shape[1], stored.shape[0]), str(where))
         indices = stored if stored.dtype == np.uint8 else stored.clip(0, _VALUES - 1)
         classes = self.table[indices]
         wrong = (classes == _UNKNOWN) | (stored != indices)
@@ -149,7 +154,7 @@ def open_masks(data: str, split: str, options: MaskOptions | None = None) -> Mas
     if pair is None:
         what = f"{split!r} part" if _pair(root, "all") else "folders images/ and masks/ (or annotations/)"
         raise DataError(f"{data} has no {what}; docs/segment.md says how folders are laid out")
-    opened = _read_pair(root, *pair, options)
+    opened = MaskSet(root, *pair, options)
     return opened.part(split, options.val_split) if divide else opened
 
 
@@ -166,34 +171,6 @@ def _pair(root: Path, split: str) -> tuple[Path, Path] | None:
             if pair[0].is_dir() and pair[1].is_dir():
                 return pair
     return None
-
-
-def _read_pair(root: Path, images: Path, masks: Path, options: MaskOptions) -> MaskSet:
-    names = sorted(p.relative_to(images).as_posix() for p in images.rglob("*") if is_image(p.name) and p.is_file())
-    if not names:
-        raise DataError(f"{images} has no images")
-    by_stem = {_stem(p.relative_to(masks).as_posix()): p for p in masks.rglob("*") if is_image(p.name)}
-    missing = [name for name in names if _stem(name) not in by_stem]
-    if missing:
-        raise DataError(
-            f"{len(missing)} of {len(names)} images in {images} have no mask, such as {missing[0]}: its mask should be "
-            f"{masks / (_stem(missing[0]) + '.png')}. Add the masks, or move these images elsewhere."
-        )
-    ade20k = (root / ADE20K).is_file() or (root / "annotations" / "training").is_dir()
-    reduce = ade20k if options.reduce_zero_label is None else options.reduce_zero_label
-    classes = read_classes(_class_file(root, options, int(reduce)), int(reduce))
-    ignored = tuple(dict.fromkeys((*options.ignore_index, *((0,) if reduce else ()))))
-    for value in ignored:
-        if not 0 <= value < _VALUES:
-            raise DataError(f"ignore_index has {value}; the values of a mask are 0 to {_VALUES - 1}")
-        if value in classes:
-            raise DataError(
-                f"value {value} is the class {classes[value]!r} and is also ignored (ignore_index, "
-                "reduce_zero_label); it cannot be both"
-            )
-    image_paths = [(images / name).relative_to(root).as_posix() for name in names]
-    mask_paths = [by_stem[_stem(name)].relative_to(root).as_posix() for name in names]
-    return MaskSet(root, image_paths, mask_paths, classes, ignored)
 
 
 def _stem(path: str) -> str:
