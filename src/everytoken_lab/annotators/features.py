@@ -35,7 +35,7 @@ from everytoken.files import make_inside, write_atomically
 from everytoken.keyed import uniform
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
-from everytoken_lab.annotators.annotator import AnnotatorError, noise, weights_hash
+from everytoken_lab.annotators.annotator import AnnotatorError, Size, noise, weights_hash
 from everytoken_lab.annotators.linear import (
     FOLDS,
     LinearFit,
@@ -89,13 +89,7 @@ def candidates(weights: Sequence[str] = (), img_size: int = 0) -> list[Candidate
 
 
 class FrozenBackbone:
-    """A pretrained network without its classifier, in evaluation mode.
-
-    Args:
-        name: as `open_model` takes it: registry:NAME, timm:NAME, hf-hub:NAME, a run folder, a weights file.
-        img_size: side of its input, or (height, width); 0: its own.
-        device: where to put it.
-        squash: resize photos to the input as a whole, instead of as the network was trained.
+    """A pretrained network without its classifier, in evaluation mode; see `Candidate`.
 
     Attributes:
         info: architecture, size, crop and normalisation.
@@ -104,11 +98,7 @@ class FrozenBackbone:
     """
 
     def __init__(
-        self,
-        name: str,
-        img_size: int | tuple[int, int] = 0,
-        device: torch.device | str = "cpu",
-        squash: bool = False,
+        self, name: str, img_size: int | Size = 0, device: torch.device | str = "cpu", squash: bool = False
     ) -> None:
         opened = open_model(name, img_size=img_size or None)
         backbone: Any = opened.model.backbone
@@ -222,16 +212,19 @@ class FeatureCache:
                 continue
             self.rows |= {names[32 * i : 32 * i + 32]: values[i] for i in range(len(values))}
 
-    def add(self, digests: Sequence[str], values: np.ndarray) -> None:
-        """Keep features [m, D] of images with these digests."""
-        self.rows |= dict(zip(digests, values, strict=True))
-        if self.folder is None:
+    def add(self, rows: dict[str, np.ndarray]) -> None:
+        """Keep features [D] by the digests of their images."""
+        self.rows |= rows
+        if self.folder is None or not rows:
             return
         make_inside(self.folder.parents[1], Path(*self.folder.parts[-2:]))
-        names = torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8)
-        content = encode_weights({"digests": names, "features": torch.from_numpy(values)}, {})
-        name = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-        write_atomically(self.folder / f"part-{name}.safetensors", content)
+        digests = "".join(rows).encode()
+        content = {
+            "digests": torch.frombuffer(bytearray(digests), dtype=torch.uint8),
+            "features": torch.from_numpy(np.stack(list(rows.values()))),
+        }
+        name = f"part-{hashlib.sha256(digests).hexdigest()[:16]}.safetensors"
+        write_atomically(self.folder / name, encode_weights(content, {}))
 
 
 @torch.inference_mode()
@@ -255,15 +248,8 @@ def compute_features(
     store = FeatureCache(cache, backbone)
     missing = {digest: i for i, digest in reversed(list(enumerate(digests))) if digest and digest not in store.rows}
     order = np.array(sorted(missing.values()), dtype=np.int64)
-    why: dict[str, str] = {}
-    waiting: list[tuple[str, np.ndarray]] = []
+    why, waiting = dict[str, str](), dict[str, np.ndarray]()
     started = time.perf_counter()
-
-    def keep(least: int) -> None:
-        if len(waiting) >= least:
-            store.add([digest for digest, _ in waiting], np.stack([row for _, row in waiting]))
-            waiting.clear()
-
     transform = backbone.preprocessing
     pooled = backbone.fast_pooled if len(order) >= _MANY else backbone.pooled
     spans = [range(i, min(i + _BATCH, len(order))) for i in range(0, len(order), _BATCH)]
@@ -271,23 +257,20 @@ def compute_features(
     for batch in read_batches(ImageReader(data, order, transform), spans, few if len(spans) > 2 else 0):
         images = normalise(batch.images.to(backbone.device), transform.mean, transform.std, channels_last=True)
         values = pooled(images).half().cpu().numpy()
-        for place, index in enumerate(batch.indices.tolist()):
-            if place in batch.failures:
-                why[digests[index]] = batch.failures[place]
-            else:
-                waiting.append((digests[index], values[place]))
-        keep(_PART)
+        names = [digests[index] for index in batch.indices]
+        why |= {names[place]: reason for place, reason in batch.failures.items()}
+        waiting |= {name: values[place] for place, name in enumerate(names) if place not in batch.failures}
+        if len(waiting) >= _PART:
+            store.add(waiting)
+            waiting = {}
         if progress is not None:
             progress(batch.positions[-1] + 1 + len(data) - len(order), len(data))
-    keep(1)
+    store.add(waiting)
     seconds = time.perf_counter() - started
     out = np.zeros((len(data), backbone.dim), dtype=np.float32)
-    failures = {}
     for i, digest in enumerate(digests):
-        if digest in store.rows:
-            out[i] = store.rows[digest]
-        else:
-            failures[i] = why.get(digest, "cannot be read")
+        out[i] = store.rows.get(digest, 0)
+    failures = {i: why.get(digest, "cannot be read") for i, digest in enumerate(digests) if digest not in store.rows}
     return Features(out, digests, failures, seconds, len(order))
 
 
@@ -378,22 +361,19 @@ def choose_backbone(
         probe(candidate, backbone, rate)
     if len(offered) > 1:
         best_trial = min((trial for trial, _, _ in tried), key=lambda trial: trial.loss)
-        squashed = replace(best_trial.candidate, squash=True)
-        if late(best_trial.seconds_per_image):
+        squashed, rate = replace(best_trial.candidate, squash=True), best_trial.seconds_per_image
+        if late(rate):
             skipped.append(str(squashed))
         else:
-            backbone = FrozenBackbone(squashed.name, squashed.img_size, device, squash=True)
-            probe(squashed, backbone, best_trial.seconds_per_image)
+            probe(squashed, FrozenBackbone(squashed.name, squashed.img_size, device, squash=True), rate)
     trials = tuple(trial for trial, _, _ in tried)
     tried.sort(key=lambda row: row[0].loss)
-    best: Choice | None = None
+    best, seen_all = None, len(few) == len(data)
     for trial, backbone, first in tried:
-        if best is not None and (
-            late(trial.seconds_per_image) or len(few) == len(data) or _is_decided(tried[0][2], first)
-        ):
+        if best and (seen_all or late(trial.seconds_per_image) or _is_decided(tried[0][2], first)):
             continue
         features = compute_features(data, backbone, cache, digests=digests, workers=workers, progress=progress)
-        fit = first if first and len(few) == len(data) else fit_features(features, data, folds, seed)
+        fit = first if first and seen_all else fit_features(features, data, folds, seed)
         if best is None or fit.loss < best.fit.loss:
             best = Choice(backbone, features, fit, trials, tuple(skipped))
     assert best is not None

@@ -27,9 +27,7 @@ from everytoken_lab.data.datasets import DataSet, Subset
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
 from everytoken_lab.engine.held_out import open_part
-from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.run import Inference, Voter, open_with
-from everytoken_lab.models.open import OpenModel
 from everytoken_lab.robust import Progress, RobustOptions, autoattack
 from everytoken_lab.robust.corruptions import corrupt, stored
 from everytoken_lab.robust.gradient_attacks import AttackBatch, Model
@@ -41,43 +39,6 @@ STORED_QUALITY = 85  # of the published ImageNet-C files
 ATTACK_BATCH = 16  # images that are attacked together, and written to the log together
 _OWN_IMAGES = ("val", "own", "corrupt", "attack")  # suites whose images may be the user's training images
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TestedModel:
-    """A model under test."""
-
-    __test__ = False  # for pytest, which takes the name for a test's
-
-    name: str
-    opened: OpenModel
-    net: Voter  # normalised images -> logits, with the vote of the tokens, in evaluation mode
-    weights: str  # a hash of all weights
-
-    @property
-    def view(self) -> EvalTransform:
-        """How it wants its images."""
-        return eval_view(self.opened.info)
-
-    @property
-    def folder(self) -> str:
-        """A folder's name for its results, which is another one for other weights or another vote."""
-        vote = f"-vote{self.net.vote:g}" if self.net.vote else ""
-        return slug(f"{self.name}-{self.weights[:6]}{vote}")
-
-
-def open_tested(source: str, options: InferenceOptions) -> TestedModel:
-    """Open what `source` names."""
-    opened = open_with(source, options)
-    if opened.info.multi_label:
-        raise EverytokenError(
-            f"{opened.source} is a multi-label model, and robustness is measured by top-1 accuracy; `everytoken eval` "
-            "gives its mAP on other images"
-        )
-    net = Voter(opened, options.token_vote).eval().requires_grad_(False)
-    path = Path(source)
-    name = source if ":" in source or path.is_dir() else path.name
-    return TestedModel(name, opened, net, weights_hash(net)[:24])
 
 
 def slug(name: str) -> str:
@@ -129,22 +90,35 @@ class SuiteRunner:
     """One model on suites.
 
     Args:
-        folder: for predictions and logs, which are used again while everything that decides them is the same.
+        source: names the model, which is opened as `options` say.
+        folder: gets a folder for these weights and this vote, with predictions and logs, which are used again while
+            everything that decides them is the same.
         sources: what is compared; of data that one of these runs was trained on, only what it held out is used.
-        progress: hears the suite, how many images are done, of how many, and perhaps the attack.
+        progress: hears model and suite, how many images are done, of how many, and perhaps the attack.
     """
 
     def __init__(
         self,
-        tested: TestedModel,
+        source: str,
         options: RobustOptions,
         folder: Path,
         sources: Sequence[str] = (),
         progress: Progress = lambda *_: None,
     ) -> None:
-        refuse_link(folder)
-        self.tested, self.options, self.folder = tested, options, folder
-        self.sources, self.progress = sources, progress
+        self.opened = open_with(source, options)
+        if self.opened.info.multi_label:
+            raise EverytokenError(
+                f"{self.opened.source} is a multi-label model, and robustness is measured by top-1 accuracy; "
+                "`everytoken eval` gives its mAP on other images"
+            )
+        self.name = source if ":" in source or Path(source).is_dir() else Path(source).name
+        self.view = eval_view(self.opened.info)
+        self.net = Voter(self.opened, options.token_vote).eval().requires_grad_(False)  # normalised images -> logits
+        self.weights = weights_hash(self.net)[:24]
+        vote = f"-vote{self.net.vote:g}" if self.net.vote else ""
+        self.folder = folder / slug(f"{self.name}-{self.weights[:6]}{vote}")
+        refuse_link(self.folder)
+        self.options, self.sources, self.progress = options, sources, progress
 
     def run(self, suites: Sequence[Suite]) -> list[Result]:
         """All of them; attacks last, the smallest eps first: an image that fell has fallen at a larger eps, too."""
@@ -153,19 +127,22 @@ class SuiteRunner:
         others = [suite for suite in suites if suite.kind != "attack"]
         return [*map(self.evaluate, others), *(self.attack(suite, fallen) for suite in attacks)]
 
+    def _tell(self, suite: Suite, *progress: Any) -> None:
+        self.progress(f"{self.name}: {suite.name}", *progress)
+
     def _open(self, suite: Suite, view: EvalTransform, limit: int) -> tuple[DataSet, list[str], ClassMatch, Record]:
         """The images, notes on them, their classes among the model's, and what decides the model's answers."""
         data, notes = open_images(suite, limit, self.sources)
         match = match_classes(
-            self.tested.opened.classes,
+            self.opened.classes,
             data.class_names,
             f"{suite.name} ({suite.path})",
             subset=suite.subset,
             restrict=self.options.restrict,
         )
         facts = {
-            "weights": self.tested.weights,
-            "token vote": self.tested.net.vote,
+            "weights": self.weights,
+            "token vote": self.net.vote,
             "keys": _digest(data.keys()),
             "labels": _digest(map(str, match.labels[data.labels])),
             "columns": None if match.columns is None else _digest(map(str, match.columns)),
@@ -175,7 +152,7 @@ class SuiteRunner:
 
     def evaluate(self, suite: Suite) -> Result:
         """Predictions on one suite (not an attack), from the folder if they are there."""
-        view = self.tested.view
+        view = self.view
         if suite.kind == "c":  # images are the 224 px centre already: resized to the input, nothing is cut off
             view = replace(view, crop_pct=1.0)
         data, notes, match, facts = self._open(suite, view, self.options.limit)
@@ -206,11 +183,11 @@ class SuiteRunner:
     ) -> tuple[Predictions, dict[str, str]]:
         """Predictions, and the images that could not be read (key -> reason)."""
         inference = Inference(
-            self.tested.net,
+            self.net,
             data,
             view,
             self.options,
-            progress=lambda done, total: self.progress(suite.name, done, total),
+            progress=lambda done, total: self._tell(suite, done, total),
             transform=CorruptTransform(view, suite) if suite.kind == "corrupt" else None,
         )
         columns = None if match.columns is None else torch.from_numpy(match.columns)
@@ -227,7 +204,7 @@ class SuiteRunner:
             import timm.data
 
             path = str(Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json")
-        numbers = imagenet_numbers(self.tested.opened.classes)
+        numbers = imagenet_numbers(self.opened.classes)
         numbers = numbers if match.columns is None else numbers[match.columns]
         sets = real_sets(keys, read_real(path))
         judged = [i for i, labels in enumerate(sets) if labels]
@@ -240,7 +217,7 @@ class SuiteRunner:
         The log has the settings, then one line per image. A batch is appended by one write after all of its attacks, so
         an attack that was stopped ends with the same log as one that was not.
         """
-        options, view = self.options, self.tested.view
+        options, view = self.options, self.view
         data, notes, match, facts = self._open(suite, view, options.attack_limit or options.limit)
         budget = {"steps": options.attack_steps, "queries": options.queries, "targets": options.targets}
         facts |= {"attack": (options.attack, suite.eps, budget, ATTACK_BATCH), "fallen": _digest(sorted(fallen))}
@@ -248,7 +225,7 @@ class SuiteRunner:
         name = f"{options.attack}-{suite.eps:.6g}-{_digest([header])[:8]}.jsonl"  # other settings, another log
         path = make_inside(self.folder, "attacks") / name
         records = _read_log(path, header, len(data))
-        model = from_pixels(self.tested.net, view, match.columns)
+        model = from_pixels(self.net, view, match.columns)
         attacks = autoattack.attacks(options.attack, **budget)
         labels = match.labels[data.labels]
         for start in range(len(records), len(data), ATTACK_BATCH):
@@ -256,7 +233,7 @@ class SuiteRunner:
             batch = self._attack_batch(model, attacks, data, samples, labels, suite, fallen)
             append(path, "".join(json.dumps(record) + "\n" for record in batch).encode(), sync=True)
             records += batch
-            self.progress(suite.name, samples.stop, len(data))
+            self._tell(suite, samples.stop, len(data))
         judged = [record for record in records if "unreadable" not in record]
         fallen |= {record["key"]: record["by"] for record in judged if record["by"]}
         broke = [record["by"] for record in judged if record["by"] not in ("", "clean")]
@@ -284,7 +261,7 @@ class SuiteRunner:
         for row, i in enumerate(samples):
             try:
                 if keys[row] not in fallen:
-                    pixels[row] = self.tested.view(data.picture(i))[0]
+                    pixels[row] = self.view(data.picture(i))[0]
             except ImageError as error:
                 if self.options.on_bad_image == "raise":
                     raise
@@ -292,11 +269,11 @@ class SuiteRunner:
         if not pixels:
             return records
         rows = list(pixels)
-        device = next(self.tested.net.parameters()).device
+        device = next(self.net.parameters()).device
         images = torch.from_numpy(np.stack(list(pixels.values()))).to(device).permute(0, 3, 1, 2).float() / 255
         wanted = torch.from_numpy(labels[samples.start : samples.stop][rows]).to(device)
         batch = AttackBatch(model, images, wanted, [keys[row] for row in rows], suite.eps)
-        tell = lambda attack, left: self.progress(suite.name, samples.start, len(data), attack)  # noqa: E731
+        tell = lambda attack, left: self._tell(suite, samples.start, len(data), attack)  # noqa: E731
         outcome = autoattack.run(batch, attacks, tell)
         for i, row in enumerate(rows):
             records[row] |= {
@@ -364,10 +341,9 @@ def run_robustness(source: str, out: str, options: RobustOptions, progress: Prog
     folder = Path(out) if out else default_folder(source, "robust")
     names, results = [], []
     for name, weights in models:
-        tested = open_tested(name, replace(options, weights=weights))
-        tell = lambda suite, *rest, name=tested.name: progress(f"{name}: {suite}", *rest)  # noqa: E731
-        results.append(SuiteRunner(tested, options, folder / tested.folder, sources, tell).run(suites))
-        names.append(f"{tested.name} ({tested.opened.parameters / 1e6:.1f} M parameters)")
+        runner = SuiteRunner(name, replace(options, weights=weights), folder, sources, progress)
+        results.append(runner.run(suites))
+        names.append(f"{runner.name} ({runner.opened.parameters / 1e6:.1f} M parameters)")
     table = make_table(names, results)
     table.write(folder)
     return Robustness(table, results, folder)

@@ -15,7 +15,7 @@ from everytoken.files import make_inside
 from everytoken_lab.engine.checkpoint import checkpoints_in
 from everytoken_lab.models.open import find_weights
 from everytoken_lab.robust import RobustOptions
-from everytoken_lab.robust.run import SuiteRunner, open_tested, slug
+from everytoken_lab.robust.run import SuiteRunner, slug
 from everytoken_lab.robust.suites import Suite, check_folder
 from everytoken_lab.robust.tables import Result, Table, make_table
 
@@ -70,8 +70,8 @@ def transfer(
             run = make_inside(folder, Path(base, slug(target.name)))
             finetune(source, target, run)
             steps = checkpoints_in(run / "checkpoints")
-            tested = open_tested(str(find_weights(steps[-1] if steps else run)), options)
-            runner = SuiteRunner(tested, options, run / "transfer", (str(run),))
+            weights = str(find_weights(steps[-1] if steps else run))
+            runner = SuiteRunner(weights, options, run / "transfer", (str(run),))
             results[-1].append(runner.evaluate(Suite(target.name, "own", target.data)))
     table = make_table([f"{source}, fine-tuned, last checkpoint" for source in sources], results)
     table.write(folder)
