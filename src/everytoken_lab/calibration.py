@@ -5,13 +5,12 @@ held-out images (Guo et al. 2017, On Calibration of Modern Neural Networks), cha
 those of being right. A label counts as slightly less than certain, 1 - 1 / (N + 2) for N images as in Platt's scaling,
 so that a few images that are all right do not mean infinite confidence.
 
-Held-out images also say which answers can be used: the more sure of its answers a network has to be, the more of them
-are right, and the fewer are left. `Calibration` keeps that curve, so that a wanted rate can be turned into a threshold
-wherever the weights go.
+`Calibration` also keeps accuracy and coverage over thresholds on the probability, so that a wanted accuracy can be
+turned into a threshold wherever the weights go.
 
-In multi-label data, each class is a decision of its own: the temperature minimises the binary cross
-entropy, "accuracy" is the precision and "coverage" the recall of all decisions at or above a threshold. One threshold
-serves all classes, because few held-out images say little about a threshold of a rare class.
+In multi-label data, each class is a decision of its own: the temperature minimises the binary cross entropy, "accuracy"
+is the precision and "coverage" the recall of all decisions at or above a threshold. One threshold serves all classes,
+because few held-out images say little about a threshold of a rare class.
 """
 
 from __future__ import annotations
@@ -108,7 +107,9 @@ def calibrate(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool
 
 
 def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | np.bool_]) -> float:
-    """The temperature with the least cross entropy: a convex problem in its inverse, solved by safeguarded Newton."""
+    """The temperature with the least cross entropy, which is convex in its inverse: where its slope is zero."""
+    from scipy.optimize import brentq
+
     logits = np.asarray(logits, np.float32)
     doubt = 1 / (labels.size + 2)
     if labels.ndim == 2:
@@ -116,28 +117,17 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer | n
     else:
         target = (1 - doubt) * logits[np.arange(len(labels)), labels] + doubt * logits.mean(1)
 
-    def moments(inverse: float) -> tuple[float, float]:
-        """Slope and curvature of the mean cross entropy."""
+    def slope(inverse: float) -> float:
         if labels.ndim == 2:
             p = sigmoid(inverse * logits)
-            mean, variance = (p * logits).sum(1), (p * (1 - p) * logits**2).sum(1)
         else:
             p = np.exp(inverse * (logits - logits.max(1, keepdims=True)))
             p /= p.sum(1, keepdims=True)
-            mean = (p * logits).sum(1)
-            variance = (p * (logits - mean[:, None]) ** 2).sum(1)
-        return float((mean - target).mean()), float(variance.mean())
+        return float(((p * logits).sum(1) - target).mean())
 
-    inverse, low, high = 1.0, _FLATTEST, _SHARPEST
-    for _ in range(50):
-        slope, curvature = moments(inverse)
-        low, high = (low, inverse) if slope > 0 else (inverse, high)
-        newton = inverse - slope / curvature if curvature > 0 else 0.0
-        following = newton if low < newton < high else (low * high) ** 0.5
-        if abs(following - inverse) < 1e-6 * inverse:
-            break
-        inverse = following
-    return 1 / inverse
+    if slope(_FLATTEST) > 0:
+        return 1 / _FLATTEST
+    return 1 / float(brentq(slope, _FLATTEST, _SHARPEST, rtol=1e-6)) if slope(_SHARPEST) > 0 else 1 / _SHARPEST
 
 
 def sigmoid(x: NDArray[np.floating]) -> NDArray[np.floating]:

@@ -19,10 +19,7 @@ def clock(seconds: float) -> str:
 class Progress:
     """Shows the progress of a command on stderr: call it with (done, total). A context manager.
 
-    The rate is measured from the first call on, with which a job begins: opening data and models is not part of it.
-
-        with Progress("verify", "B") as progress:
-            verify("maps", progress)
+    The rate is measured from the first call on: opening data and models is not part of it.
 
     Args:
         job: its name.
@@ -54,7 +51,7 @@ class Progress:
             self._first, self._last = (now, done), now
         rate = (done - self._first[1]) / max(now - self._first[0], 1e-9)
         amount = f"{self._amount(done).removesuffix(f' {self.unit}')} of {self._amount(total)}"
-        amount += f", {self._rate(rate)}/s" if rate > 0 else ""
+        amount += f", {self._amount(rate)}/s" if rate > 0 else ""
         title = f"{self.job} {doing}".rstrip()
         if self._bar is not None:
             self._bar.update(self._task, description=title, completed=done, total=total, rate=amount)
@@ -63,13 +60,11 @@ class Progress:
             left = f", {clock((total - done) / rate)} left" if rate > 0 else ""
             print(f"{title}: {amount}{left}", file=sys.stderr, flush=True)
 
-    def _rate(self, number: float) -> str:
-        return f"{number:.2g} {self.unit}" if number < 10 and self.unit != "B" else self._amount(number)
-
     def _amount(self, number: float) -> str:
-        if self.unit != "B":
-            return f"{number:,.0f} {self.unit}"
-        return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+        if self.unit == "B":
+            return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+        few = isinstance(number, float) and number < 10  # a rate
+        return f"{number:.2g} {self.unit}" if few else f"{number:,.0f} {self.unit}"
 
     def __enter__(self) -> Progress:
         if self._bar is not None:

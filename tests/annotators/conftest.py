@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from everytoken.data.batch import normalise
 from everytoken.keyed import generator
+from everytoken_lab.annotators.annotator import build_annotator
 from everytoken_lab.data.datasets import open_dataset
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40)}
@@ -49,6 +50,12 @@ def photos_of(tmp_path):
     return lambda **more: make_photos(tmp_path / "others", **more)
 
 
+@pytest.fixture(scope="session")
+def content():
+    """content(folder): all files of a store that must be equal in equal stores."""
+    return lambda folder: {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if not p.name.startswith(".")}
+
+
 @pytest.fixture
 def data(photos):
     return open_dataset(photos)
@@ -63,6 +70,11 @@ def network_input():
         return normalise(pixels, transform.mean, transform.std, channels_last=True)
 
     return make
+
+
+@pytest.fixture
+def network(weights):
+    return build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from everytoken.errors import EverytokenError
 from everytoken.maps import Maps
 from everytoken_lab.cli import main
 
@@ -157,11 +156,3 @@ def test_processes_of_one_job_make_the_same_store(here, start_ranks):
         {p.name: p.read_bytes() for p in (here / n).iterdir() if not p.name.startswith(".")} for n in ("one", "two")
     ]
     assert files[0] == files[1]
-
-
-def test_errors_of_this_command_are_errors_for_people():
-    from everytoken_lab.annotators.annotator import AnnotatorError
-    from everytoken_lab.classes import ClassError
-
-    assert issubclass(AnnotatorError, EverytokenError)
-    assert issubclass(ClassError, EverytokenError)

@@ -38,11 +38,6 @@ class OneOf(World):
         pass
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of a store that must be equal in equal stores."""
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if not p.name.startswith(".")}
-
-
 def function(score, names=("blue", "green", "red"), size=(32, 32)) -> Annotator:
     transform = EvalTransform(size, mean=(0.0,) * 3, std=(1.0,) * 3)
     return Annotator("test", transform, ClassList(len(names), names), {}, score)
@@ -51,11 +46,6 @@ def function(score, names=("blue", "green", "red"), size=(32, 32)) -> Annotator:
 def blocks(images: torch.Tensor) -> torch.Tensor:
     """The mean colour of each 8x8 block, as scores of three classes."""
     return torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1) * 10
-
-
-@pytest.fixture
-def network(weights):
-    return build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
 
 
 def test_a_map_is_what_the_network_says_about_each_cell(data, network, tmp_path, network_input):
@@ -98,29 +88,24 @@ def test_a_squashed_map_covers_the_image_and_shows_each_thing_in_its_place(tmp_p
     assert (top[2:, :2] == 2).all()
 
 
-def test_a_letterboxed_map_reaches_outside_the_image_and_says_where(tmp_path):
+@pytest.mark.parametrize(
+    ("resize", "area", "cells"),
+    [
+        ("letterbox", (0.0, -0.5, 1.0, 1.5), {(1, 0): 0, (1, 3): 1, (2, 0): 2}),  # the middle two of four rows show it
+        ("center", (0.25, 0.0, 0.75, 1.0), {(0, 0): 0, (0, 3): 1}),
+    ],
+)
+def test_a_map_says_what_it_covers(tmp_path, resize, area, cells):
     quadrants(tmp_path / "photos/red/wide.png", (128, 64))
     annotator = function(blocks, ("red", "green", "blue"))
     data = open_dataset(tmp_path / "photos", class_list=annotator.classes.names)
-    fill_store(data, tmp_path / "maps", annotator, AnnotateOptions(workers=0, resize="letterbox"))
-    found = Maps(tmp_path / "maps")["red/wide.png"]
-    assert found.area == pytest.approx((0.0, -0.5, 1.0, 1.5))
-    assert found.classes[1, 0, 0] == 0  # of four rows the middle two show the image: red and green above blue
-    assert found.classes[1, 3, 0] == 1
-    assert found.classes[2, 0, 0] == 2
-    assert Maps(tmp_path / "maps").meta.resize_mode == "letterbox"
-
-
-def test_a_map_of_the_middle_says_what_it_covers(tmp_path):
-    quadrants(tmp_path / "photos/red/wide.png", (128, 64))
-    annotator = function(blocks, ("red", "green", "blue"))
-    data = open_dataset(tmp_path / "photos", class_list=annotator.classes.names)
-    fill_store(data, tmp_path / "maps", annotator, AnnotateOptions(workers=0, resize="center"))
+    fill_store(data, tmp_path / "maps", annotator, AnnotateOptions(workers=0, resize=resize))
     store = Maps(tmp_path / "maps")
-    assert store["red/wide.png"].area == pytest.approx((0.25, 0.0, 0.75, 1.0))
-    assert store["red/wide.png"].area == pytest.approx(map_area("center", (128, 64)))
-    assert store["red/wide.png"].classes[0, [0, 3], 0].tolist() == [0, 1]
-    assert store.meta.resize_mode == "center"
+    found = store["red/wide.png"]
+    assert found.area == pytest.approx(area)
+    assert found.area == pytest.approx(map_area(resize, (128, 64)))
+    assert {place: found.classes[(*place, 0)] for place in cells} == cells
+    assert store.meta.resize_mode == resize
 
 
 def test_a_photo_that_lies_on_its_side_is_set_upright(tmp_path):
@@ -147,7 +132,7 @@ def test_an_unreadable_image_is_named_and_does_not_touch_its_neighbours(photos, 
     assert all(store[key] == good[key] for key in store)
 
 
-def test_a_mended_image_is_tried_again_on_request(photos, network, tmp_path):
+def test_a_mended_image_is_tried_again_on_request(photos, network, tmp_path, content):
     path = photos / "green/1.green.png"
     whole = path.read_bytes()
     fill_store(open_dataset(photos), tmp_path / "good", network, QUICK)
@@ -211,7 +196,7 @@ def test_the_best_scores_are_kept_in_falling_order(data, tmp_path):
     assert np.diff(scores, axis=-1).min() < -1
 
 
-def test_a_job_that_was_interrupted_ends_in_the_same_store(data, network, tmp_path):
+def test_a_job_that_was_interrupted_ends_in_the_same_store(data, network, tmp_path, content):
     fill_store(data, tmp_path / "calm", network, QUICK)
     for shards in (0, 1):
         _interrupt(data, network, tmp_path / "maps", after=5 * shards + 1)
@@ -230,7 +215,7 @@ def _interrupt(data, annotator, out, after: int) -> None:
         fill_store(data, out, annotator, QUICK, progress=stop)
 
 
-def test_an_image_is_always_in_the_same_batch(data, tmp_path):
+def test_an_image_is_always_in_the_same_batch(data, tmp_path, content):
     annotator = function(lambda images: blocks(images) + images.mean() * 100)  # an answer that depends on the batch
     fill_store(data, tmp_path / "calm", annotator, QUICK)
     for after in (1, 6):
@@ -242,7 +227,7 @@ def test_an_image_is_always_in_the_same_batch(data, tmp_path):
     assert content(tmp_path / "two") == content(tmp_path / "calm")
 
 
-def test_several_processes_make_the_same_store(data, network, tmp_path):
+def test_several_processes_make_the_same_store(data, network, tmp_path, content):
     fill_store(data, tmp_path / "one", network, QUICK)
     for rank in (1, 2, 0):  # one after the other: a barrier has nothing to wait for, and rank 0 comes last to finish
         team = OneOf(rank, 3, CPU)
@@ -250,7 +235,7 @@ def test_several_processes_make_the_same_store(data, network, tmp_path):
     assert content(tmp_path / "three") == content(tmp_path / "one")
 
 
-def test_decoding_in_other_processes_changes_nothing(data, network, tmp_path):
+def test_decoding_in_other_processes_changes_nothing(data, network, tmp_path, content):
     fill_store(data, tmp_path / "alone", network, QUICK)
     together = AnnotateOptions(batch_size=3, workers=2, shard_size=5, class_map="order")
     fill_store(data, tmp_path / "together", network, together)
@@ -282,7 +267,7 @@ def test_a_store_is_not_continued_by_other_weights(data, weights, tmp_path):
         fill_store(data, tmp_path / "maps", retrained, QUICK)
 
 
-def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path):
+def test_kills_at_any_moment_end_in_the_same_store(photos_of, tmp_path, content):
     photos = photos_of(per_class=16)
     script = Path(__file__).with_name("kill_job.py")
     words = [str(script), str(photos), str(tmp_path / "killed"), str(tmp_path / "calm"), "10", "1"]

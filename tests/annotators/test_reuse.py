@@ -18,17 +18,7 @@ from everytoken_lab.data.datasets import open_dataset
 QUICK = AnnotateOptions(batch_size=3, workers=0, shard_size=5, class_map="order")
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of a store that must be equal in equal stores."""
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if not p.name.startswith(".")}
-
-
-@pytest.fixture
-def network(weights):
-    return build_annotator("timm:test_resnet", (64, 64), str(weights("test_resnet")))
-
-
-def test_new_images_are_looked_at_and_old_maps_are_copied(photos, network, tmp_path):
+def test_new_images_are_looked_at_and_old_maps_are_copied(photos, network, tmp_path, content):
     late = [photos / "red" / sorted(p.name for p in (photos / "red").iterdir())[0],
             photos / "blue" / sorted(p.name for p in (photos / "blue").iterdir())[-1]]  # fmt: skip
     kept = [path.read_bytes() for path in late]
