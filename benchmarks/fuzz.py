@@ -475,7 +475,7 @@ def _build(*words: str) -> None:
 
     from everytoken.keyed import StepKey
     from everytoken_lab.cli._parse import values_of
-    from everytoken_lab.cli.train import Train, resolve
+    from everytoken_lab.cli.train import Train
     from everytoken_lab.engine.distributed import World
     from everytoken_lab.engine.options import TrainOptions
     from everytoken_lab.engine.run_folder import RunFolder
@@ -484,7 +484,7 @@ def _build(*words: str) -> None:
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
-            options = resolve(Train, list(words[1:]), "everytoken train")
+            options = Train.read(list(words[1:]), "everytoken train")
         except SystemExit:
             return
     options = TrainOptions(**values_of(options, TrainOptions))

@@ -204,9 +204,9 @@ def label_maps(opened: OpenModel, images: Tensor) -> tuple[Tensor, Mix, Tensor, 
 @torch.no_grad()
 def presences(opened: OpenModel, images: Tensor) -> list[Tensor]:
     """[..., N] presence of every token, for each attention layer, the mean over heads."""
-    with record_attention(opened.model.backbone) as recorded:
+    with record_attention(opened.model.backbone) as matrices:
         opened.model.backbone(images)
-    return [token_presence(matrix.float().mean(1)) for matrix in recorded.matrices]
+    return [token_presence(matrix.float().mean(1)) for matrix in matrices]
 
 
 def convolution_presence(side: int = 14, kernel: int = 7) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import colorsys
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,8 @@ PALETTE = (
 )
 OTHER = "#8a8a8a"
 INK, FAINT, PAPER, CARD, RED, GREEN = "#1c1c1e", "#6b6b70", "#f2f2f4", "#ffffff", "#c62828", "#2e7d32"
-OWN, PARTNER, HALF = "#d55e00", "#0072b2", "#f4f2ee"  # of two mixed images
+OWN, PARTNER = "#d55e00", "#0072b2"  # of two mixed images
+RAMPS = {"heat": ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b"), "share": (PARTNER, "#f4f2ee", OWN)}
 Area = tuple[float, float, float, float]
 WHOLE: Area = (0.0, 0.0, 1.0, 1.0)
 PANEL, GAP, LEGEND, PAD, LINE = 232, 10, 250, 16, 20  # pixels: side of a panel, between panels, width of a legend
@@ -67,13 +68,9 @@ def cells_of(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """For each pixel of a photo: the number of its cell (row-major), and whether the map covers it. Both [h, w].
 
-    Args:
-        size: (width, height) of the photo.
-        grid: (rows, columns) of the map, which covers
-        area: (x0, y0, x1, y1) of the photo, in fractions.
+    `size`: (width, height); `grid`: (rows, columns) of the map, which covers `area` (x0, y0, x1, y1), in fractions.
     """
-    (width, height), (rows, columns) = size, grid
-    x0, y0, x1, y1 = area
+    (width, height), (rows, columns), (x0, y0, x1, y1) = size, grid, area
     column = np.floor(((np.arange(width) + 0.5) / width - x0) / (x1 - x0) * columns).astype(np.int64)
     row = np.floor(((np.arange(height) + 0.5) / height - y0) / (y1 - y0) * rows).astype(np.int64)
     inside = ((row >= 0) & (row < rows))[:, None] & ((column >= 0) & (column < columns))[None, :]
@@ -103,38 +100,46 @@ def class_overlay(
     return _image(mixed)
 
 
-def confidence_overlay(photo: Image.Image, confidence: NDArray[np.floating], area: Area = WHOLE) -> Image.Image:
-    """How sure each cell [h, w] is, as heat on the photo."""
-    cells, inside = cells_of(photo.size, confidence.shape, area)
-    return _image(_on_grey(photo, heat_colours(confidence.ravel()[cells]), 0.6, inside))
+def class_picture(
+    photo: Image.Image,
+    classes: NDArray[np.integer],
+    confidence: NDArray[np.floating],
+    name_of: Callable[[int], str],
+    colours: ClassColours,
+    area: Area = WHOLE,
+) -> tuple[Image.Image, list[Entry]]:
+    """`class_overlay` in the colours of the classes, and its legend: classes with the most cells first; -1 is none."""
+    known = classes[classes >= 0]
+    numbers, counts = np.unique(known, return_counts=True)
+    names = {c: name_of(c) for c in numbers[np.argsort(-counts, kind="stable")].tolist()}
+    chosen = colours.choose(list(names.values()))
+    paint = {c: chosen[name] for c, name in names.items() if name in chosen}
+    legend = [Entry(colour, names[c], float((known == c).mean())) for c, colour in paint.items()]
+    legend += [Entry(OTHER, "others", float((~np.isin(known, list(paint))).mean()))] if len(paint) < len(names) else []
+    return class_overlay(photo, classes, confidence, paint, area), legend
 
 
-def heat_overlay(photo: Image.Image, values: NDArray[np.floating]) -> Image.Image:
-    """Values [h, w], 0 or more, as heat on the photo; smooth between cells, the highest is the brightest."""
-    values = np.asarray(values, np.float32)
-    values = values / max(float(values.max()), 1e-12)
-    smooth = np.asarray(Image.fromarray(values).resize(photo.size, Image.Resampling.BICUBIC)).clip(0, 1)
-    return _image(_on_grey(photo, heat_colours(smooth), (0.45 + 0.3 * smooth)[..., None]))
+def heat_overlay(
+    photo: Image.Image, values: NDArray[np.floating], area: Area = WHOLE, smooth: bool = False
+) -> Image.Image:
+    """Values [h, w] of 0..1 as heat on the photo; `smooth`: between cells, and stronger where they are high."""
+    if smooth:
+        small = Image.fromarray(np.asarray(values, np.float32))
+        values = np.asarray(small.resize(photo.size, Image.Resampling.BICUBIC)).clip(0, 1)
+        return _image(_on_grey(photo, ramp(values, "heat"), (0.45 + 0.3 * values)[..., None]))
+    cells, inside = cells_of(photo.size, values.shape, area)
+    return _image(_on_grey(photo, ramp(values.ravel()[cells], "heat"), 0.6, inside))
 
 
 def share_picture(values: NDArray[np.floating], size: tuple[int, int]) -> Image.Image:
     """Shares [h, w]: orange is the first image's, blue the second's, light is half and half."""
     cells, _ = cells_of(size, values.shape)
-    return _image(share_colours(values.ravel()[cells]))
+    return _image(ramp(values.ravel()[cells], "share"))
 
 
-def heat_colours(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Dark blue through teal to yellow, [..., 3] for 0..1."""
-    return _ramp(values, ("#20124d", "#2c5fa8", "#2aa198", "#8fd14f", "#fff36b"))
-
-
-def share_colours(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Colours [..., 3] of shares 0..1."""
-    return _ramp(values, (PARTNER, HALF, OWN))
-
-
-def _ramp(values: NDArray[np.floating], colours: Sequence[str]) -> NDArray[np.float32]:
-    stops = np.array([rgb(c) for c in colours], np.float32)
+def ramp(values: NDArray[np.floating], kind: str) -> NDArray[np.float32]:
+    """Colours [..., 3] of values in 0..1."""
+    stops = np.array([rgb(c) for c in RAMPS[kind]], np.float32)
     at = np.linspace(0, 1, len(stops))
     return np.stack([np.interp(values, at, stops[:, i]) for i in range(3)], axis=-1).astype(np.float32)
 
@@ -194,8 +199,9 @@ def object_overlay(
     masks: Sequence[NDArray[np.bool_]] = (),
     side: int = 0,
 ) -> Image.Image:
-    """Objects over an image uint8 [H, W, 3], the first one on top: mask [H, W], box (x0, y0, x1, y1) and caption in its
-    colour. `side`: make the long side so long before boxes are drawn; 0: as it is.
+    """Objects over an image uint8 [H, W, 3], the first one on top: mask [H, W], box (x0, y0, x1, y1) and caption.
+
+    `side`: make the long side so long before boxes are drawn; 0: as it is.
     """
     mixed = pixels.astype(np.float32)
     colours = [rgb(PALETTE[k % len(PALETTE)]) for k in range(len(boxes))]
@@ -377,10 +383,9 @@ def _draw_legend(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, x: int
     y = bottom
     for low, high, kind in row.bars:
         words = 64
-        ramp = np.linspace(0, 1, LEGEND - 2 * words)[None, :].repeat(12, axis=0)
-        colours = heat_colours(ramp) if kind == "heat" else share_colours(1 - ramp)
+        values = np.linspace(*((0, 1) if kind == "heat" else (1, 0)), LEGEND - 2 * words)
         draw_text(draw, (x, y + 4), low, 13, FAINT, words)
-        image.paste(_image(colours), (x + words, y + 6))
+        image.paste(_image(ramp(values[None].repeat(12, axis=0), kind)), (x + words, y + 6))
         draw_text(draw, (x + LEGEND - words + 6, y + 4), high, 13, FAINT, words)
         y += LINE + 8
     if row.remark:

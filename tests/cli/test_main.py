@@ -184,7 +184,7 @@ def test_model_prints_what_it_costs(capsys):
 
 
 def test_model_takes_arguments_of_the_architecture(capsys):
-    words = ["models", "lvvit_t", "--seconds", "0", "--img-size", "64", "--num-classes", "10", "--json"]
+    words = ["models", "lvvit_t", "--seconds", "0", "--img-size", "64", "--set", "num_classes=10", "--json"]
     sizes = ["--set", "depth=2", "--set", "stem_kernels=[16]", "--set", "stem_strides=[16]", "--set", "token_classes=0"]
     assert main([*words, *sizes]) == 0
     facts = json.loads(capsys.readouterr().out)

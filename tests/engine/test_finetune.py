@@ -13,7 +13,7 @@ from everytoken.data.batch import Batch
 from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, MapWriter, StoreMeta
 from everytoken_lab.cli import main
-from everytoken_lab.cli.train import Train, resolve
+from everytoken_lab.cli.train import Train
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.loop import _is_another
@@ -137,7 +137,7 @@ def test_set_changes_what_the_source_had(photos, tmp_path):
     old = {"objectives": {"hard": {}, "drloc": {"weight": 0.3}}, "mixing": {"cutmix": {}}, "aa": "rand-m3"}
     (source / "config.yaml").write_text(yaml.safe_dump(old))
     words = ["--set", "epochs=5", "--set", "objectives.drloc.weight=0.1", "--set", "model_kwargs.depth=2"]
-    parsed = resolve(Train, [str(photos), "--weights", str(source), *words], "everytoken train")
+    parsed = Train.read([str(photos), "--weights", str(source), *words], "everytoken train")
     plain = TrainOptions(data=parsed.data, optim=parsed.optim, model=parsed.model, objectives=parsed.objectives)
     made = complete(plain, {"set", "weights"}, parsed.set)
     assert made.optim.epochs == 5

@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_the_functions(here, tmp_path):
     said = json.loads((tmp_path / "explain.json").read_text())["images"][0]["models"][0]["relevance"]
     assert [(one["class"], one["index"]) for one in said] == [("hen", 3), ("dog", 1)]
     subject = open_explained(str(here / "vit.safetensors"))
-    maps = relevance(subject.model, subject.read(image).images, [3, 1])[0]
+    maps = relevance(subject.opened.model, subject.read(image)[1], [3, 1])[0]
     np.testing.assert_allclose([one["grid"] for one in said], maps, rtol=1e-4, atol=1e-9)
 
 
@@ -123,10 +123,9 @@ def test_the_python_function_gives_cards_and_numbers_and_writes_nothing_unless_a
 def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     model = timm.create_model("resnet10t", num_classes=4)
     save_file(model.state_dict(), tmp_path / "plain.safetensors")
-    (tmp_path / "names.txt").write_text("\n".join(NAMES))
     for how in (["timm:resnet10t", "--weights", tmp_path / "plain.safetensors"],
                 [tmp_path / "plain.safetensors", "--model", "resnet10t"]):  # fmt: skip
-        argv = [how[0], here / "photos/two.jpg", *how[1:], "--names", tmp_path / "names.txt", "--class", "cow"]
+        argv = [how[0], here / "photos/two.jpg", *how[1:], "--class", "2"]
         assert run(here, *argv, "--out", tmp_path / "out") == 0
         facts = json.loads((tmp_path / "out/explain.json").read_text())
         assert facts["images"][0]["models"][0]["relevance"][0]["index"] == 2

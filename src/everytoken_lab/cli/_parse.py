@@ -8,7 +8,7 @@ import inspect
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,18 @@ def parse(config: type[T], prog: str, argv: Sequence[str], default: T | None = N
 
     with contextlib.nullcontext() if on_parse_error is None else on_parse_error(explain):
         return tyro.cli(config, prog=prog, args=words, description=_description(config), **settings)
+
+
+def options_of(command: Callable[..., Any]) -> type:
+    """The dataclass that a command takes."""
+    kind: type = next(iter(typing.get_type_hints(command).values()))
+    return kind
+
+
+def call(command: Callable[[Any], int | None], argv: list[str], prog: str) -> int | None:
+    """Call a command with its options: those that its dataclass `read`s from the words, or just the flags."""
+    config: Any = options_of(command)
+    return command(config.read(argv, prog) if hasattr(config, "read") else parse(config, prog, argv))
 
 
 def examples(config: type) -> list[str]:

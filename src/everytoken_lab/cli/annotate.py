@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -13,12 +12,11 @@ import tyro
 
 from everytoken_lab import schema
 from everytoken_lab.annotators.options import AnnotateOptions
-from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.cli._parse import values_of
 
 if TYPE_CHECKING:
     from everytoken.maps import Maps
     from everytoken_lab.annotators.job import Outcome
-    from everytoken_lab.maps.summary import StoreSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +43,8 @@ class Annotate(AnnotateOptions):
     """timm:NAME, registry:efficientnet_lite0|1|2, fit, self:RUN or python:module:function."""
 
 
-OPTIONS = Annotate
-
-
-def main(argv: list[str], prog: str) -> int:
-    """Parse, annotate, print."""
-    options = parse(Annotate, prog, argv)
+def main(options: Annotate) -> int:
+    """Annotate, print; exit code 1 if there is no map."""
     from everytoken_lab.annotators.job import run_job
     from everytoken_lab.progress import Progress
 
@@ -61,63 +55,43 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _report(options: Annotate, outcome: Outcome) -> int:
-    """Print the result; exit code 1 if there is none."""
-    from rich.console import Console
-    from rich.table import Table
-
     from everytoken.maps import Maps
     from everytoken_lab.annotators.job import summarise
+    from everytoken_lab.cli.maps import describe, print_store
 
     data, store = outcome.data, Maps(options.out)
-    meta, summary = store.meta, summarise(options.out, data, outcome.plan.label_to_class)
-    table = Table(title=str(options.out), show_header=False)
-    grid = f"{meta.grid[0]} x {meta.grid[1]} cells"
-    table.add_row("maps", f"{summary.maps:,} of {grid}, the best {meta.top_k} of {meta.num_classes:,} classes in each")
-    table.add_row("skipped images", f"{len(summary.skipped):,}")
-    if summary.images_agree is not None:
-        table.add_row("map's class is the folder's", f"{summary.images_agree:.1%} of {summary.labelled:,} maps")
-        table.add_row("cell's class is the folder's", f"{summary.cells_agree:.1%} of their cells")
-    if summary.maps:
-        table.add_row("classes in a map, mean", f"{summary.vocabulary:.1f}")
-        table.add_row("confidence of a cell, mean", f"{summary.confidence:.1%}")
-    table.add_row("bytes per image", f"{summary.bytes_per_image:,.0f}")
+    summary = summarise(options.out, data, outcome.plan.label_to_class)
+    facts = describe(store, summary)
+    if outcome.copied:
+        facts["copied"] = f"{outcome.copied:,} maps of {options.reuse}"
     rate = f", {outcome.done / outcome.seconds:,.1f} images/s" if outcome.done else ""
     whose = " by this process" if outcome.world.size > 1 else ""
-    if outcome.copied:
-        table.add_row("copied", f"{outcome.copied:,} maps of {options.reuse}")
-    table.add_row("this run", f"{outcome.done:,} images{whose} in {outcome.seconds:,.1f} s{rate}")
-    Console().print(table)
-    for key, reason in list(summary.skipped.items())[:5]:
-        print(f"skipped {key}: {reason}")
-    for note in [*outcome.notes, *_advice(summary, meta.grid)]:
+    facts["this run"] = f"{outcome.done:,} images{whose} in {outcome.seconds:,.1f} s{rate}"
+    print_store(options.out, facts)
+    notes, (rows, columns) = [*outcome.notes], store.grid
+    if summary.images_agree is not None and summary.images_agree < 0.3:
+        notes.append(
+            f"only {summary.images_agree:.0%} of the maps agree with their folders. Look at them before you train; "
+            "another annotator, --img-size or --class-map may be needed."
+        )
+    if min(rows, columns) < 8:
+        notes.append(f"the maps have {rows} x {columns} cells; twice the --img-size gives twice as many each way.")
+    for note in notes:
         print(f"note: {note}")
     if not summary.maps:
         print("none of the images could be read, so there are no maps.", file=sys.stderr)
         return 1
-    print("next:")
     maps = quote(str(options.out))
     images = f" --images {quote(data.name)}" if Path(data.name).is_dir() else ""  # an archive cannot be shown
-    print(f"  everytoken maps sheet {maps}{images} --out sheet.png    # look at them")
+    print(f"next:\n  everytoken maps sheet {maps}{images} --out sheet.png    # look at them")
     if data.class_names:
         held = f" --val-split {options.val_split:g}" if options.val_split else ""
-        recipe = f"small_{_usual_side(store)}_token"
-        print(f"  everytoken train {quote(options.data)} --maps {maps} --recipe {recipe}{held}")
+        print(f"  everytoken train {quote(options.data)} --maps {maps} --recipe {_recipe(store)}{held}")
     return 0
 
 
-def _usual_side(store: Maps) -> int:
-    """The size of the recipe that suits images of this size."""
+def _recipe(store: Maps) -> str:
+    """The recipe that suits images of this size."""
     some = range(0, len(store), max(1, len(store) // 50))
     side = sorted(min(store.read(i).size) for i in some)[len(some) // 2]
-    return 32 if side < 48 else 64 if side < 80 else 96
-
-
-def _advice(summary: StoreSummary, grid: tuple[int, int]) -> Iterator[str]:
-    """What the numbers suggest."""
-    if summary.images_agree is not None and summary.images_agree < 0.3:
-        yield (
-            f"only {summary.images_agree:.0%} of the maps agree with their folders. Look at them before you train; "
-            "another annotator, --img-size or --class-map may be needed."
-        )
-    if min(grid) < 8:
-        yield f"the maps have {grid[0]} x {grid[1]} cells; twice the --img-size gives twice as many each way."
+    return f"small_{32 if side < 48 else 64 if side < 80 else 96}_token"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from everytoken_lab.cli._parse import parse
-
 
 @dataclass(frozen=True)
 class Demo:
@@ -26,12 +24,8 @@ class Demo:
     """Your own folder of class folders, instead of the demo's images."""
 
 
-OPTIONS = Demo
-
-
-def main(argv: list[str], prog: str) -> int:
-    """Parse, run."""
-    options = parse(Demo, prog, argv)
+def main(options: Demo) -> int:
+    """Run."""
     from everytoken_lab.cli import main as run
     from everytoken_lab.demo.run import demo
 

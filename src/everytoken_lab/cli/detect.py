@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-from everytoken_lab.cli import Command, call
-from everytoken_lab.cli._dense import JsonFlag, PrintFlags, TrainFlags, cell, predict, report, train
-from everytoken_lab.cli._parse import parse
+from everytoken_lab.cli import _dense
+from everytoken_lab.cli.train import TrainFlags
 from everytoken_lab.dense.detect.options import DetectEval, DetectOptions, DetectPredict
 
 
@@ -23,7 +21,7 @@ class Train(TrainFlags, DetectOptions):
 
 
 @dataclass(frozen=True)
-class Eval(PrintFlags, DetectEval):
+class Eval(_dense.PrintFlags, DetectEval):
     """Evaluate a detector: AP, AP50 and AP75 of boxes and masks, by COCO's evaluator, and a table of classes.
 
     It is used as its run was validated, unless --size, --max-size, --score-thresh, --nms-thresh or --max-detections
@@ -37,7 +35,7 @@ class Eval(PrintFlags, DetectEval):
 
 
 @dataclass(frozen=True)
-class Predict(JsonFlag, DetectPredict):
+class Predict(_dense.JsonFlag, DetectPredict):
     """Write, for every image, NAME.objects.jpg; and predictions.json with all boxes and masks (COCO run lengths).
 
     Images whose names differ in the ending alone keep it (photo.jpg.objects.jpg), and no image is ever overwritten.
@@ -48,32 +46,24 @@ class Predict(JsonFlag, DetectPredict):
     """
 
 
-OPTIONS = {"train": Train, "eval": Eval, "predict": Predict}
+def train(options: Train) -> None:
+    """Train, or print the plan."""
+    _dense.train("detect", options, DetectOptions)
 
 
-def main(argv: list[str], prog: str) -> int | None:
-    """Call the command named by the first word."""
-    commands: dict[str, Command] = {
-        "train": (
-            "train Mask R-CNN or Cascade Mask R-CNN on a backbone",
-            partial(train, Train, DetectOptions, "detect"),
-        ),
-        "eval": ("COCO's average precision of boxes and masks", _eval),
-        "predict": (
-            "write pictures of the objects in images, their boxes and masks",
-            partial(predict, Predict, "detect"),
-        ),
-    }
-    return call(commands, argv, prog, OPTIONS)
+def evaluate(options: Eval) -> None:
+    """Evaluate, print."""
+    from everytoken_lab.dense.detect import infer
 
-
-def _eval(argv: list[str], prog: str) -> None:
-    options = parse(Eval, prog, argv)
-    from everytoken_lab.dense.detect.infer import evaluate
-
-    result = evaluate(options)
+    result = infer.evaluate(options)
     kinds = [kind for kind in ("box", "mask") if f"{kind} AP" in result.numbers]
-    names = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-    rows = [("", *names), *((kind, *(cell(result.numbers[f"{kind} {name}"]) for name in names)) for kind in kinds)]
-    columns = ("class", "objects", *(f"{kind} {name}" for kind in kinds for name in ("AP", "AP50")))
-    report(result, options, rows, f"{kinds[-1]} AP", {name: name for name in columns})
+    rows = [{"": kind, **{n: _dense.known(result.numbers[f"{kind} {n}"]) for n in infer.NAMES}} for kind in kinds]
+    _dense.report(result, options, rows, f"{kinds[-1]} AP")
+
+
+def predict(options: Predict) -> None:
+    """Predict, print."""
+    _dense.predict("detect", options)
+
+
+COMMANDS = {"train": train, "eval": evaluate, "predict": predict}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from everytoken_lab.cli._parse import parse
 from everytoken_lab.machine import Workers, default_workers
+from everytoken_lab.schema import counted
 
 if TYPE_CHECKING:
     from everytoken_lab.doctor.findings import Finding
@@ -44,12 +44,8 @@ class Doctor:
     """Print JSON instead of text."""
 
 
-OPTIONS = Doctor
-
-
-def main(argv: list[str], prog: str) -> int:
-    """Parse, examine, print."""
-    options = parse(Doctor, prog, argv)
+def main(options: Doctor) -> int:
+    """Examine, print."""
     from everytoken_lab.doctor import diagnose
     from everytoken_lab.progress import Progress
 
@@ -80,5 +76,4 @@ def _print(findings: Sequence[Finding]) -> None:
         if finding.todo:
             console.print(Padding(Text(f"-> {finding.todo}"), (0, 0, 0, 8), expand=False))
     counts = {level: sum(f.level == level for f in findings) for level in colours}
-    words = ", ".join(f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items())
-    console.print(f"\n{words}")
+    console.print("\n" + ", ".join(counted(n, level) for level, n in counts.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,8 @@ import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
-from everytoken_lab.cli._parse import check_source, parse, values_of
+from everytoken_lab.cli._parse import check_source, values_of
+from everytoken_lab.cli._tables import print_facts, print_table
 from everytoken_lab.evaluation import EvalOptions, evaluate
 from everytoken_lab.progress import Progress
 
@@ -55,27 +56,23 @@ class EvalCommand(EvalOptions):
     """Print JSON instead of tables."""
 
 
-OPTIONS = EvalCommand
-
-
-def main(argv: list[str], prog: str) -> None:
-    """Parse, evaluate, print."""
-    command = parse(EvalCommand, prog, argv)
-    check_source(command.source)
-    command = replace(command, data=command.data or _own_data(command.source))
+def main(options: EvalCommand) -> None:
+    """Evaluate, print."""
+    check_source(options.source)
+    data = options.data or _own_data(options.source)
     with Progress("eval", "images") as progress:
-        result = evaluate(command.source, command.data, progress=progress, **values_of(command, EvalOptions))
+        result = evaluate(options.source, data, progress=progress, **values_of(options, EvalOptions))
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
-    if command.out:
-        stem = command.out.removesuffix(".json").removesuffix(".csv")
+    if options.out:
+        stem = options.out.removesuffix(".json").removesuffix(".csv")
         result.to_csv(f"{stem}.csv")
         content = plain_json({**result.numbers, "classes": result.per_class()})
         write_atomically(Path(f"{stem}.json"), content.encode())
-    if command.json:
+    if options.json:
         print(plain_json(result.numbers))
     else:
-        _print(result, f"{command.source} on {command.data}", command.table)
+        _print(result, f"{options.source} on {data}", options.table)
 
 
 def _own_data(source: str) -> str:
@@ -100,34 +97,22 @@ def _own_data(source: str) -> str:
 
 
 def _print(result: Evaluation, title: str, classes: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from everytoken_lab.calibration import ENOUGH
     from everytoken_lab.classes import shown_name
 
-    console = Console(markup=False)  # names of classes and folders are nobody's formatting
-    console.print(title)
-    table = Table(show_header=False)
+    facts = {}
     for key, value in result.numbers.items():
         if key == "ece" and len(result.predictions) < ENOUGH:
             continue
         text = f"{value:.2f} %" if key in _LABELS else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
         if key in ("top1", "mAP"):
             text += f"  (95 % interval {result.top1.low:.2f} to {result.top1.high:.2f})"
-        table.add_row(_LABELS.get(key, key.replace("_per_second", "/s").replace("_", " ")), text)
+        facts[_LABELS.get(key, key.replace("_per_second", "/s").replace("_", " "))] = text
     if result.skipped:
-        table.add_row("unreadable, left out", str(len(result.skipped)))
-    console.print(table)
-    if not classes:
-        return
-    rows = result.per_class()
-    worst = sorted(rows, key=lambda row: row.get("AP", row["recall"]))[:classes]
-    console.print(f"Classes, worst first ({len(worst)} of {len(rows)})")
-    table = Table()
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name in ("class", "taken for") else "right")
-    for row in worst:
-        cells = (f"{v:.1f}" if isinstance(v, float) else "-" if v is None else shown_name(str(v)) for v in row.values())
-        table.add_row(*cells)
-    console.print(table)
+        facts["unreadable, left out"] = str(len(result.skipped))
+    print_facts(facts, title)
+    if classes:
+        rows = result.per_class()
+        worst = sorted(rows, key=lambda row: row.get("AP", row["recall"]))[:classes]
+        shown = [{n: shown_name(v) if isinstance(v, str) else v for n, v in row.items()} for row in worst]
+        print_table(shown, f"Classes, worst first ({len(worst)} of {len(rows)})")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._parse import check_source, parse, values_of
+from everytoken_lab.cli._parse import check_source, values_of
 from everytoken_lab.explanation import ExplainOptions, explain
 
 
@@ -32,14 +32,9 @@ class ExplainCommand(ExplainOptions):
     """Folder for the pictures and explain.json."""
 
 
-OPTIONS = ExplainCommand
-
-
-def main(argv: list[str], prog: str) -> int:
-    """Parse, explain, print the names of the files."""
-    options = parse(ExplainCommand, prog, argv)
+def main(options: ExplainCommand) -> None:
+    """Explain, print the names of the files."""
     check_source(options.source)
     result = explain(options.source, options.images, options.out, **values_of(options, ExplainOptions))
     for path in result.files:
         print(path)
-    return 0

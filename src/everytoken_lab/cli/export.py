@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._parse import check_source, parse, values_of
+from everytoken_lab.cli._parse import check_source, values_of
 from everytoken_lab.evaluation import ExportOptions, export
 
 
@@ -33,15 +32,10 @@ class ExportCommand(ExportOptions):
     """The folder to write; default: `export` in the run."""
 
 
-OPTIONS = ExportCommand
-
-
-def main(argv: list[str], prog: str) -> None:
-    """Parse, export, print."""
-    command = parse(ExportCommand, prog, argv)
-    check_source(command.source)
-    out = Path(command.out) if command.out else None
-    result = export(command.source, out, **values_of(command, ExportOptions))
+def main(options: ExportCommand) -> None:
+    """Export, print."""
+    check_source(options.source)
+    result = export(options.source, options.out or None, **values_of(options, ExportOptions))
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     for name, difference in result.differences.items():

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from everytoken.errors import EverytokenError
 from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
-from everytoken_lab.cli import Command, call
-from everytoken_lab.cli._parse import parse
+from everytoken_lab.cli._tables import plain, print_facts, print_some
 from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.sheet import sheet_picture
-from everytoken_lab.maps.summary import summarize_store
+from everytoken_lab.maps.summary import StoreSummary, summarize_store
 from everytoken_lab.progress import Progress
 
-
-def main(argv: list[str], prog: str) -> int | None:
-    """Call the command named by the first word."""
-    return call(_COMMANDS, argv, prog, OPTIONS)
+Store = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ class Info:
         everytoken maps info maps
     """
 
-    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    maps: Store
     """Folder of the store."""
     sample: int = 512
     """Maps to sample for the statistics; 0: no statistics."""
@@ -44,28 +38,19 @@ class Info:
     """Print JSON instead of a table."""
 
 
-def info(argv: list[str], prog: str) -> int:
-    options = parse(Info, prog, argv)
-    from everytoken_lab.engine.recipe import flat_names
-
-    facts = describe(Maps(options.maps, partial=True), options.sample)
+def info(options: Info) -> None:
+    """Look at a store, print."""
+    maps = Maps(options.maps, partial=True)
+    facts = describe(maps, summarize_store(maps, options.sample))
     if options.json:
         print(json.dumps(facts, indent=1))
-        return 0
-    table = Table(title=str(options.maps), show_header=False)
-    skipped = facts["skipped images"]
-    facts["skipped images"] = len(skipped)
-    for name, value in flat_names(facts).items():
-        text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-        table.add_row(_plain(name), _plain(text))
-    Console(markup=False).print(table)
-    _list((f"skipped {key}: {reason}" for key, reason in skipped.items()), 20)
-    return 0
+    else:
+        print_store(options.maps, facts)
 
 
-def describe(maps: Maps, sample: int = 512) -> dict[str, Any]:
-    """What is in a store, for people: settings, counts, size, and what up to `sample` of its maps are like."""
-    names, summary = maps.class_names, summarize_store(maps, sample)
+def describe(maps: Maps, summary: StoreSummary) -> dict[str, Any]:
+    """What is in a store, for people: settings, counts, size, and what the maps that were looked at are like."""
+    names = maps.class_names
     facts: dict[str, Any] = {
         "state": "complete" if maps.complete else "not finished: the same command continues it",
         "maps": len(maps),
@@ -81,12 +66,22 @@ def describe(maps: Maps, sample: int = 512) -> dict[str, Any]:
         "bytes per image": round(summary.bytes_per_image),
     }
     if summary.looked_at:
-        agree = summary.images_agree
         facts["looked at"] = f"{summary.looked_at:,} maps"
         facts["classes in a map, mean"] = f"{summary.vocabulary:.1f}"
         facts["confidence of a cell, mean"] = f"{summary.confidence:.1%}"
-        facts["map's class = folder's"] = "folder names are no class names" if agree is None else f"{agree:.1%}"
+    if summary.images_agree is not None:
+        facts["map's class = folder's"] = f"{summary.images_agree:.1%}"
+        facts["cell's class = folder's"] = f"{summary.cells_agree:.1%}"
     return facts
+
+
+def print_store(path: Path, facts: Mapping[str, Any]) -> None:
+    """The facts of `describe`, and the first images without a map."""
+    from everytoken_lab.engine.recipe import flat_names
+
+    skipped = facts["skipped images"]
+    print_facts(flat_names({**facts, "skipped images": len(skipped)}), str(path))
+    print_some([f"skipped {key}: {reason}" for key, reason in skipped.items()], 20)
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Sheet:
         everytoken maps sheet maps cat/1.jpg dog/7.jpg --images photos --out two.png
     """
 
-    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    maps: Store
     """Folder of the store."""
     keys: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY ...]")] = ()
     """Images to draw: paths relative to the image folder. Default: those most worth looking at."""
@@ -110,8 +105,8 @@ class Sheet:
     """Images on the sheet, if they are not named."""
 
 
-def sheet(argv: list[str], prog: str) -> int:
-    options = parse(Sheet, prog, argv)
+def sheet(options: Sheet) -> None:
+    """Draw, write."""
     maps = Maps(options.maps, partial=True)
     picture = sheet_picture(maps, options.keys, options.images, options.count)
     try:
@@ -120,7 +115,6 @@ def sheet(argv: list[str], prog: str) -> int:
     except OSError as error:
         raise EverytokenError(f"cannot write {options.out}: {error}.") from error
     print(f"wrote {options.out}")
-    return 0
 
 
 @dataclass(frozen=True)
@@ -131,21 +125,17 @@ class Verify:
         everytoken maps verify maps
     """
 
-    maps: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+    maps: Store
     """Folder of the store."""
-    list: Annotated[int, tyro.conf.arg(metavar="N")] = 20
-    """Damaged images to name per file."""
 
 
-def verify_store(argv: list[str], prog: str) -> int:
-    options = parse(Verify, prog, argv)
+def verify_store(options: Verify) -> int:
+    """Check, print."""
     with Progress("verify", "B") as progress:
         verdict = verify(options.maps, progress)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
     for problem in verdict.problems:
-        console.print("damaged ", style="red", end="")
-        console.print(_plain(f"{problem.file}: {problem.what}"))
-        _list(problem.keys, options.list)
+        print(plain(f"damaged {problem.file}: {problem.what}"))
+        print_some(problem.keys, 20)
     state = "" if verdict.complete or not verdict.ok else f" of {verdict.images:,}; the store is not finished"
     count = f"{verdict.maps:,} maps, {verdict.skipped:,} skipped images{state}, {verdict.bytes / 1e6:,.1f} MB"
     if verdict.ok:
@@ -184,35 +174,14 @@ class Import:
     """How images went into the annotator. Default: squash for 15x15 (ReLabel), else center (token labeling)."""
 
 
-def import_maps(argv: list[str], prog: str) -> int:
-    options = parse(Import, prog, argv)
+def import_maps(options: Import) -> None:
+    """Read, write, print."""
     with Progress("import", "maps") as progress:
         store, notes = import_released(**vars(options), progress=progress)
-    skipped = store.skipped
-    print(f"{options.out}: {len(store):,} maps, {len(skipped):,} images without one")
-    _list((f"{key}: {reason}" for key, reason in skipped.items()), 10)
+    print(f"{options.out}: {len(store):,} maps, {len(store.skipped):,} images without one")
+    print_some([f"{key}: {reason}" for key, reason in store.skipped.items()], 20)
     for note in notes:
         print(f"note: {note}")
-    return 0
 
 
-def _list(lines: Iterable[str], limit: int) -> None:
-    lines = list(lines)
-    for line in lines[:limit]:
-        print(f"  {_plain(line)}")
-    if len(lines) > limit:
-        print(f"  and {len(lines) - limit:,} more")
-
-
-def _plain(text: str) -> str:
-    """Text that can be printed: file names that are not UTF-8 have characters that cannot."""
-    return text.encode("utf-8", "replace").decode()
-
-
-OPTIONS = {"info": Info, "sheet": Sheet, "verify": Verify, "import": Import}
-_COMMANDS: dict[str, Command] = {
-    "info": ("what is in a store, as a table", info),
-    "sheet": ("a picture of many maps on their images: wrong and interesting ones first, or those you name", sheet),
-    "verify": ("check every byte; names the images whose maps are damaged", verify_store),
-    "import": ("make a store of released .pt maps (token labeling, ReLabel)", import_maps),
-}
+COMMANDS = {"info": info, "sheet": sheet, "verify": verify_store, "import": import_maps}

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab.cli._parse import parse
+from everytoken_lab.cli._tables import print_facts, print_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,10 +38,8 @@ class ModelsOptions:
     """A timm model, part of a name, or a pattern with * and ?."""
     img_size: tuple[int, ...] = ()
     """Of one model: side of the image in pixels, or height and width. Default: the model's own."""
-    num_classes: int = 1000
-    """Of one model: classes of the class head."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """Of one model: NAME=VALUE for other arguments, such as depth=12; may be repeated."""
+    """Of one model: NAME=VALUE for other arguments, such as depth=12 or num_classes=10; may be repeated."""
     batch_size: int = 8
     """Images per step when measuring throughput."""
     seconds: float = 3.0
@@ -54,26 +50,18 @@ class ModelsOptions:
     """Print JSON instead of a table."""
 
 
-OPTIONS = ModelsOptions
-
-
-def main(argv: list[str], prog: str) -> None:
-    """Parse, list or measure, print."""
-    options = parse(ModelsOptions, prog, argv)
+def main(options: ModelsOptions) -> None:
+    """List or measure, print."""
     if len(options.img_size) > 2:
         raise EverytokenError(f"--img-size takes one number or height and width, got {options.img_size}")
     import timm
 
-    console = Console()
     if options.pattern and timm.is_model(options.pattern):
         facts = measure(options)
-        table = Table(title=options.pattern, show_header=False)
-        for key, value in facts.items():
-            table.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
         if options.json:
             print(json.dumps(facts, indent=1))
         else:
-            console.print(table)
+            print_facts(facts, options.pattern)
         return
     names = _names_by_family(options.pattern)
     if not names:
@@ -87,7 +75,7 @@ def main(argv: list[str], prog: str) -> None:
     elif options.pattern:
         print("\n".join(name for group in names.values() for name in group))
     else:
-        console.print(_families(names))
+        _print_families(names)
 
 
 def _names_by_family(pattern: str) -> dict[str, list[str]]:
@@ -103,16 +91,15 @@ def _names_by_family(pattern: str) -> dict[str, list[str]]:
     return dict(names)
 
 
-def _families(names: dict[str, list[str]]) -> Table:
+def _print_families(names: dict[str, list[str]]) -> None:
     from everytoken.models.families import FAMILIES
 
-    table = Table(title="Backbones with a token view", caption="`everytoken models PATTERN` lists the names")
-    for column in ("family", "models", "MixToken", "for example"):
-        table.add_column(column, justify="right" if column == "models" else "left")
+    rows = []
     for title, family in {family.title: family for family in FAMILIES.values()}.items():
         example = min(names[title], key=lambda name: (len(name), name))
-        table.add_row(title, str(len(names[title])), "yes" if family.embed else "use CutMix", example)
-    return table
+        mixes = "yes" if family.embed else "use CutMix"
+        rows.append({"family": title, "models": len(names[title]), "MixToken": mixes, "for example": example})
+    print_table(rows, "Backbones with a token view", "`everytoken models PATTERN` lists the names")
 
 
 def measure(options: ModelsOptions) -> dict[str, Any]:
@@ -127,7 +114,7 @@ def measure(options: ModelsOptions) -> dict[str, Any]:
     from everytoken_lab.models.open import building, create_sized
 
     device = torch.device(pick_device(options.device))
-    arguments = {"num_classes": options.num_classes, **overrides(options.set, {})}
+    arguments = {"num_classes": 1000, **overrides(options.set, {})}
     if options.img_size:
         arguments["img_size"] = (options.img_size[0], options.img_size[-1])
     with building(f"{options.pattern} with {arguments}"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from everytoken_lab.cli._parse import check_source, parse, values_of
+from everytoken_lab.cli._parse import check_source, values_of
 from everytoken_lab.evaluation import PredictOptions, predict
 from everytoken_lab.progress import Progress
 from everytoken_lab.schema import counted
@@ -47,37 +47,33 @@ class PredictCommand(PredictOptions):
     """Write the images with mask and box drawn on them to this folder."""
 
 
-OPTIONS = PredictCommand
-
-
-def main(argv: list[str], prog: str) -> None:
-    """Parse, predict, print or write."""
-    command = parse(PredictCommand, prog, argv)
-    check_source(command.source)
+def main(options: PredictCommand) -> None:
+    """Predict, print or write."""
+    check_source(options.source)
     from everytoken_lab.classes import shown_name
     from everytoken_lab.data.datasets import check_is_no_input
 
-    for target in filter(None, (command.out, command.coco)):
-        check_is_no_input(Path(target), command.images)
-    options = values_of(command, PredictOptions)
-    options["locate"] |= bool(command.coco or command.pictures)
+    for target in filter(None, (options.out, options.coco)):
+        check_is_no_input(Path(target), options.images)
+    settings = values_of(options, PredictOptions)
+    settings["locate"] |= bool(options.coco or options.pictures)
     with Progress("predict", "images") as progress:
-        result = predict(command.source, command.images, progress=progress, **options)
+        result = predict(options.source, options.images, progress=progress, **settings)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
-    if command.coco:
-        result.to_coco(command.coco)
-    if command.pictures:
-        result.save_pictures(command.pictures)
-    if command.out:
-        result.to_csv(command.out)
+    if options.coco:
+        result.to_coco(options.coco)
+    if options.pictures:
+        result.save_pictures(options.pictures)
+    if options.out:
+        result.to_csv(options.out)
         often = Counter(name for image in result for name in image.answers).most_common(5)
-        print(f"{len(result):,} images in {command.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
-    if command.json:
+        print(f"{len(result):,} images in {options.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
+    if options.json:
         for image in result:
             print(json.dumps(_row(image, bool(result.threshold)), ensure_ascii=False))
         return
-    for image in () if command.out else result:
+    for image in () if options.out else result:
         pairs = zip(image.classes, image.probabilities, strict=True)
         likely = ", ".join(f"{shown_name(name)} {100 * p:.1f} %" for name, p in pairs)
         if image.labels is not None or not image.sure:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Annotated
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from everytoken_lab.cli._parse import parse
+from everytoken_lab.cli._tables import print_table
 
 
 @dataclass(frozen=True)
@@ -29,35 +26,22 @@ class Recipes:
     """Print this recipe (or a file of your own), or list those whose names match: part of a name, or with * and ?."""
 
 
-OPTIONS = Recipes
-
-
-def main(argv: list[str], prog: str) -> None:
-    """Parse, print."""
-    options = parse(Recipes, prog, argv)
-    from everytoken_lab.engine.recipe import recipe_names, recipe_text
+def main(options: Recipes) -> None:
+    """Print one, or list them."""
+    from everytoken_lab.engine.recipe import header, recipe_names, recipe_text
 
     name, names = options.name, recipe_names()
     pattern = name if set("*?[") & set(name) else f"*{name}*"
     matching = [recipe for recipe in names if fnmatch(recipe, pattern)]
-    if name not in names and matching:
-        _list(matching)
-    else:
+    if name in names or not matching:
         print(recipe_text(name), end="")
-
-
-def _list(names: Sequence[str]) -> None:
-    from everytoken_lab.engine.recipe import header
-
-    table = Table(title="Recipes", caption="`everytoken recipes NAME` prints one; copy it to make your own")
-    table.add_column("name", no_wrap=True)
-    table.add_column("what")
-    table.add_column("run by us")
-    for name in names:
-        text = " ".join(header(name).split())
-        _, _, run = text.partition("Run by us:")
-        table.add_row(name, _sentence(text), _sentence(run).partition(";")[0])
-    Console().print(table)
+        return
+    rows = []
+    for recipe in matching:
+        text = " ".join(header(recipe).split())
+        run = _sentence(text.partition("Run by us:")[2]).partition(";")[0]
+        rows.append({"name": recipe, "what": _sentence(text), "run by us": run})
+    print_table(rows, "Recipes", "`everytoken recipes NAME` prints one; copy it to make your own")
 
 
 def _sentence(text: str) -> str:

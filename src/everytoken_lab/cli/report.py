@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.cli._parse import values_of
 from everytoken_lab.reports import ReportOptions
 
 
@@ -34,23 +33,16 @@ class ReportCommand(ReportOptions):
     """The file to write."""
 
 
-OPTIONS = ReportCommand
-
-
-def main(argv: list[str], prog: str) -> int:
-    """Parse, collect, write."""
-    options = parse(ReportCommand, prog, argv)
+def main(options: ReportCommand) -> None:
+    """Collect, write, print the headline."""
     if not options.runs:
         raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
     from everytoken_lab.progress import Progress
     from everytoken_lab.reports.collect import report
 
-    sys.stdout.flush()
-    result = report(
-        options.runs, options.out, progress=lambda title: Progress(title, "images"), **values_of(options, ReportOptions)
-    )
+    settings = values_of(options, ReportOptions)
+    result = report(options.runs, options.out, progress=lambda title: Progress(title, "images"), **settings)
     print(result.headline)
     for note in result.notes:
         print(f"note: {note}")
     print(f"report: {options.out} ({options.out.stat().st_size / 1e6:.1f} MB)")
-    return 0

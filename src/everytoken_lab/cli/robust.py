@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._parse import parse, values_of
+from everytoken_lab.cli._parse import values_of
 from everytoken_lab.progress import Progress
 from everytoken_lab.robust import RobustOptions, robustness
 
@@ -34,12 +34,8 @@ class RobustCommand(RobustOptions):
     """Folder for tables, predictions and logs. Default: RUN/robust, else robust/NAME."""
 
 
-OPTIONS = RobustCommand
-
-
-def main(argv: list[str], prog: str) -> None:
-    """Parse, evaluate, print."""
-    command = parse(RobustCommand, prog, argv)
+def main(options: RobustCommand) -> None:
+    """Evaluate, print."""
     with contextlib.ExitStack() as stack:
         bars: dict[str, Progress] = {}
 
@@ -49,5 +45,5 @@ def main(argv: list[str], prog: str) -> None:
                 bars[suite] = stack.enter_context(Progress(suite, "images", every=30, keep=False))
             bars[suite](done, total, doing)
 
-        result = robustness(command.source, command.out, progress=progress, **values_of(command, RobustOptions))
-    print(result.table.json() if command.json else result.table)
+        result = robustness(options.source, options.out, progress=progress, **values_of(options, RobustOptions))
+    print(result.table.json() if options.json else result.table)

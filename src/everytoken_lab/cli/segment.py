@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-from everytoken_lab.cli import Command, call
-from everytoken_lab.cli._dense import JsonFlag, PrintFlags, TrainFlags, predict, report, train
-from everytoken_lab.cli._parse import parse
+from everytoken_lab.cli import _dense
+from everytoken_lab.cli.train import TrainFlags
 from everytoken_lab.dense.segment.options import SegmentEval, SegmentOptions, SegmentPredict
 
 
@@ -23,7 +21,7 @@ class Train(TrainFlags, SegmentOptions):
 
 
 @dataclass(frozen=True)
-class Eval(PrintFlags, SegmentEval):
+class Eval(_dense.PrintFlags, SegmentEval):
     """Evaluate a segmenter: mIoU, mAcc and pixel accuracy from one confusion matrix over the whole set.
 
     It is used as its run was validated, unless --mode, --stride, --scales or --flip say otherwise.
@@ -36,7 +34,7 @@ class Eval(PrintFlags, SegmentEval):
 
 
 @dataclass(frozen=True)
-class Predict(JsonFlag, SegmentPredict):
+class Predict(_dense.JsonFlag, SegmentPredict):
     """Write, for every image, NAME.png (a palette image whose values are classes) and NAME.overlay.jpg.
 
     classes.json in the same folder names the classes. Images whose names differ in the ending alone keep it
@@ -48,25 +46,23 @@ class Predict(JsonFlag, SegmentPredict):
     """
 
 
-OPTIONS = {"train": Train, "eval": Eval, "predict": Predict}
+def train(options: Train) -> None:
+    """Train, or print the plan."""
+    _dense.train("segment", options, SegmentOptions)
 
 
-def main(argv: list[str], prog: str) -> int | None:
-    """Call the command named by the first word."""
-    commands: dict[str, Command] = {
-        "train": ("train a segmenter on a backbone", partial(train, Train, SegmentOptions, "segment")),
-        "eval": ("mIoU, mAcc and pixel accuracy of a segmenter", _eval),
-        "predict": ("write masks and pictures of images", partial(predict, Predict, "segment")),
-    }
-    return call(commands, argv, prog, OPTIONS)
+def evaluate(options: Eval) -> None:
+    """Evaluate, print."""
+    from everytoken_lab.dense.segment import infer
 
-
-def _eval(argv: list[str], prog: str) -> None:
-    options = parse(Eval, prog, argv)
-    from everytoken_lab.dense.segment.infer import evaluate
-
-    result = evaluate(options)
+    result = infer.evaluate(options)
     titles = {"mIoU": "mIoU", "mAcc": "mean class accuracy", "aAcc": "pixels right"}
-    rows = [("", "%"), *((title, f"{result.numbers[name]:.2f}") for name, title in titles.items())]
-    columns = {"class": "class", "IoU": "IoU", "accuracy": "accuracy", "pixels %": "pixels", "taken for": "taken for"}
-    report(result, options, rows, "IoU", columns)
+    _dense.report(result, options, [{"": titles[name], "%": f"{result.numbers[name]:.2f}"} for name in titles], "IoU")
+
+
+def predict(options: Predict) -> None:
+    """Predict, print."""
+    _dense.predict("segment", options)
+
+
+COMMANDS = {"train": train, "eval": evaluate, "predict": predict}

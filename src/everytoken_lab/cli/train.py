@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self
 
 import tyro
 
 from everytoken.errors import EverytokenError, did_you_mean
 from everytoken_lab.cli._parse import given_options, parse, values_of
+from everytoken_lab.cli._tables import print_facts
 from everytoken_lab.engine.options import AutoOptions, TrainOptions
 from everytoken_lab.engine.recipe import apply, flat, overrides, read_recipe
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """Flags of training that are not part of a run's options."""
+
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1 or model_kwargs.depth=4. May be repeated."""
+    dry_run: bool = False
+    """Print the plan (data, model, schedule, memory, time from a few timed steps) and stop."""
+    given: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+    """Names of the options that were typed."""
+
+    @classmethod
+    def read(cls, argv: list[str], prog: str) -> Self:
+        """Recipe, then flags, then --set."""
+        base: Any = cls()
+        if recipe := _recipe_of(argv):
+            values = read_recipe(recipe, "--trust-code" in argv)
+            base = dataclasses.replace(apply(base, values, recipe), recipe=recipe)
+        options = parse(cls, prog, argv, default=base)
+        options = apply(options, overrides(options.set, flat(options)), "options")
+        return dataclasses.replace(options, given=tuple(given_options(argv)))
 
 
 @dataclass(frozen=True)
-class Train(TrainOptions):
+class Train(TrainFlags, TrainOptions):
     """Train a model. Run the same command again to resume an interrupted run.
 
     Without recipe, model and weights, everything is decided by looking at the photos and at the machine: a linear
@@ -38,36 +59,27 @@ class Train(TrainOptions):
     """
 
     auto: tyro.conf.OmitArgPrefixes[AutoOptions] = field(default_factory=AutoOptions)
-    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = field(
-        default_factory=tuple
-    )
-    """NAME=VALUE for inner settings, such as objectives.drloc.weight=0.1. May be repeated."""
     trust_code: bool = False
     """Import and run objectives that a recipe file or the run of --weights names by import paths."""
-    dry_run: bool = False
-    """Print the plan (model, batches, schedule, memory, time from a few timed steps) and stop."""
 
 
-OPTIONS = Train
-
-
-def main(argv: list[str], prog: str) -> int:
-    """Parse, then train or print the plan."""
-    options = resolve(Train, argv, prog)
+def main(options: Train) -> None:
+    """Train, or print the plan."""
     _check_path(options.data)
     from everytoken_lab.training import classify
 
-    plain, asked = TrainOptions(**values_of(options, TrainOptions)), given_options(argv)
-    if options.dry_run and classify.decides_itself(plain, options.auto) and not options.set:
+    plain, asked = TrainOptions(**values_of(options, TrainOptions)), {*options.given}
+    trust_code = options.trust_code and "trust_code" in asked  # a recipe cannot say so
+    if not options.dry_run:
+        classify.start(plain, asked, options.auto, options.set, trust_code)
+        return
+    if classify.decides_itself(plain, options.auto) and not options.set:
         raise EverytokenError(
             "--dry-run shows the plan of a recipe, a model or weights; without these, the plan is made by looking at "
             "the photos: leave --dry-run out, the decisions come first and are written to recipe.yaml"
         )
-    if options.dry_run:
-        print_plan(classify.dry_run(plain, asked, options.set, trusts_code(argv)))
-    else:
-        classify.start(plain, asked, options.auto, options.set, trusts_code(argv))
-    return 0
+    if plan := classify.dry_run(plain, asked, options.set, trust_code):  # the first process alone makes one
+        print_facts(plan, "The plan (nothing was written)")
 
 
 def _check_path(data: str) -> None:
@@ -78,32 +90,6 @@ def _check_path(data: str) -> None:
     if not any(sign in data for sign in ":*?[{") and not path.exists():
         near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise EverytokenError(f"There is no file or folder {path}.{did_you_mean(path.name, near)}")
-
-
-def print_plan(facts: Mapping[str, Any]) -> None:
-    """The table of --dry-run; nothing on all processes but the first."""
-    from rich.console import Console
-    from rich.table import Table
-
-    if facts:
-        table = Table(title="The plan (nothing was written)", show_header=False)
-        for name, value in facts.items():
-            table.add_row(name, str(value))
-        Console().print(table)
-
-
-def resolve(config: type[T], argv: list[str], prog: str) -> T:
-    """Recipe, then flags, then --set."""
-    base: Any = config()
-    if recipe := _recipe_of(argv):
-        base = dataclasses.replace(apply(base, read_recipe(recipe, trusts_code(argv)), recipe), recipe=recipe)
-    options: Any = parse(config, prog, argv, default=base)
-    return apply(options, overrides(options.set, flat(options)), "options")
-
-
-def trusts_code(argv: list[str]) -> bool:
-    """Whether --trust-code was typed; a recipe cannot say so."""
-    return "--trust-code" in argv
 
 
 def _recipe_of(argv: list[str]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import tyro
 
@@ -45,32 +45,34 @@ class TransferCommand:
     """Print JSON instead of a table; both are written to --out."""
     out: str = ""
     """Folder for runs and tables. Default: RUN/transfer, else transfer/NAME."""
+    train_flags: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+    """What stands behind --."""
+
+    @classmethod
+    def read(cls, argv: list[str], prog: str) -> Self:
+        """The flags before --, and the words behind it."""
+        cut = argv.index("--") if "--" in argv else len(argv)
+        return replace(parse(cls, prog, argv[:cut]), train_flags=tuple(argv[cut + 1 :]))
 
 
-OPTIONS = TransferCommand
-
-
-def main(argv: list[str], prog: str) -> None:
-    """Parse, fine-tune, evaluate, print."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    command = parse(TransferCommand, prog, argv[:cut])
+def main(options: TransferCommand) -> None:
+    """Fine-tune, evaluate, print."""
     from everytoken_lab.cli import main as run
     from everytoken_lab.engine.distributed import pick_device
     from everytoken_lab.robust import RobustOptions
     from everytoken_lab.robust.run import default_folder
     from everytoken_lab.robust.transfer import parse_targets, transfer
 
-    targets = parse_targets(command.suite, command.recipe)
-    device = pick_device(command.device)
-    flags = ["--device", device, "--workers", str(command.workers), *argv[cut + 1 :]]
+    device = pick_device(options.device)
+    flags = ["--device", device, "--workers", str(options.workers), *options.train_flags]
 
     def finetune(source: str, target: Target, folder: Path) -> None:
         start = ["train", target.data, "--weights", source, "--recipe", target.recipe, "--out", str(folder)]
-        code = run([*start, *flags])
-        if code:
+        if code := run([*start, *flags]):
             raise EverytokenError(f"fine-tuning on {target.name} stopped (code {code}); the same command resumes it")
 
-    sources = [command.source, *([command.compare] if command.compare else [])]
-    folder = Path(command.out) if command.out else default_folder(command.source, "transfer")
-    table = transfer(sources, targets, folder, finetune, RobustOptions(workers=command.workers, device=device))
-    print(table.json() if command.json else table)
+    sources = [options.source, *([options.compare] if options.compare else [])]
+    targets = parse_targets(options.suite, options.recipe)
+    folder = Path(options.out) if options.out else default_folder(options.source, "transfer")
+    table = transfer(sources, targets, folder, finetune, RobustOptions(workers=options.workers, device=device))
+    print(table.json() if options.json else table)

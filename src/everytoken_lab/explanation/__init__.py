@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from everytoken_lab import schema
+from everytoken_lab.evaluation import OpenOptions
 
 if TYPE_CHECKING:
     from everytoken_lab.explanation.cards import Explanation
     from everytoken_lab.models.open import OpenModel
 
 
-@dataclass(frozen=True)
-class ExplainOptions:
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(OpenOptions):
     """What to explain, and how."""
 
     classes: Annotated[
@@ -38,14 +39,6 @@ class ExplainOptions:
     """mix: the second image's fraction of the area."""
     seed: int = 0
     """mix: where the box lies."""
-    model: str = ""
-    """timm model name, for weights without metadata."""
-    weights: str = ""
-    """With timm:NAME: own weights instead of pretrained ones."""
-    img_size: int = 0
-    """Another input size; position embeddings are resized. 0: the model's own."""
-    names: Path | None = None
-    """Text file with one class name per line, for weights that do not know them."""
     device: str = ""
     """cpu, cuda, mps; default: the best available."""
 

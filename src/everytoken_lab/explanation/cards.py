@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from everytoken._version import version
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
 from everytoken_lab import draw
-from everytoken_lab.classes import read_class_names, shown_name
+from everytoken_lab.classes import shown_name
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.explanation import ExplainOptions
 from everytoken_lab.explanation.mixed import draw_box, follow_mix
 from everytoken_lab.explanation.model import ExplainedModel, name_of, open_explained, token_probabilities
-from everytoken_lab.explanation.saliency import Method, choose_method, evaluating, relevance
+from everytoken_lab.explanation.saliency import Method, choose_method, relevance
 from everytoken_lab.models.open import OpenModel
 
 METHODS = {
@@ -49,10 +48,9 @@ def explain_files(
 ) -> Explanation:
     """See `everytoken_lab.explanation.explain`."""
     how = InferenceOptions(img_size=options.img_size, device=options.device, workers=0)
-    names = read_class_names(options.names)
-    models = [open_explained(source, replace(how, model=options.model, weights=options.weights), names)]
+    models = [open_explained(source, replace(how, model=options.model, weights=options.weights))]
     if options.compare:
-        models.append(open_explained(options.compare, how, names))
+        models.append(open_explained(options.compare, how))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     result = (_explain_mix if options.mix else _explain_images)(models, files, options)
@@ -74,82 +72,63 @@ def explain_files(
 def _explain_images(models: Sequence[ExplainedModel], files: Sequence[str], options: ExplainOptions) -> Explanation:
     if not files:
         raise EverytokenError("there is nothing to explain: name at least one image file.")
-    methods = [choose_method(model.model, options.method) for model in models]
-    colours = draw.ClassColours([shown_name(name) for name in models[0].token_classes.names])
+    methods = [choose_method(model.opened.model, options.method) for model in models]
+    colours = draw.ClassColours([shown_name(name) for name in models[0].opened.token_classes.names])
     cards, facts = [], []
     for number, file in enumerate(files, 1):
-        rows, of_models = [], []
-        classes: list[str] = list(options.classes)
+        rows: list[draw.Row] = []
+        of_models: list[dict[str, Any]] = []
         for model, method in zip(models, methods, strict=True):
-            row, fact, classes = _explain_image(model, file, method, classes, colours)
+            classes = options.classes or [fact["class"] for one in of_models[:1] for fact in one["relevance"]]
+            row, fact = _explain_image(model, file, method, classes, colours)
             rows.append(row)
             of_models.append(fact)
         cards.append(draw.draw_card(draw.Card(file, rows)))
         stem = re.sub(r"[^\w.-]+", "_", Path(file).stem)[:60] or "image"
         facts.append({"file": file, "picture": f"{number:02d}-{stem}.png", "models": of_models})
     about = [
-        {"name": model.name, "source": model.source, "method": method, "classes": model.classes.count}
+        {"name": model.name, "source": model.opened.source, "method": method, "classes": model.opened.num_classes}
         for model, method in zip(models, methods, strict=True)
     ]
     return Explanation(cards, {"everytoken": version(), "models": about, "images": facts})
 
 
 def _explain_image(
-    model: ExplainedModel,
-    file: str,
-    method: Method,
-    wanted: Sequence[str],
-    colours: draw.ClassColours,
-) -> tuple[draw.Row, dict[str, Any], list[str]]:
-    """A row of panels, its numbers, and the classes that were explained (for the next model)."""
-    seen = model.read(file)
-    with torch.no_grad(), evaluating(model.model):
-        probabilities = model.probabilities(seen.images)
+    model: ExplainedModel, file: str, method: Method, wanted: Sequence[str], colours: draw.ClassColours
+) -> tuple[draw.Row, dict[str, Any]]:
+    """A row of panels, and its numbers."""
+    opened, (pixels, images) = model.opened, model.read(file)
+    probabilities = model.probabilities(images)
     best = probabilities.topk(min(5, len(probabilities))).indices.tolist()
     chosen = [model.find_class(text) for text in wanted] if wanted else best[:2]
-    cells, from_head = token_probabilities(model.model, seen.images)
+    cells, from_head = token_probabilities(opened.model, images)
     sure, top = (values.cpu().numpy() for values in cells[0].max(-1))
-    heat = relevance(model.model, seen.images, chosen, method)[0].cpu().numpy()
+    heat = relevance(opened.model, images, chosen, method)[0].cpu().numpy()
 
-    numbers, counts = np.unique(top, return_counts=True)
-    names = {c: name_of(model.token_classes, c) for c in numbers.tolist()}
-    main = numbers[np.argsort(-counts, kind="stable")].tolist()
-    legend = colours.choose([shown_name(names[c]) for c in main])
-    fractions = {shown_name(names[c]): count / top.size for c, count in zip(numbers.tolist(), counts, strict=True)}
-    entries = [draw.Entry(colour, name, fractions[name]) for name, colour in legend.items()]
-    rest = 1 - sum(fractions[name] for name in legend)
-    entries += [draw.Entry(draw.OTHER, "others", rest)] if rest > 0.001 else []
-    paint = {c: legend[shown_name(name)] for c, name in names.items() if shown_name(name) in legend}
+    names = {c: name_of(opened.token_classes, c) for c in np.unique(top).tolist()}
     source = "token head" if from_head else "classifier at every cell"
-    photo = draw.fit_photo(Image.fromarray(seen.pixels))
+    photo = draw.fit_photo(Image.fromarray(pixels))
+    painted, legend = draw.class_picture(photo, top, sure, lambda c: shown_name(names[c]), colours)
     panels = [
         draw.Panel("what the model sees", photo),
-        draw.Panel("what the tokens say", draw.class_overlay(photo, top, sure, paint), source),
-        draw.Panel("how sure they are", draw.confidence_overlay(photo, sure), f"{sure.min():.0%} to {sure.max():.0%}"),
+        draw.Panel("what the tokens say", painted, source),
+        draw.Panel("how sure they are", draw.heat_overlay(photo, sure), f"{sure.min():.0%} to {sure.max():.0%}"),
     ]
     for c, values in zip(chosen, heat, strict=True):
-        title, caption = f"for {shown_name(name_of(model.classes, c))}", f"says {probabilities[c]:.1%} · by {method}"
-        panels.append(draw.Panel(title, draw.heat_overlay(photo, values), caption))
-    says = " · ".join(f"{shown_name(name_of(model.classes, c))} {probabilities[c]:.1%}" for c in best[:3])
+        title, caption = f"for {shown_name(opened.class_names[c])}", f"says {probabilities[c]:.1%} · by {method}"
+        picture = draw.heat_overlay(photo, values / max(values.max(), 1e-12), smooth=True)
+        panels.append(draw.Panel(title, picture, caption))
+    says = " · ".join(f"{shown_name(opened.class_names[c])} {probabilities[c]:.1%}" for c in best[:3])
     bars = [("unsure", "sure", "heat"), ("irrelevant", "relevant", "heat")]
-    row = draw.Row(f"{model.name}   says: {says}", panels, entries, bars)
+    row = draw.Row(f"{model.name}   says: {says}", panels, legend, bars)
 
     def about(c: int) -> dict[str, Any]:
-        return {"class": name_of(model.classes, c), "index": c, "probability": _round(probabilities[c])}
+        return {"class": opened.class_names[c], "index": c, "probability": _round(probabilities[c])}
 
-    fact = {
-        "name": model.name,
-        "view": _round(seen.area),
-        "top": [about(c) for c in best],
-        "tokens": {
-            "from": source,
-            "classes": top.tolist(),
-            "confidence": _round(sure),
-            "names": {str(c): name for c, name in names.items()},
-        },
-        "relevance": [{**about(c), "method": method, "grid": _round(v)} for c, v in zip(chosen, heat, strict=True)],
-    }
-    return row, fact, list(wanted) or [name_of(model.classes, c) if model.classes.names else str(c) for c in chosen]
+    tokens = {"from": source, "classes": top.tolist(), "confidence": _round(sure)}
+    tokens["names"] = {str(c): name for c, name in names.items()}
+    maps = [{**about(c), "method": method, "grid": _round(values)} for c, values in zip(chosen, heat, strict=True)]
+    return row, {"name": model.name, "top": [about(c) for c in best], "tokens": tokens, "relevance": maps}
 
 
 def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options: ExplainOptions) -> Explanation:
@@ -158,12 +137,11 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
         raise EverytokenError(f"mix takes exactly two images, got {len(files)}.")
     rows, facts = [], []
     for model in models:
-        own, partner = (model.read(file) for file in files)
-        height, width = own.pixels.shape[:2]
-        mask = draw_box(options.mix_part, (height, width), options.seed)
-        story = follow_mix(model.model, own.images, partner.images, mask, BOXES)
-        mixed = np.where(mask[0].numpy()[..., None] > 0, own.pixels, partner.pixels)
-        photos = [draw.fit_photo(Image.fromarray(pixels)) for pixels in (own.pixels, partner.pixels, mixed)]
+        (first, own), (second, partner) = (model.read(file) for file in files)
+        mask = draw_box(options.mix_part, (own.shape[2], own.shape[3]), options.seed)
+        story = follow_mix(model.opened.model, own, partner, mask, BOXES)
+        mixed = np.where(mask[0].numpy()[..., None] > 0, first, second)
+        photos = [draw.fit_photo(Image.fromarray(pixels)) for pixels in (first, second, mixed)]
         size, aligned = photos[2].size, story.aligned.numpy()
         lines = [("by alignment", draw.OWN, story.layers), ("by likeness", draw.PARTNER, story.likeness)]
         captions = [
@@ -181,7 +159,7 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
         label = f"{model.name}   RMSE of aligned shares over {BOXES} random boxes: {story.rmse:.3f}"
         rows.append(draw.Row(label, [draw.Panel(*panel) for panel in captions], bars=[("first", "second", "share")]))
         numbers = {name: _round(value) for name, value in vars(story).items()}
-        facts.append({"name": model.name, "source": model.source, "boxes": BOXES, **numbers})
+        facts.append({"name": model.name, "source": model.opened.source, "boxes": BOXES, **numbers})
     card = draw.draw_card(draw.Card(f"{files[0]} with a box from {files[1]}", rows))
     mix = {"files": list(files), "seed": options.seed, "models": facts}
     return Explanation([card], {"everytoken": version(), "mix": mix})

@@ -1,77 +1,62 @@
-"""A model to be explained: what its classes are called, and how it looks at an image file."""
+"""A model to be explained: how it looks at an image file, and what its classes are called."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everytoken.data import placement as pl
+from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken.models import TokenModel
 from everytoken_lab.classes import ClassList
-from everytoken_lab.data.augment import EvalTransform, eval_view
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.decode import Picture
+from everytoken_lab.engine.run_folder import PUBLISHED
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, probabilities
 from everytoken_lab.evaluation.run import open_with
 from everytoken_lab.explanation.saliency import evaluating
-from everytoken_lab.models.open import Description, OpenModel
-
-Area = tuple[float, float, float, float]
-
-
-@dataclass(frozen=True)
-class ModelInput:
-    """What a model sees of an image."""
-
-    pixels: np.ndarray  # uint8 [H, W, 3], before normalisation
-    images: Tensor  # float32 [1, 3, H, W], the network's input
-    area: Area  # (x0, y0, x1, y1) of the source image, in fractions
+from everytoken_lab.models.open import OpenModel
 
 
 @dataclass(frozen=True)
 class ExplainedModel:
-    """A model in evaluation mode, and what one needs to know of it."""
+    """A model with the calibration of its run, and a short name for pictures."""
 
-    name: str  # short, for pictures
-    source: str  # as the user named it
-    model: TokenModel
-    classes: ClassList
-    token_classes: ClassList  # those of the class head without a token head
-    transform: EvalTransform
-    info: Description  # with the calibration of its run
+    name: str
+    opened: OpenModel
 
-    def read(self, path: str | Path) -> ModelInput:
-        """Read an image file as evaluation does: upright, resized, centre crop."""
+    def read(self, path: str | Path) -> tuple[np.ndarray, Tensor]:
+        """An image file as evaluation shows it to the network: uint8 [H, W, 3], and normalised [1, 3, H, W]."""
         if not Path(path).is_file():
             more = " It is a folder: name the files, such as folder/*.jpg." if Path(path).is_dir() else ""
             raise EverytokenError(f"there is no image file {path}.{more}")
-        pixels, placement = self.transform(Picture(path, str(path)))
-        pixels = np.ascontiguousarray(pixels)
-        mean, std = (torch.tensor(v)[:, None, None] for v in (self.transform.mean, self.transform.std))
-        images = (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - mean) / std
-        return ModelInput(pixels, images[None].to(next(self.model.parameters()).device), pl.box(placement))
+        transform, model = eval_view(self.opened.info), self.opened.model
+        pixels = np.ascontiguousarray(transform(Picture(path, str(path)))[0])
+        images = torch.from_numpy(pixels).permute(2, 0, 1)[None].to(next(model.parameters()).device)
+        return pixels, normalise(images, transform.mean, transform.std)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """[K] of one image, as `predict` shows them."""
-        return probabilities(self.info, self.model(images).voted(self.info.token_vote)[0]).cpu()
+        info = self.opened.info
+        with torch.no_grad(), evaluating(self.opened.model):
+            return probabilities(info, self.opened.model(images).voted(info.token_vote)[0]).cpu()
 
     def find_class(self, text: str) -> int:
         """The class that a text names: its name, a word for it that ImageNet knows, or its number."""
-        number = self.classes.find(text)
-        if number is None and text.isdigit():
-            number = int(text)
-        if number is None or not 0 <= number < self.classes.count:
-            examples = ", ".join(self.classes.names[:4]) or "not named"
+        classes = self.opened.classes
+        number, digits = classes.find(text), text.removeprefix("class ")
+        if number is None and digits.isdigit():
+            number = int(digits)
+        if number is None or not 0 <= number < classes.count:
+            examples = ", ".join(classes.names[:4]) or "not named"
             raise EverytokenError(
-                f"{self.name} has no class {text!r}.{self.classes.near(text)} Its {self.classes.count} classes are "
-                f"{examples}{', ...' if self.classes.count > 4 else ''}; a number from 0 to {self.classes.count - 1} "
-                "is accepted, too."
+                f"{self.name} has no class {text!r}.{classes.near(text)} Its {classes.count} classes are {examples}"
+                f"{', ...' if classes.count > 4 else ''}; a number from 0 to {classes.count - 1} is accepted, too."
             )
         return number
 
@@ -94,31 +79,18 @@ def token_probabilities(model: TokenModel, images: Tensor) -> tuple[Tensor, bool
     return cells.float().softmax(-1), logits is not None
 
 
-def open_explained(
-    source: str | Path | OpenModel, options: InferenceOptions | None = None, names: Sequence[str] = ()
-) -> ExplainedModel:
-    """The model that `source` names, or a loaded one. `names`: of its classes, where the weights do not say them."""
+def open_explained(source: str | Path | OpenModel, options: InferenceOptions | None = None) -> ExplainedModel:
+    """The model that `source` names, or a loaded one."""
     options = options or InferenceOptions(workers=0)
     opened = open_with(source, options)
-    source = str(source.source if isinstance(source, OpenModel) else source)
     if not hasattr(opened.model.backbone, "forward_features"):
         raise EverytokenError(
-            f"{source} has no gradients, which an explanation needs. Explain the run or the weights that it was "
+            f"{opened.source} has no gradients, which an explanation needs. Explain the run or the weights that it was "
             "exported from."
         )
-    classes, token_classes = opened.classes, opened.token_classes
-    if names or not classes.count:
-        if len(names) != classes.count or not names:
-            raise EverytokenError(f"{len(names)} class names were given; {source} has {classes.count} classes.")
-        named = replace(classes, names=tuple(names), synonyms=())
-        classes, token_classes = named, named if token_classes == classes else token_classes
     if not options.img_size:
         opened, _ = calibrated(opened, options, None)
-    path = Path(source)
-    folder = path.parent if path.is_file() and path.suffix == ".safetensors" else path
-    name = (
-        source
-        if source.startswith(("timm:", "registry:", "hf-hub:"))
-        else f"{folder.name} · {opened.info.architecture}"
-    )
-    return ExplainedModel(name, source, opened.model, classes, token_classes, eval_view(opened.info), opened.info)
+    path = Path(opened.source)
+    folder = path.parent if path.suffix == ".safetensors" else path
+    named = opened.source.startswith(PUBLISHED)
+    return ExplainedModel(opened.source if named else f"{folder.name} · {opened.info.architecture}", opened)

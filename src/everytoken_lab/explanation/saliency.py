@@ -13,21 +13,20 @@ What we do differently: talking heads (CaiT) mix heads after the softmax, and wh
 Grad-CAM of a model with a class token looks at the patches before the last block, because after it they do not reach
 the head.
 
-Attention is made explicit while the model runs (`record_attention`): fused attention is answered by the same formula
-with its matrix; a layer that makes its matrix itself hands it to `attn_drop`, where a hook gets it. Which layers these
-are is what token-label alignment knows (`everytoken.models.align.RULES`). The model is unchanged afterwards.
+While the model is looked at, its layers compute attention as a matrix instead of fused, and hooks on `attn_drop` take
+it (`record_attention`). Which layers these are is what token-label alignment knows (`everytoken.models.align.RULES`).
+The model is unchanged afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from everytoken.models.align.aligner import HEADS, pooling
 from everytoken.models.align.attention import self_attention, talking_heads
@@ -53,23 +52,23 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
             "cam": where the head reads the mean of the tokens, most evidence for a class stays in its own position
             and goes through no attention matrix at all.
     """
-    backbone = backbone_of(model)
+    backbone: Any = backbone_of(model)
     chosen = choose_method(backbone, method)
     with torch.inference_mode(False), torch.enable_grad(), evaluating(backbone):
         indices = _indices(backbone, classes, len(images))
         inputs = images.detach().clone().requires_grad_()
         if chosen == "cam":
             return _grad_cam(backbone, inputs, indices)
-        with record_attention(backbone) as attention, record_blocks(backbone, chosen == "lrp") as blocks:
-            logits = class_logits(backbone, inputs)
+        with record_attention(backbone) as matrices, record_blocks(backbone, chosen == "lrp") as blocks:
+            logits = _class_logits(backbone, backbone.forward_features(inputs))
         size, maps = (images.shape[-2], images.shape[-1]), []
         for i in range(indices.shape[1]):
             score = logits.gather(1, indices[:, i : i + 1]).sum()  # images do not see each other
-            grads = torch.autograd.grad(score, attention.matrices, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(score, matrices, retain_graph=True, allow_unused=True)
             with torch.no_grad():
-                weights = [a.detach() for a in attention.matrices]
+                weights = [matrix.detach() for matrix in matrices]
                 if chosen == "lrp":
-                    weights = attention_relevance(backbone, blocks, attention.matrices, indices[:, i])
+                    weights = attention_relevance(backbone, blocks, matrices, indices[:, i])
                 steps = [_relevance_step(a, g) for a, g in zip(weights, grads, strict=True)]
                 start = _identity(1, steps[-1].shape[2], steps[-1])
                 maps.append(_read(backbone, accumulate(steps) - start, size))
@@ -131,19 +130,18 @@ def _read(backbone: nn.Module, result: Tensor, size: tuple[int, int]) -> Tensor:
     return patches.unflatten(1, grid_shape(patches.shape[1], size))
 
 
-def _grad_cam(backbone: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
-    model: Any = backbone
-    captured: list[Tensor] = []
+def _grad_cam(backbone: Any, inputs: Tensor, classes: Tensor) -> Tensor:
+    before: list[Tensor] = []
+    handles = []
     if family_of(backbone).layout == "tokens" and _has_class_token(backbone):
-        handle = last_block(backbone).register_forward_pre_hook(lambda module, args: captured.append(args[0]))
-        try:
-            logits = class_logits(backbone, inputs)
-        finally:
+        handles.append(last_block(backbone).register_forward_pre_hook(lambda m, args: before.append(args[0])))
+    try:
+        features = backbone.forward_features(inputs)
+    finally:
+        for handle in handles:
             handle.remove()
-    else:
-        captured = [model.forward_features(inputs)]
-        logits = _head(model, captured[0])
-    features, maps = captured[0], []
+    logits, maps = _class_logits(backbone, features), []
+    features = before[0] if before else features
     for i in range(classes.shape[1]):
         score = logits.gather(1, classes[:, i : i + 1]).sum()
         (gradient,) = torch.autograd.grad(score, features, retain_graph=True)
@@ -173,12 +171,8 @@ def _has_class_token(backbone: nn.Module) -> bool:
         return True  # a head that pools in its own way: before the last block is safe for every one
 
 
-def class_logits(backbone: Any, images: Tensor) -> Tensor:
-    """[B, K] of a timm model, also while it is trained with a distillation token."""
-    return _head(backbone, backbone.forward_features(images))
-
-
-def _head(backbone: Any, features: Tensor) -> Tensor:
+def _class_logits(backbone: Any, features: Tensor) -> Tensor:
+    """[B, K] of a timm model's features; some answer for tokens, too."""
     out = backbone.forward_head(features)
     return out[0] if isinstance(out, tuple) else out
 
@@ -246,78 +240,28 @@ def read_tokens(backbone: nn.Module) -> str:
     return "both" if kind == "token" and hasattr(backbone, "head_dist") else kind
 
 
-class AttentionRecord(TorchFunctionMode):
-    """The attention matrices of one pass: inside attention layers, fused attention is answered with its matrix.
-
-    `matrices`: [B, heads, M, N] of each layer that has run; outputs m are made from inputs n.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrices: list[Tensor] = []
-        self._layers, self._inside = 0, False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention and self._inside:
-            out, matrix = explicit_attention(*args, **(kwargs or {}))
-            self._add(matrix)
-            return out
-        return func(*args, **(kwargs or {}))
-
-    def _enter(self) -> None:
-        self._layers, self._inside = self._layers + 1, True
-
-    def _add(self, matrix: Tensor) -> None:
-        if self._inside:
-            self.matrices.append(matrix)
-
-    def _leave(self, module: nn.Module) -> None:
-        self._inside = False
-        if len(self.matrices) != self._layers:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} ({type(module).__module__}) ran, but its attention matrix did not show up. "
-                f"{WAY_OUT}"
-            )
-
-
-def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(softmax(scale·QKᵀ + mask)·V, the softmax [..., M, N]), as `scaled_dot_product_attention`, without dropout."""
-    if enable_gqa:
-        raise UnsupportedModelError(f"attention whose heads share keys (enable_gqa) cannot be followed. {WAY_OUT}")
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    matrix = scores.softmax(-1)
-    return matrix @ value, matrix
-
-
 @contextmanager
-def record_attention(backbone: nn.Module) -> Iterator[AttentionRecord]:
-    """Run the backbone inside, once; the matrices are then in what this yields."""
-    record, handles = AttentionRecord(), []
+def record_attention(backbone: nn.Module) -> Iterator[list[Tensor]]:
+    """Run the backbone inside, once; the list then has the attention matrices [B, heads, M, N] of its layers in order.
+
+    Outputs m are made from inputs n.
+    """
+    layers: list[Any] = attention_layers(backbone)
+    fused = [layer for layer in layers if getattr(layer, "fused_attn", False)]
+    hooked = [layer.attn_drop for layer in layers if isinstance(getattr(layer, "attn_drop", None), nn.Module)]
+    matrices: list[Tensor] = []
+    handles = [drop.register_forward_pre_hook(lambda m, args: matrices.append(args[0])) for drop in hooked]
+    for layer in fused:
+        layer.fused_attn = False
     try:
-        for layer in attention_layers(backbone):
-            handles.append(layer.register_forward_pre_hook(lambda m, a: record._enter()))
-            drop = getattr(layer, "attn_drop", None)
-            if isinstance(drop, nn.Module):
-                handles.append(drop.register_forward_pre_hook(lambda m, a: record._add(a[0])))
-            handles.append(layer.register_forward_hook(lambda m, a, o: record._leave(m)))
-        with evaluating(backbone), record:
-            yield record
+        with evaluating(backbone):
+            yield matrices
+        if len(matrices) != len(layers):
+            name = type(backbone).__name__
+            raise UnsupportedModelError(f"not all attention layers of {name} pass their matrix to attn_drop. {WAY_OUT}")
     finally:
+        for layer in fused:
+            layer.fused_attn = True
         for handle in handles:
             handle.remove()
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from everytoken.errors import EverytokenError
@@ -132,20 +133,13 @@ def _card(
         width, height = score_map.size if min(score_map.size) > 0 else (draw.PANEL, draw.PANEL)
         scale = draw.PANEL / max(width, height)
         photo = Image.new("RGB", (max(1, round(width * scale)), max(1, round(height * scale))), "#d0d0d4")
-    chosen = colours.choose([name_of(c) for c, _ in summary.fractions])
-    legend = {c: chosen[name_of(c)] for c, _ in summary.fractions if name_of(c) in chosen}
-    shown = sorted(((c, fraction) for c, fraction in summary.fractions if c in legend), key=lambda pair: -pair[1])
-    entries = [draw.Entry(legend[c], name_of(c), fraction) for c, fraction in shown]
-    if (others := len(summary.fractions) - len(shown)) > 0:
-        rest = 1 - sum(fraction for _, fraction in shown)
-        entries.append(draw.Entry(draw.OTHER, f"{others} other{'s' if others > 1 else ''}", rest))
-    confidence = summary.confidence[summary.inside]
+    area, confidence = score_map.area, summary.confidence[summary.inside]
+    top = np.where(summary.inside, summary.top, -1)
+    painted, legend = draw.class_picture(photo, top, summary.confidence, name_of, colours, area)
     panels = [
         draw.Panel("photo", photo),
-        draw.Panel(
-            "what the map says", draw.class_overlay(photo, summary.top, summary.confidence, legend, score_map.area)
-        ),
-        draw.Panel("how sure it is", draw.confidence_overlay(photo, summary.confidence, score_map.area)),
+        draw.Panel("what the map says", painted),
+        draw.Panel("how sure it is", draw.heat_overlay(photo, summary.confidence, area)),
     ]
     note = remark or f"sure {confidence.min():.0%} to {confidence.max():.0%} · {summary.vocabulary} classes"
-    return draw.Row(label, panels, entries, [("0 %", "100 %", "heat")], note, ink, draw.RED if remark else draw.FAINT)
+    return draw.Row(label, panels, legend, [("0 %", "100 %", "heat")], note, ink, draw.RED if remark else draw.FAINT)

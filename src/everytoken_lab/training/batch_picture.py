@@ -54,16 +54,10 @@ def batch_picture(
         if target is not None:
             own = target[slice(i, i + 1)]
             classes = torch.where(own.weight > 0.5, own.top_class(), -1)[0].cpu().numpy()
-            found, counts = np.unique(classes[classes >= 0], return_counts=True)
-            order = found[np.argsort(-counts, kind="stable")].tolist()
-            chosen = colours.choose([names[c] for c in order])
-            legend = [draw.Entry(colour, name) for name, colour in chosen.items()]
-            if len(chosen) < len(order) or (classes < 0).any():
-                legend.append(draw.Entry(draw.OTHER, "others, or no label"))
-            paint = {c: chosen[names[c]] for c in order if names[c] in chosen}
             confidence = own.dense().amax(-1).clamp(0, 1)[0].cpu().numpy()
             source = "from its score map" if from_maps else "by what is shown there"
-            overlay = draw.class_overlay(photo, classes, confidence, paint)
+            overlay, legend = draw.class_picture(photo, classes, confidence, names.__getitem__, colours)
+            legend += [draw.Entry(draw.OTHER, "no label")] if (classes < 0).any() else []
             panels.append(draw.Panel("labels of its tokens", overlay, source))
         key = batch.keys[i] if i < len(batch.keys) else f"image {i}"
         cards.append(draw.Card(key, [draw.Row(_label(batch, i, class_names), panels, legend)]))
