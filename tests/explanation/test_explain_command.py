@@ -90,7 +90,7 @@ def test_two_models_are_asked_about_the_same_classes(here, tmp_path):
     assert [m["method"] for m in facts["models"]] == ["attention", "cam"]
     one, other = facts["images"][0]["models"]
     assert [r["class"] for r in one["relevance"]] == [r["class"] for r in other["relevance"]]
-    assert other["tokens"]["from"] == "classifier at every cell"
+    assert other["tokens"]["from"] == "class head"
 
 
 @pytest.mark.parametrize("model", ["vit", "cnn"])

@@ -18,7 +18,7 @@ from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.evaluation.calibrated import validation_set
 from everytoken_lab.reports.charts import Series, line_chart, thin, ticks
 from everytoken_lab.reports.predictions import CACHE, predict_run
-from everytoken_lab.reports.samples import token_maps
+from everytoken_lab.reports.samples import token_pictures
 
 
 class Page(HTMLParser):
@@ -124,7 +124,7 @@ def test_samples_show_calibrated_probabilities_and_none_of_few_images(trained, p
     opened = found.model()
     for temperature in (0.1, 3.0):
         calibrated = replace(found, calibration=SimpleNamespace(temperature=temperature))
-        picture, (sure,), _ = token_maps(calibrated, [5])
+        picture, (sure,), _ = token_pictures(calibrated, [5])
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (opened.info.mean, opened.info.std))
         pixels = torch.from_numpy(np.array(picture[0])).permute(2, 0, 1) / 255
         with torch.no_grad():

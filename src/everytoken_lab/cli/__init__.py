@@ -12,8 +12,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everytoken.errors import EverytokenError, did_you_mean, install_command, no_telemetry
@@ -63,52 +62,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         from everytoken_lab.machine import keep_freed_memory
 
         keep_freed_memory()
-        with machine_errors():
-            if argv[:1] in (["-V"], ["--version"]):
-                from everytoken._version import version
+        if argv[:1] in (["-V"], ["--version"]):
+            from everytoken._version import version
 
-                print(f"everytoken {version()}")
-                return 0
-            return dispatch("everytoken", GROUPS, _set_limit(argv), _run_module, EXAMPLES) or 0
-    except EverytokenError as error:
-        code: int | None = getattr(error, "exit_code", None)
-        if code is not None:  # a run that was asked to stop, and has said so
-            return code
-        print(f"everytoken: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:  # a package of the extra `lab`
-        if not error.name or error.name.startswith("everytoken"):
-            raise
-        print(f"everytoken: {error.name} is not installed. Install: {install_command('lab')}", file=sys.stderr)
-        return 2
+            print(f"everytoken {version()}")
+            return 0
+        return dispatch("everytoken", GROUPS, _set_limit(argv), _run_module, EXAMPLES) or 0
     except KeyboardInterrupt:
         print("everytoken: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `everytoken models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-@contextmanager
-def machine_errors() -> Iterator[None]:
-    """Turn what the machine refuses (a full disk, a forbidden file, memory, a killed process) into a sentence."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        if error.errno is None:
+    except Exception as error:
+        told = _told(error)
+        if told is None:
             raise
-        raise disk_error(error) from error
-    except MemoryError as error:
-        raise EverytokenError(
-            "out of memory. Use a smaller --batch-size, fewer --workers, or a machine with more."
-        ) from error
-    except RuntimeError as error:  # torch raises it in the middle of anything when a loader's process dies
-        loader = sys.modules.get("everytoken_lab.data.loader")
-        if loader is not None and (told := loader.worker_error(error)):
-            raise told from error
-        raise
+        code: int | None = getattr(told, "exit_code", None)
+        if code is not None:  # a run that was asked to stop, and has said so
+            return code
+        print(f"everytoken: {told}", file=sys.stderr)
+        return 2
+
+
+def _told(error: Exception) -> EverytokenError | None:
+    """An error for people, also of what the machine refuses: a full disk, memory, a missing package; None: a bug."""
+    if isinstance(error, EverytokenError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return disk_error(error)
+    if isinstance(error, MemoryError):
+        return EverytokenError("out of memory. Use a smaller --batch-size, fewer --workers, or a machine with more.")
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("everytoken"):
+        return EverytokenError(f"{error.name} is not installed. Install: {install_command('lab')}")
+    loader = sys.modules.get("everytoken_lab.data.loader")
+    if loader is not None and isinstance(error, RuntimeError):  # torch's, when a process of the loader dies
+        told: EverytokenError | None = loader.worker_error(error)
+        return told
+    return None
 
 
 def _set_limit(argv: list[str]) -> list[str]:

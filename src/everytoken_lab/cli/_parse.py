@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -23,6 +23,11 @@ except ImportError:
     on_parse_error = None  # type: ignore[assignment]
 
 T = TypeVar("T")
+_SOURCES = (
+    "A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), "
+    "hf-hub:USER/NAME or registry:efficientnet_lite0."
+)
+Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=_SOURCES)]
 _KINDS = {"INT": "an integer", "FLOAT": "a number"}
 
 

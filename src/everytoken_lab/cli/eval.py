@@ -11,7 +11,7 @@ import tyro
 
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
-from everytoken_lab.cli._parse import check_source, values_of
+from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.cli._tables import print_facts, print_table
 from everytoken_lab.evaluation import EvalOptions, evaluate
 from everytoken_lab.progress import Progress
@@ -42,9 +42,7 @@ class EvalCommand(EvalOptions):
         everytoken eval timm:deit_tiny_patch16_224 imagenet/val
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
-    registry:efficientnet_lite0."""
+    source: Source
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = ""
     """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME. Default: the images
     that the run held out."""

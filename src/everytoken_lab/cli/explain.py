@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from everytoken_lab.cli._parse import check_source, values_of
+from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.explanation import ExplainOptions, explain
 
 
@@ -23,9 +23,7 @@ class ExplainCommand(ExplainOptions):
         everytoken explain runs/first cat.jpg dog.jpg --mix --out pictures
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a weights file, an exported folder, timm:NAME (pretrained weights), hf-hub:USER/NAME,
-    registry:efficientnet_lite0."""
+    source: Source
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE ...")]
     """Image files."""
     out: Path

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from everytoken_lab.cli._parse import check_source, values_of
+from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import ExportOptions, export
 
 
@@ -26,8 +23,7 @@ class ExportCommand(ExportOptions):
         everytoken export registry:efficientnet_lite0 --to onnx --cells --images photos
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a weights file, timm:NAME (pretrained weights), hf-hub:USER/NAME, registry:efficientnet_lite0."""
+    source: Source
     out: str = ""
     """The folder to write; default: `export` in the run."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from everytoken_lab.cli._parse import check_source, values_of
+from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import PredictOptions, predict
 from everytoken_lab.progress import Progress
 from everytoken_lab.schema import counted
@@ -32,9 +32,7 @@ class PredictCommand(PredictOptions):
         everytoken predict timm:deit_tiny_patch16_224 photo.jpg --top 3
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a weights file, an exported folder or .onnx file, timm:NAME (pretrained weights), hf-hub:USER/NAME,
-    registry:efficientnet_lite0."""
+    source: Source
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
     """Image files and folders (searched recursively)."""
     out: str = ""

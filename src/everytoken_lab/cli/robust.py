@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from everytoken_lab.cli._parse import values_of
+from everytoken_lab.cli._parse import Source, values_of
 from everytoken_lab.progress import Progress
 from everytoken_lab.robust import RobustOptions, robustness
 
@@ -26,8 +23,7 @@ class RobustCommand(RobustOptions):
         everytoken robust runs/plain --compare runs/aligned --suite val=val corrupt c=ImageNet-C
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a weights file, timm:NAME, hf-hub:USER/NAME, or registry:efficientnet_lite0."""
+    source: Source
     json: bool = False
     """Print JSON instead of a table; both are written to --out."""
     out: str = ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import tyro
 
 from everytoken.errors import EverytokenError
-from everytoken_lab.cli._parse import parse
+from everytoken_lab.cli._parse import Source, parse
 from everytoken_lab.machine import Workers, default_workers
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ class TransferCommand:
         everytoken transfer runs/plain --compare runs/aligned --suite mine=photos --recipe transfer_cifar10
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a weights file, timm:NAME, registry:efficientnet_lite0|1|2 or hf-hub:USER/NAME."""
+    source: Source
     suite: tuple[str, ...] = ()
     """cifar10, cifar100, flowers, cars, each with =FOLDER for data in folders, or NAME=FOLDER. Default: all but
     flowers, which needs a folder."""

@@ -118,10 +118,7 @@ class ExportOptions(OpenOptions):
 def load(source: str | Path, **options: Any) -> OpenModel:
     """Open a trained model for use.
 
-    Example:
-        >>> model = lab.load("runs/first")
-        >>> model.predict("photo.jpg")[0].classes
-        >>> model.model(images).token_logits        # the TokenModel itself
+    `predict`, `evaluate`, `explain` and `export` are its methods, and `.model` is the TokenModel itself.
 
     Args:
         source: a run folder, a weights file, an exported folder or .onnx file, timm:NAME, hf-hub:USER/NAME or
@@ -138,13 +135,9 @@ def evaluate(
 ) -> Evaluation:
     """Accuracy of a model: top-1, top-5, loss, calibration error, a table of classes, what each image got.
 
-    Example:
-        >>> lab.evaluate("runs/first", "photos").numbers["top1"]
-
     Args:
-        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME, registry:NAME, or a loaded model.
+        source: as for `load`, or a loaded model.
         data: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME, or an open dataset.
-        progress: hears how many images are done, of how many.
         options: fields of `EvalOptions`.
     """
     from everytoken_lab.evaluation.run import run_evaluation
@@ -161,13 +154,9 @@ def predict(
 ) -> ImagePredictions:
     """Predict the classes of unlabelled images.
 
-    Example:
-        >>> lab.predict("runs/first", "new-photos").to_csv("predictions.csv")
-
     Args:
-        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME, registry:NAME, or a loaded model.
+        source: as for `load`, or a loaded model.
         images: files and folders; folders are searched to the bottom.
-        progress: hears how many images are done, of how many.
         options: fields of `PredictOptions`.
     """
     from everytoken_lab.evaluation.predictions import run_prediction
@@ -185,10 +174,8 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **opti
         {'model.safetensors': 0.0, 'model.onnx': 4.8e-06}
         >>> timm.create_model("local-dir:flowers", pretrained=True)
 
-    Every file is compared with the model on real images before it takes its place.
-
     Args:
-        source: a run folder, a weights file, timm:NAME, hf-hub:USER/NAME, registry:NAME, or a loaded model.
+        source: as for `load`, or a loaded model.
         out: the folder; default: `export` in the run.
         options: fields of `ExportOptions`; `to` may be one name.
     """

@@ -15,7 +15,7 @@ from everytoken_lab.classes import shown_name
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.evaluation import ExportOptions
 from everytoken_lab.evaluation.calibrated import splits
-from everytoken_lab.models.open import OpenModel
+from everytoken_lab.models.open import Description, OpenModel
 from everytoken_lab.stats import Estimate, percentage
 
 _SHOWN = 40  # classes that are named
@@ -44,13 +44,14 @@ def model_card(
             "metrics": [{"type": kind, "value": round(result.value, 2), "name": f"{name} on held-out images"}],
         }
         front["model-index"] = [{"name": title, "results": [outcome]}]
+    compared = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
     sections = [
         f"# {_plain(title)}",
         _about(opened),
         _training(run, facts),
         _result(opened, facts),
         _use(opened, differences),
-        _files(differences, checked_on),
+        f"Compared with the trained model on {checked_on}; largest difference of a logit: {compared}.",
         f"Written by everytoken {version()}.",
     ]
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
@@ -168,20 +169,21 @@ def _use(opened: OpenModel, differences: Mapping[str, float]) -> str:
             'json.loads(about["classes"])[logits[0].argmax()]\n```'
         )
     parts.append("```sh\neverytoken predict FOLDER photos --out predictions.csv\n```")
-    side = int(info.img_size[0] / info.crop_pct)
-    resized = {"center": "the short side", "squash": "both sides", "border": "the long side"}[info.crop_mode]
-    rest = "padded with the mean colour to" if info.crop_mode == "border" else "the centre"
-    parts.append(
-        f"Preprocessing: RGB, upright, {resized} resized to {side} pixels ({info.interpolation}), {rest} "
-        f"{info.img_size[1]} x {info.img_size[0]}, divided by 255, mean {list(info.mean)}, std {list(info.std)}."
-    )
+    steps = (f"{name.replace('_', ' ')} {value}" for name, value in preprocessing(info).items())
+    parts.append(f"Preprocessing: {', '.join(steps)}. Sizes are height and width in pixels.")
     return "\n\n".join(parts)
 
 
-def _files(differences: Mapping[str, float], checked_on: str) -> str:
-    rows = (f"| {name} | {difference:.1e} |" for name, difference in differences.items())
-    intro = f"Each file was compared with the trained model on {checked_on}; the largest difference of a logit:"
-    return "\n".join(["## Files", intro, "", "| file | difference |", "|---|---|", *rows])
+def preprocessing(info: Description) -> dict[str, Any]:
+    """What is done to an upright image before the network sees it."""
+    resized, then = {
+        "center": ("resize_short_side", "centre_crop"),
+        "squash": ("resize_both_sides", "centre_crop"),
+        "border": ("resize_long_side", "pad_with_mean_colour"),
+    }[info.crop_mode]
+    sizes = {resized: [int(side / info.crop_pct) for side in info.img_size], then: list(info.img_size)}
+    colours = {"scale": "divide by 255", "mean": list(info.mean), "std": list(info.std), "layout": "NCHW, RGB"}
+    return {**sizes, "interpolation": info.interpolation, **colours}
 
 
 def _plain(text: object) -> str:

@@ -18,7 +18,7 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.run_folder import Run, run_of
 from everytoken_lab.evaluation import ExportOptions, InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, validation_set
-from everytoken_lab.evaluation.card import model_card
+from everytoken_lab.evaluation.card import model_card, preprocessing
 from everytoken_lab.evaluation.run import open_with
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.inference import export_onnx, open_session
@@ -83,7 +83,10 @@ class _Answers(nn.Module):
 def run_export(source: str | Path | OpenModel, out: Path | None, options: ExportOptions) -> Exported:
     """See `export`."""
     kinds = list(dict.fromkeys("timm" if kind == "hf" else kind for kind in options.to))
-    _check_options(kinds, options.push)
+    for module in ("onnx", "onnxscript", "onnxruntime") if "onnx" in kinds else ():
+        need(module, "export", "an ONNX file")
+    if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
+        raise EverytokenError(f"push is {options.push!r}; a repository on the Hub is USER/NAME.")
     how = InferenceOptions(model=options.model, weights=options.weights, img_size=options.img_size, device="cpu")
     opened = open_with(source, how)
     if isinstance(opened.model, OnnxModel):
@@ -117,15 +120,6 @@ def run_export(source: str | Path | OpenModel, out: Path | None, options: Export
     return Exported(folder, tuple(folder / name for name in names), differences, checked_on, notes, address)
 
 
-def _check_options(kinds: Sequence[str], push: str) -> None:
-    """What would fail after all the work is said before it."""
-    if "onnx" in kinds:
-        for module in ("onnx", "onnxscript", "onnxruntime"):
-            need(module, "export", "an ONNX file")
-    if push and not re.fullmatch(r"[\w.-]+/[\w.-]+", push):
-        raise EverytokenError(f"push is {push!r}; a repository on the Hub is USER/NAME.")
-
-
 def _portable(opened: OpenModel) -> Description:
     """The description, with everything that the opened model knew from elsewhere."""
     config: Any = opened.model.backbone.pretrained_cfg or {}
@@ -146,7 +140,7 @@ def _check_images(opened: OpenModel, run: Run | None, given: str) -> tuple[Tenso
     """A few images as the network sees them, [N, 3, H, W], and what they are."""
     view = eval_view(opened.info)
     pictures: list[Picture] = []
-    words = f"{CHECKED_ON} drawn images, because no photos were named"
+    words = f"{CHECKED_ON} images of noise, because no photos were named"
     if given:
         root, names = gather_images([given])
         pictures = [Picture(root / names[i], names[i]) for i in sample_positions(len(names), CHECKED_ON)]
@@ -158,9 +152,8 @@ def _check_images(opened: OpenModel, run: Run | None, given: str) -> tuple[Tenso
             words = f"{len(pictures)} images that the run held out"
     if pictures:
         pixels = torch.from_numpy(np.stack([view(picture)[0] for picture in pictures])).permute(0, 3, 1, 2)
-    else:  # coloured clouds
-        coarse = torch.rand(CHECKED_ON, 3, 7, 7, generator=torch.Generator().manual_seed(0))
-        pixels = (255 * nn.functional.interpolate(coarse, view.size, mode="bilinear", align_corners=False)).byte()
+    else:
+        pixels = torch.randint(256, (CHECKED_ON, 3, *view.size), generator=torch.Generator().manual_seed(0))
     return normalise(pixels.contiguous(), view.mean, view.std), words
 
 
@@ -199,28 +192,13 @@ def _write_onnx(opened: OpenModel, folder: Path, images: Tensor, cells: bool) ->
     outputs = ["logits", "cells"] if cells else ["logits"]
     module = _Answers(opened, cells, opened.info.token_vote).eval()
     info = replace(opened.info, token_vote=0.0)  # which is in the logits now
-    sides = [int(side / info.crop_pct) for side in info.img_size]
-    resized, then = {
-        "center": ("resize_short_side", "centre_crop"),
-        "squash": ("resize_both_sides", "centre_crop"),
-        "border": ("resize_long_side", "pad_with_mean_colour"),
-    }[info.crop_mode]
-    preprocessing = {
-        resized: sides,
-        then: info.img_size,
-        "interpolation": info.interpolation,
-        "scale": "divide by 255",
-        "mean": info.mean,
-        "std": info.std,
-        "layout": "NCHW, RGB",
-    }
     program = onnx.load_from_string(export_onnx(module, images[:2], outputs))
     onnx.helper.set_model_props(
         program,
         {
             **info.to_metadata(),
             "classes": json.dumps(info.class_names, ensure_ascii=False),
-            "preprocessing": json.dumps(preprocessing),
+            "preprocessing": json.dumps(preprocessing(info)),
             "temperature": str(1.0 if info.calibration is None else info.calibration.temperature),
         },
     )

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from everytoken.errors import EverytokenError
 from everytoken.models.token_model import TokenModel, probe
+from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import OpenModel
@@ -38,19 +39,12 @@ THRESHOLD = 0.45  # of the heat, which is scaled to 0..1
 
 @dataclass(frozen=True)
 class Location:
-    """Where an object is.
+    """Where an object is; peak and box are in fractions of the image."""
 
-    Attributes:
-        heat: [h, w] over the whole image, 0..1: how much speaks for the class there.
-        peak: (x, y) of the strongest cell, in fractions of the image.
-        box: (left, top, right, bottom) in fractions of the image.
-        size: (width, height) of the upright image in pixels.
-    """
-
-    heat: NDArray[np.float16]
-    peak: tuple[float, float]
-    box: tuple[float, float, float, float]
-    size: tuple[int, int]
+    heat: NDArray[np.float16]  # [h, w] over the whole image, 0..1: how much speaks for the class there
+    peak: tuple[float, float]  # (x, y) of the strongest cell
+    box: tuple[float, float, float, float]  # left, top, right, bottom
+    size: tuple[int, int]  # width and height of the upright image in pixels
 
     @property
     def pixels(self) -> tuple[float, float, float, float]:
@@ -62,6 +56,27 @@ class Location:
         """bool [height, width] at the image's size, or at another (width, height)."""
         heat = Image.fromarray(self.heat.astype(np.float32))
         return np.asarray(heat.resize(size or self.size, Image.Resampling.BILINEAR)) >= THRESHOLD
+
+
+@dataclass(frozen=True)
+class CellClasses:
+    """The best class of every cell of images, and its probability; both [B, h, w]."""
+
+    top: NDArray[np.int64]
+    confidence: NDArray[np.float32]
+    names: list[str]  # of all classes, for people
+    source: str  # "token head"; of a model without one "class head", which was not trained to be asked at every cell
+
+
+@torch.no_grad()
+def cell_classes(opened: OpenModel, images: Tensor) -> CellClasses:
+    """What a model says about every cell of images [B, 3, H, W]."""
+    model, classes = opened.model, opened.token_classes.or_imagenet()
+    logits = model.class_and_cell_logits(images)[1].float()
+    confidence, top = logits.softmax(-1).max(-1)
+    names = [shown_name(name) for name in classes.names] or [f"class {i}" for i in range(logits.shape[-1])]
+    source = "token head" if model.uses_own_head or model.token_head is not None else "class head"
+    return CellClasses(top.cpu().numpy(), confidence.cpu().numpy(), names, source)
 
 
 class Locator:

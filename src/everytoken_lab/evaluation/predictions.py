@@ -31,20 +31,14 @@ UNSURE = "unsure"
 
 @dataclass(frozen=True)
 class ImagePrediction:
-    """The most likely classes of one image, best first.
-
-    Attributes:
-        sure: whether the first is likely enough, by the option `sure`.
-        labels: of a multi-label model, all classes that are likely enough; else None.
-        location: where the object of the first class is, by the option `locate`.
-    """
+    """The most likely classes of one image, best first."""
 
     path: str
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
-    sure: bool = True
-    location: Location | None = None
-    labels: tuple[str, ...] | None = None
+    sure: bool = True  # whether the first is likely enough, by the option `sure`
+    location: Location | None = None  # of the object of the first class, by the option `locate`
+    labels: tuple[str, ...] | None = None  # of a multi-label model, all classes that are likely enough
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -59,18 +53,12 @@ class ImagePrediction:
 
 @dataclass(frozen=True)
 class ImagePredictions(Sequence[ImagePrediction]):
-    """Predictions in the order of the images.
-
-    Attributes:
-        skipped: images that could not be read, and why.
-        threshold: the least probability of a sure answer, or of each label; 0: every answer is.
-        notes: what to know about the probabilities.
-    """
+    """Predictions in the order of the images."""
 
     images: tuple[ImagePrediction, ...]
-    skipped: dict[str, str] = field(default_factory=dict)
-    threshold: float = 0.0
-    notes: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)  # images that could not be read, and why
+    threshold: float = 0.0  # the least probability of a sure answer, or of each label
+    notes: tuple[str, ...] = ()  # what to know about the probabilities
 
     def __len__(self) -> int:
         return len(self.images)
@@ -84,22 +72,20 @@ class ImagePredictions(Sequence[ImagePrediction]):
         Of a multi-label model also `label`, with ";" between labels as in `labels.csv`. With the option `sure` also the
         answer, which may be "unsure"; with `locate` the box in pixels of the upright image.
         """
-        count = max((len(image.classes) for image in self.images), default=1)
-        header = [f"{what} {i}" for i in range(1, count + 1) for what in ("class", "probability")]
-        header[:2] = ["image", "class", "probability"]
-        several = any(image.labels is not None for image in self.images)
-        header += ["label"] if several else ["answer"] if self.threshold else []
-        located = any(image.location is not None for image in self.images)
-        header += ["left", "top", "right", "bottom"] if located else []
         rows = []
         for image in self.images:
-            pairs = zip(image.classes, image.probabilities, strict=True)
-            row = [image.path, *(cell for name, p in pairs for cell in (name, f"{p:.4f}"))]
-            row += [image.answer] if self.threshold or several else []
-            if located:
-                row += [f"{edge:.0f}" for edge in image.location.pixels] if image.location else [""] * 4
+            row = {"image": image.path}
+            for i, (name, p) in enumerate(zip(image.classes, image.probabilities, strict=True), 1):
+                number = f" {i}" if i > 1 else ""
+                row |= {f"class{number}": name, f"probability{number}": f"{p:.4f}"}
+            if self.threshold or image.labels is not None:
+                row["answer" if image.labels is None else "label"] = image.answer
+            if image.location is not None:
+                edges = ("left", "top", "right", "bottom")
+                row |= {edge: f"{at:.0f}" for edge, at in zip(edges, image.location.pixels, strict=True)}
             rows.append(row)
-        write_csv(Path(path), header, rows)
+        header = list(rows[0]) if rows else ["image", "class", "probability"]
+        write_csv(Path(path), header, [list(row.values()) for row in rows])
 
     def to_coco(self, path: str | Path) -> None:
         """Boxes and masks of the located objects in COCO's format; file names are relative to their common folder."""
@@ -109,16 +95,13 @@ class ImagePredictions(Sequence[ImagePrediction]):
         annotations: list[dict[str, Any]] = []
         for number, (image, name) in enumerate(zip(self.images, names, strict=True), 1):
             location = _located(image)
-            width, height = location.size
-            images.append({"id": number, "file_name": name, "width": width, "height": height})
-            if not image.sure:
-                continue
-            left, top, right, bottom = location.pixels
-            mask = location.mask()
-            ids = {"id": len(annotations) + 1, "image_id": number, "category_id": classes[image.classes[0]]}
-            box = {"bbox": [left, top, right - left, bottom - top], "area": int(mask.sum()), "iscrowd": 0}
-            score = {"segmentation": run_lengths(mask), "score": round(image.probabilities[0], 4)}
-            annotations.append(ids | box | score)
+            images.append({"id": number, "file_name": name, "width": location.size[0], "height": location.size[1]})
+            if image.sure:
+                (left, top, right, bottom), mask = location.pixels, location.mask()
+                ids = {"id": len(annotations) + 1, "image_id": number, "category_id": classes[image.classes[0]]}
+                box = {"bbox": [left, top, right - left, bottom - top], "area": int(mask.sum()), "iscrowd": 0}
+                score = {"segmentation": run_lengths(mask), "score": round(image.probabilities[0], 4)}
+                annotations.append(ids | box | score)
         categories = [{"id": number, "name": name} for name, number in classes.items()]
         content = {"info": {"root": str(root)}, "images": images, "annotations": annotations, "categories": categories}
         Path(path).parent.mkdir(parents=True, exist_ok=True)

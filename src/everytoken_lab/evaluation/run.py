@@ -41,7 +41,7 @@ from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
-LOGITS = 50_000_000  # numbers that are kept at most, to calibrate
+LOGITS = 50_000_000  # numbers that are kept at most to calibrate: of an even sample of the images
 WORTH_EXPORTING = 64 * 224 * 224  # pixels of all images from which on a faster program is made of the network first
 CONVOLUTIONS = 10  # layers; networks with fewer are matrix products, and no faster in ONNX Runtime
 
@@ -50,21 +50,17 @@ CONVOLUTIONS = 10  # layers; networks with fewer are matrix products, and no fas
 class Evaluation:
     """The result of evaluating one model on one dataset.
 
-    Attributes:
-        numbers: top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters. Of multi-label
-            models: mAP, f1, loss instead of the first four.
-        skipped: unreadable images, key -> reason.
-        notes: what to know about the images that were used.
-        calibration: what these images say about the model's probabilities, if it was asked for.
+    `numbers` are top1, top5, loss, ece (and real_*), plus images, images_per_second and parameters; of multi-label
+    models mAP, f1 and loss instead of the first four.
     """
 
     numbers: dict[str, float]
     predictions: AnyPredictions
     class_names: list[str]
     keys: list[str]
-    skipped: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    calibration: Calibration | None = None
+    skipped: dict[str, str] = field(default_factory=dict)  # unreadable images, key -> reason
+    notes: tuple[str, ...] = ()  # what to know about the images that were used
+    calibration: Calibration | None = None  # if it was asked for
 
     @property
     def top1(self) -> Estimate:
@@ -78,20 +74,15 @@ class Evaluation:
     def to_csv(self, path: str | Path) -> None:
         """One line per image: key, label, prediction, confidence, loss; multi-label: no loss, ";" between labels."""
         p, names = self.predictions, self.class_names
-        header = ["key", "label", "prediction", "confidence"]
-        if isinstance(p, Predictions):
-            header.append("loss")
-            answers = [[names[label], names[top[0]]] for label, top in zip(p.label, p.top, strict=True)]
-            losses = [[f"{loss:.4f}"] for loss in p.loss]
-        else:
-            chosen = zip(p.label, p.logits > 0, strict=True)
-            answers = [[";".join(names[k] for k in np.flatnonzero(row)) for row in pair] for pair in chosen]
-            losses = [[] for _ in answers]
-        rows = [
-            [self.keys[i], *answer, f"{confidence:.4f}", *loss]
-            for i, answer, confidence, loss in zip(p.index, answers, p.confidence, losses, strict=True)
-        ]
-        write_csv(Path(path), header, rows)
+        header, rows = ["key", "label", "prediction", "confidence"], []
+        for i, (index, confidence) in enumerate(zip(p.index, p.confidence, strict=True)):
+            if isinstance(p, Predictions):
+                answer, loss = [names[p.label[i]], names[p.top[i, 0]]], [f"{p.loss[i]:.4f}"]
+            else:
+                chosen = (p.label[i], p.logits[i] > 0)
+                answer, loss = [";".join(names[k] for k in np.flatnonzero(row)) for row in chosen], []
+            rows.append([self.keys[index], *answer, f"{confidence:.4f}", *loss])
+        write_csv(Path(path), [*header, "loss"] if isinstance(p, Predictions) else header, rows)
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -242,24 +233,11 @@ def _many_labels(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
     return out.scatter_reduce_(1, numbers.expand(len(labels), -1), labels.to(torch.uint8), "amax")
 
 
-class _LogitSample:
-    """Logits of the images of a dataset, or of an even sample of them that fits into memory."""
-
-    def __init__(self, images: int, classes: int) -> None:
-        self.step = -(-images * classes // LOGITS)
-        self.parts: list[tuple[np.ndarray, ...]] = []
-
-    def keep(self, indices: Tensor, labels: Tensor, logits: Tensor) -> None:
-        """Of one batch."""
-        chosen = torch.where(indices.cpu() % self.step == 0)[0]
-        some = (values[chosen.to(values.device, non_blocking=True)] for values in (indices, labels, logits))
-        self.parts.append(tuple(values.cpu().numpy() for values in some))
-
-    def calibration(self) -> Calibration:
-        """What they say about the probabilities, whatever the order of the batches was."""
-        indices, labels, logits = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
-        order = np.argsort(indices)
-        return calibrate(logits[order], labels[order])
+def _calibration(kept: Sequence[Sequence[Tensor]]) -> Calibration:
+    """What positions, labels and logits of batches in any order say about the probabilities."""
+    indices, labels, logits = (torch.cat(values).numpy() for values in zip(*kept, strict=True))
+    order = np.argsort(indices)
+    return calibrate(logits[order], labels[order])
 
 
 def run_evaluation(
@@ -288,9 +266,15 @@ def run_evaluation(
     model = Voter(opened, options.token_vote).eval()
     dtype = opened.info.amp_dtype(options.amp)
     inference = Inference(model, dataset, eval_view(opened.info), options, dtype, progress)
+    kept: list[list[Tensor]] = []
+    step = -(-len(dataset) * opened.num_classes // LOGITS)
+
+    def keep(*batch: Tensor) -> None:
+        chosen = torch.where(batch[0].cpu() % step == 0)[0]
+        kept.append([values[chosen.to(values.device)].cpu() for values in batch])
+
     started = time.perf_counter()
-    sample = _LogitSample(len(dataset), opened.num_classes) if calibrates else None
-    predictions = inference.predictions(labels, keep=None if sample is None else sample.keep, multi_label=multi_label)
+    predictions = inference.predictions(labels, keep=keep if calibrates else None, multi_label=multi_label)
     seconds = time.perf_counter() - started
     keys = [dataset.key(i) for i in range(len(dataset))]
     numbers: dict[str, float] = predictions.summary()
@@ -302,5 +286,5 @@ def run_evaluation(
     if not opened.classes.or_imagenet().names:
         for folder, output in zip(dataset.class_names, labels.tolist(), strict=True):
             names[output] = folder
-    calibration = None if sample is None else sample.calibration()
+    calibration = _calibration(kept) if calibrates else None
     return Evaluation(numbers, predictions, names, keys, dict(inference.bad_images.seen), notes, calibration)

@@ -20,10 +20,11 @@ from everytoken.files import write_atomically, write_picture
 from everytoken_lab import draw
 from everytoken_lab.classes import shown_name
 from everytoken_lab.evaluation import InferenceOptions
+from everytoken_lab.evaluation.locate import cell_classes
 from everytoken_lab.explanation import ExplainOptions
 from everytoken_lab.explanation.mixed import draw_box, follow_mix
-from everytoken_lab.explanation.model import ExplainedModel, name_of, open_explained, token_probabilities
-from everytoken_lab.explanation.saliency import Method, choose_method, relevance
+from everytoken_lab.explanation.model import ExplainedModel, open_explained
+from everytoken_lab.explanation.saliency import Method, choose_method, evaluating, relevance
 from everytoken_lab.models.open import OpenModel
 
 METHODS = {
@@ -101,17 +102,16 @@ def _explain_image(
     probabilities = model.probabilities(images)
     best = probabilities.topk(min(5, len(probabilities))).indices.tolist()
     chosen = [model.find_class(text) for text in wanted] if wanted else best[:2]
-    cells, from_head = token_probabilities(opened.model, images)
-    sure, top = (values.cpu().numpy() for values in cells[0].max(-1))
+    with evaluating(opened.model):
+        cells = cell_classes(opened, images)
+    top, sure = cells.top[0], cells.confidence[0]
     heat = relevance(opened.model, images, chosen, method)[0].cpu().numpy()
 
-    names = {c: name_of(opened.token_classes, c) for c in np.unique(top).tolist()}
-    source = "token head" if from_head else "classifier at every cell"
     photo = draw.fit_photo(Image.fromarray(pixels))
-    painted, legend = draw.class_picture(photo, top, sure, lambda c: shown_name(names[c]), colours)
+    painted, legend = draw.class_picture(photo, top, sure, cells.names.__getitem__, colours)
     panels = [
         draw.Panel("what the model sees", photo),
-        draw.Panel("what the tokens say", painted, source),
+        draw.Panel("what the tokens say", painted, cells.source),
         draw.Panel("how sure they are", draw.heat_overlay(photo, sure), f"{sure.min():.0%} to {sure.max():.0%}"),
     ]
     for c, values in zip(chosen, heat, strict=True):
@@ -125,8 +125,8 @@ def _explain_image(
     def about(c: int) -> dict[str, Any]:
         return {"class": opened.class_names[c], "index": c, "probability": _round(probabilities[c])}
 
-    tokens = {"from": source, "classes": top.tolist(), "confidence": _round(sure)}
-    tokens["names"] = {str(c): name for c, name in names.items()}
+    tokens = {"from": cells.source, "classes": top.tolist(), "confidence": _round(sure)}
+    tokens["names"] = {str(c): cells.names[c] for c in np.unique(top).tolist()}
     maps = [{**about(c), "method": method, "grid": _round(values)} for c, values in zip(chosen, heat, strict=True)]
     return row, {"name": model.name, "top": [about(c) for c in best], "tokens": tokens, "relevance": maps}
 

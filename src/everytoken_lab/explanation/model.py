@@ -11,8 +11,6 @@ from torch import Tensor
 
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
-from everytoken.models import TokenModel
-from everytoken_lab.classes import ClassList
 from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.engine.run_folder import PUBLISHED
@@ -59,24 +57,6 @@ class ExplainedModel:
                 f"{', ...' if classes.count > 4 else ''}; a number from 0 to {classes.count - 1} is accepted, too."
             )
         return number
-
-
-def name_of(classes: ClassList, number: int) -> str:
-    """A class's name."""
-    return classes.names[number] if number < len(classes.names) else f"class {number}"
-
-
-@torch.no_grad()
-def token_probabilities(model: TokenModel, images: Tensor) -> tuple[Tensor, bool]:
-    """(probabilities [B, h, w, C] of every cell, whether they are the token head's).
-
-    A model without one is asked with its own classifier at every cell, for which it was not trained unless its head
-    reads the mean of the tokens.
-    """
-    with evaluating(model):
-        logits = model(images).token_logits
-        cells = model.cell_logits(images) if logits is None else logits
-    return cells.float().softmax(-1), logits is not None
 
 
 def open_explained(source: str | Path | OpenModel, options: InferenceOptions | None = None) -> ExplainedModel:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,27 +21,21 @@ if TYPE_CHECKING:
     from everytoken_lab.reports.samples import Sample
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+_silent: Progress = lambda title: nullcontext(lambda done, total: None)  # noqa: E731
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a report shows.
-
-    Attributes:
-        groups: runs with the same settings; the first group of each dataset is what the others are compared with.
-        differences: of the other groups with it; settings: options that differ between groups.
-        classes: per group, where there are predictions; samples: pictures.
-        notes: what could not be shown, as sentences; skipped: images that could not be read, key -> reason.
-    """
+    """Everything a report shows."""
 
     runs: list[Run]
-    groups: list[Group]
+    groups: list[Group]  # runs with the same settings; the first of each dataset is what the others are compared with
     differences: list[Difference]
-    settings: list[tuple[str, list[Any]]]
-    classes: list[Classes] = field(default_factory=list)
+    settings: list[tuple[str, list[Any]]]  # options that differ between groups
+    classes: list[Classes] = field(default_factory=list)  # per group, where there are predictions
     samples: list[Sample] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what could not be shown
+    skipped: dict[str, str] = field(default_factory=dict)  # images that could not be read, with the reason
 
     @property
     def metric(self) -> str:
@@ -95,11 +89,6 @@ def report(
         except OSError as error:
             raise EverytokenError(f"the report cannot be written to {target}: {error}") from error
     return result
-
-
-@contextmanager
-def _silent(title: str) -> Iterator[Callable[[int, int], None]]:
-    yield lambda done, total: None
 
 
 def collect(

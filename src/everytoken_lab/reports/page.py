@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import jinja2
 import numpy as np
 
 from everytoken._version import version
-from everytoken_lab import draw
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.reports import words
 from everytoken_lab.reports.charts import Chart, Series, line_chart
@@ -37,9 +35,8 @@ def render_report(report: Report, title: str = "") -> str:
         "classes": "Classes" if report.classes else "",
         "samples": "Sample predictions" if report.samples else "",
         "skipped": "What was skipped, and what is missing here",
-        "machine": "Where and when" if any(run.starts for run in report.runs) else "",
     }
-    answers = [answer for sample in report.samples for answer in sample.answers]
+    painted = [answer.tokens for sample in report.samples for answer in sample.answers if answer.tokens is not None]
     return render(
         "report.html",
         report=report,
@@ -48,9 +45,8 @@ def render_report(report: Report, title: str = "") -> str:
         words=words,
         curves=[chart for chart in _curves(report) if chart],
         matrices=[_matrix(classes, counts) for classes in report.classes if (counts := classes.confusion) is not None],
-        colours=_class_colours(report),
-        other=draw.OTHER,
-        asks_class_head=any(a.tokens is not None and a.tokens.source == "class head" for a in answers),
+        legend={entry.name: entry.colour for tokens in painted for entry in tokens.legend},
+        asks_class_head=any(tokens.source == "class head" for tokens in painted),
     )
 
 
@@ -74,17 +70,6 @@ def _curves(report: Report) -> list[Chart | None]:
         line_chart("Waiting for data", " of the time", lines("waiting"), note="1: always; if high, use more workers"),
         line_chart("Gradient norm", "", lines("grad_norm")),
     ]
-
-
-def _class_colours(report: Report) -> dict[str, str]:
-    """Class -> colour: the classes with the most tokens in what is shown, in the order of the classes."""
-    maps = [a.tokens for sample in report.samples for a in sample.answers if a.tokens is not None]
-    counts: Counter[str] = Counter()
-    for tokens in maps:
-        counts.update(dict(tokens.fractions()))
-    every = draw.ClassColours([name for tokens in maps[:1] for name in tokens.names])
-    main = [name for name, _ in counts.most_common(len(draw.PALETTE))]
-    return every.choose(sorted(main, key=lambda name: every.numbers.get(name, 0)))
 
 
 def _matrix(classes: Classes, counts: np.ndarray) -> dict[str, Any]:

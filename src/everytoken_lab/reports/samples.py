@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
@@ -21,38 +21,11 @@ from everytoken_lab import draw
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import eval_view
 from everytoken_lab.evaluation.calibrated import probabilities
-from everytoken_lab.evaluation.locate import ALIKE, Locator
+from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.reports.predictions import PredictedRun
 
 SIDE = 160  # pixels of a picture on the page, at most
-
-
-@dataclass(frozen=True)
-class TokenMap:
-    """The classes of a grid of tokens."""
-
-    top: np.ndarray  # [h, w] the best class
-    confidence: np.ndarray  # [h, w] its probability
-    names: Sequence[str]
-    source: str  # "token head" or "class head"
-    box: tuple[float, float, float, float] | None = None  # of the predicted class, in fractions of the picture
-
-    def fractions(self) -> list[tuple[str, float]]:
-        """(class, fraction of the tokens), greatest first."""
-        classes, counts = np.unique(self.top, return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        return [(self.names[int(classes[i])], float(counts[i] / self.top.size)) for i in order]
-
-    def words(self, most: int) -> str:
-        """The first of the fractions."""
-        return ", ".join(f"{name} {fraction:.0%}" for name, fraction in self.fractions()[:most])
-
-    def overlay(self, colours: Mapping[str, str]) -> str:
-        """The map as a `data:` picture, one pixel per token; opacity is the confidence."""
-        table = np.array([draw.rgb(colours.get(name, draw.OTHER)) for name in self.names], np.uint8)
-        opacity = 255 * (0.2 + 0.6 * np.clip(self.confidence, 0, 1))
-        return data_address(Image.fromarray(np.dstack([table[self.top], opacity.astype(np.uint8)]), "RGBA"))
 
 
 @dataclass(frozen=True)
@@ -63,7 +36,20 @@ class Answer:
     guess: str
     confidence: float | None
     correct: bool
-    tokens: TokenMap | None
+    tokens: TokenPicture | None
+
+
+@dataclass(frozen=True)
+class TokenPicture:
+    """An image with the classes of its tokens, and the object of the predicted class in a frame."""
+
+    address: str  # as `data:` text
+    legend: Sequence[draw.Entry]
+    source: str  # see `CellClasses`
+
+    def words(self, most: int) -> str:
+        """The classes with the most tokens."""
+        return ", ".join(f"{entry.name} {entry.fraction:.0%}" for entry in self.legend[:most])
 
 
 @dataclass(frozen=True)
@@ -115,9 +101,9 @@ def choose(predicted: Sequence[PredictedRun], count: int = 12) -> list[tuple[int
 
 
 @torch.no_grad()
-def token_maps(
+def token_pictures(
     predicted: PredictedRun, indices: Sequence[int], device: str = "cpu"
-) -> tuple[list[Image.Image], list[float], list[TokenMap | None]]:
+) -> tuple[list[Image.Image], list[float], list[TokenPicture | None]]:
     """What a network sees of some images of the data, its highest probability, and what its tokens say."""
     opened = predicted.model()
     model, view = opened.model.to(device), eval_view(opened.info)
@@ -128,22 +114,20 @@ def token_maps(
     images = normalise(torch.from_numpy(np.stack(pixels).transpose(0, 3, 1, 2).copy()).to(device), view.mean, view.std)
     answers = model(images)
     sure = probabilities(opened.info, answers.voted(opened.info.token_vote)).amax(-1).tolist()
-    source, names, logits = "token head", list(opened.info.token_class_names), answers.token_logits
-    if logits is None:
-        source, names = "class head", []
-        try:
-            logits = model.cell_logits(images)
-        except (RuntimeError, EverytokenError, AttributeError):  # a head that cannot read single cells
-            return pictures, sure, [None] * len(pictures)
+    try:
+        cells = cell_classes(opened, images)
+    except (RuntimeError, EverytokenError, AttributeError):  # a head that cannot read single cells
+        return pictures, sure, [None] * len(pictures)
     likely, classes = answers.logits.softmax(-1).topk(min(ALIKE, answers.logits.shape[-1]))
-    located = Locator(opened).locate(images, classes, likely, [picture.size for picture in pictures])
-    names = names or list(opened.info.class_names)
-    if logits.shape[-1] != len(names):
-        names = [f"class {i}" for i in range(logits.shape[-1])]
-    confidence, top = logits.float().softmax(-1).max(-1)
-    shown = [shown_name(name) for name in names]
-    maps = zip(top.cpu().numpy(), confidence.cpu().numpy(), located, strict=True)
-    return pictures, sure, [TokenMap(best, likely, shown, source, place.box) for best, likely, place in maps]
+    colours, name_of = draw.ClassColours(cells.names), cells.names.__getitem__
+    painted: list[TokenPicture | None] = []
+    for i, location in enumerate(Locator(opened).locate(images, classes, likely, [p.size for p in pictures])):
+        photo = draw.fit_photo(pictures[i], SIDE)
+        image, legend = draw.class_picture(photo, cells.top[i], cells.confidence[i], name_of, colours)
+        frame = [edge * side for edge, side in zip(location.box, 2 * image.size, strict=True)]
+        ImageDraw.Draw(image).rectangle(frame, outline="white", width=2)
+        painted.append(TokenPicture(data_address(image), legend, cells.source))
+    return pictures, sure, painted
 
 
 def samples(groups: Sequence[tuple[str, PredictedRun]], count: int = 12, device: str = "cpu") -> list[Sample]:
@@ -152,7 +136,7 @@ def samples(groups: Sequence[tuple[str, PredictedRun]], count: int = 12, device:
     names = [shown_name(name) for name in base.class_names]
     chosen = choose([predicted for _, predicted in groups], count)
     indices = [int(base.predictions.index[i]) for i, _ in chosen]
-    seen = [token_maps(predicted, indices, device) for _, predicted in groups]
+    seen = [token_pictures(predicted, indices, device) for _, predicted in groups]
     result = []
     for place, (i, why) in enumerate(chosen):
         answers = []

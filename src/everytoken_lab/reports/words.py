@@ -239,15 +239,3 @@ def class_table(report: Report, most: int = 60) -> Table:
     caption += f" The {most} worst of {len(found)} classes." if len(found) > most else ""
     caption += " Recall and precision are at a probability of a half." if last.multi_label else ""
     return Table(caption, table, ["most often taken for"])
-
-
-def machine_table(report: Report) -> Table:
-    """Where and with what the runs were made."""
-    rows = []
-    for run in report.runs:
-        for last in run.starts[-1:]:
-            row = {"run": run.name, "first start": run.starts[0].get("started"), "starts": len(run.starts)}
-            row |= {name: last.get(name) for name in ("machine", "everytoken", "python", "torch", "timm")}
-            row["GPUs"] = ", ".join(map(str, last.get("gpus") or []))
-            rows.append({name: str(value or "–") for name, value in row.items()})
-    return Table("", rows, ["first start", "machine"])
