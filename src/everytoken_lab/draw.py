@@ -1,8 +1,7 @@
 """Everything that is drawn: colours of classes, overlays on photos, panels with legends, cards and sheets of cards.
 
 A `Card` is about one image: rows of panels (`Panel`) with a legend; `draw_sheet` puts cards under a title. Colours
-belong to classes, grey is for the rest, and all palettes can be told apart with any kind of colour vision, and in grey
-(heat). HTML pages are made from templates (`everytoken_lab.reports`), which use the same palette.
+belong to classes, grey is for the rest, and all palettes can be told apart with any kind of colour vision.
 """
 
 from __future__ import annotations
@@ -184,9 +183,9 @@ def mask_overlay(
     return _image((grey * (1 - strength) + colours[mask].astype(np.float32) * strength).round())
 
 
-def mask_legend(masks: Sequence[NDArray[np.integer]], names: Sequence[str]) -> list[Entry]:
-    """The classes in masks, the largest first, with their fraction of all pixels."""
-    counts = np.bincount(np.concatenate([mask.ravel() for mask in masks]) + 1, minlength=len(names) + 1)[1:]
+def mask_legend(mask: NDArray[np.integer], names: Sequence[str]) -> list[Entry]:
+    """The classes in a mask, the largest first, with their fraction of all pixels."""
+    counts = np.bincount(mask.ravel() + 1, minlength=len(names) + 1)[1:]
     order = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i]]
     colours = ["#" + bytes(colour).hex() for colour in class_palette(len(names))]
     return [Entry(colours[i], re.split("[;,]", names[i])[0], float(counts[i] / counts.sum())) for i in order]
@@ -212,14 +211,12 @@ def object_overlay(
         picture = fit_photo(picture, side)
     draw = ImageDraw.Draw(picture)
     scaled = (boxes * (max(picture.size) / max(pixels.shape[:2]))).tolist()
-    for (x0, y0, x1, y1), colour in reversed(list(zip(scaled, colours, strict=True))):
+    for (x0, y0, x1, y1), colour, text in reversed(list(zip(scaled, colours, captions, strict=True))):
         draw.rectangle((x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)), outline=colour, width=2)
-    for (x0, y0, _, _), colour, text in reversed(list(zip(scaled, colours, captions, strict=True))):
         at = (x0 + 2, max(y0 - 14, 0) + 1)
         left, top, right, bottom = draw.textbbox(at, text)
         draw.rectangle((left - 2, top - 1, right + 2, bottom + 1), fill=colour)
-        dark = np.dot(colour, [0.3, 0.59, 0.11]) < 140
-        draw.text(at, text, fill="white" if dark else "black")
+        draw.text(at, text, fill="white" if np.dot(colour, [0.3, 0.59, 0.11]) < 140 else "black")
     return picture
 
 
@@ -270,20 +267,17 @@ def layer_chart(lines: Sequence[tuple[str, str, Sequence[float]]], level: float)
         return left + (right - left) * layer / max(layers, 1), bottom - (bottom - top) * (value - low) / (high - low)
 
     for value in np.linspace(low, high, 4).tolist():
-        _, y = at(0, value)
-        draw.line((left, y, right, y), fill="#e4e4e8", width=2)
-        draw_text(draw, (4, y - 14), f"{value:.2f}", 24, FAINT, left)
+        draw.line((at(0, value), at(layers, value)), fill="#e4e4e8", width=2)
+        draw_text(draw, (4, at(0, value)[1] - 14), f"{value:.2f}", 24, FAINT, left)
     for layer in sorted({0, layers // 2, layers}):
         draw_text(draw, (at(layer, low)[0] - 8, bottom + 6), str(layer), 24, FAINT, 60)
-    _, y = at(0, level)
     for x in range(left, right, 24):
-        draw.line((x, y, min(x + 14, right), y), fill="#55555a", width=4)
+        draw.line((x, at(0, level)[1], min(x + 14, right), at(0, level)[1]), fill="#55555a", width=4)
     for i, (name, colour, line) in enumerate(lines):
         points = [at(layers + 1 - len(line) + j, value) for j, value in enumerate(line)]
         draw.line(points, fill=colour, width=4, joint="curve")
-        for across, y in points:
-            mark = draw.rectangle if i else draw.ellipse
-            mark((across - 5, y - 5, across + 5, y + 5), fill=colour)
+        for point in points:
+            draw.circle(point, 5, fill=colour)
         draw_text(draw, (left + i * 184, 2 * PANEL - 38), name if line else "", 26, colour, 240)
     return image.resize((PANEL, PANEL), Image.Resampling.LANCZOS)
 
@@ -311,19 +305,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """Panels side by side with a legend.
+    """Panels side by side with a legend."""
 
-    Attributes:
-        label: a line above them, in the colour `ink`.
-        bars: (left word, right word, "heat" or "share") of colour bars below the legend.
-        remark: a line in red (or `remark_ink`) below the legend.
-    """
-
-    label: str
+    label: str  # a line above them, in the colour `ink`
     panels: Sequence[Panel]
     legend: Sequence[Entry] = ()
-    bars: Sequence[tuple[str, str, str]] = ()
-    remark: str = ""
+    bars: Sequence[tuple[str, str, str]] = ()  # below the legend: left word, right word, kind of `RAMPS`
+    remark: str = ""  # a line below the legend
     ink: str = FAINT
     remark_ink: str = RED
 

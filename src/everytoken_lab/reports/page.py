@@ -29,7 +29,7 @@ def render(template: str, **values: Any) -> str:
 def render_report(report: Report, title: str = "") -> str:
     """The page about runs."""
     sections = {
-        "compared": "What was compared" if len(report.groups) > 1 else "What was trained",
+        "compared": "What was trained",
         "runs": "Runs",
         "curves": "Training curves",
         "classes": "Classes" if report.classes else "",

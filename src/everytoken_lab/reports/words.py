@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.progress import clock
 from everytoken_lab.reports.collect import Report
 from everytoken_lab.reports.groups import Difference, Group
@@ -52,13 +51,6 @@ def _interval(group: Group, e: Estimate, report: Report) -> str:
 def details(report: Report) -> list[str]:
     """What stands below the headline: differences seed by seed, and why others are not compared."""
     lines = [_how_sure(difference) for difference in report.differences]
-    run, classes = report.runs[0], report.classes[0] if report.classes else None
-    if len(report.runs) == 1 and classes is not None and (run.score is None or run.best != run.score):
-        e = classes.score
-        interval = f"(95 % interval {e.low:.2f} to {e.high:.2f})"
-        lines.append(
-            f"The best weights on the way: {e.value:.2f} % on {classes.images:,} validation images {interval}."
-        )
     first, *others = report.groups
     shown = {group.name for d in report.differences for group in (d.base, d.other)}
     for group in others:
@@ -78,16 +70,6 @@ def _how_sure(difference: Difference) -> str:
         return f"{text}. No interval: {'one seed' if len(e.values) < 2 else 'equal values'}; train more seeds of each."
     text += f"; mean {e.value:+.2f}, 95 % interval {e.low:+.2f} to {e.high:+.2f}."
     return text if e.clear else f"{text} The interval includes zero; more seeds would narrow it."
-
-
-def caution(report: Report) -> str:
-    """What the interval does and does not cover."""
-    text = f"{report.metric} on the validation images is that of the last epoch, not of the best one. "
-    if len(report.runs) == 1:
-        return text + "The interval is over images; another seed can differ by a point or two."
-    if any(len(e.values) > 1 for group in report.groups if (e := group.accuracy) is not None):
-        return text + "Intervals are over seeds (Student, 95 %): they say what another seed may give on these images."
-    return text + "There is one seed of each; two runs that differ in the seed only can differ by a point or two."
 
 
 def baseline(report: Report) -> str:
@@ -146,9 +128,8 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 
 def _estimate(e: Estimate | None, form: str = ".2f") -> str:
-    if e is None or e.low is None or e.high is None:
-        return number(None if e is None else e.value, form)
-    return f"{e.value:{form}} ({e.low:{form}} to {e.high:{form}})"
+    interval = "" if e is None or e.low is None else f" ({e.low:{form}} to {e.high:{form}})"
+    return number(None if e is None else e.value, form) + interval
 
 
 def _time(seconds: float | None) -> str:
@@ -158,18 +139,15 @@ def _time(seconds: float | None) -> str:
 def group_table(report: Report) -> Table:
     """One row per group."""
     gains = {d.other.name: d.estimate for d in report.differences}
-    rows = []
-    for group in report.groups:
-        seconds = [run.seconds for run in group.runs if run.seconds is not None]
-        rows.append(
-            {
-                "group": group.name,
-                "runs finished": f"{len(group.finished)} of {len(group.runs)}",
-                f"{report.metric} %": _estimate(group.accuracy),
-                f"gain over {baseline(report)}, paired": _estimate(gains.get(group.name), "+.2f"),
-                "time per run": _time(sum(seconds) / len(seconds) if seconds else None),
-            }
-        )
+    rows = [
+        {
+            "group": group.name,
+            "runs finished": f"{len(group.finished)} of {len(group.runs)}",
+            f"{report.metric} %": _estimate(group.accuracy),
+            f"gain over {baseline(report)}, paired": _estimate(gains.get(group.name), "+.2f"),
+        }
+        for group in report.groups
+    ]
     return Table("Groups of runs with the same settings; in brackets the 95 % interval over seeds.", rows)
 
 
@@ -179,10 +157,11 @@ def run_table(report: Report) -> Table:
     rows = []
     for run in report.runs:
         losses = run.curve("ema_val_loss", "epoch") or run.curve("val_loss", "epoch")
+        epochs = f"{run.done_epochs} of {run.planned_epochs}"
         rows.append(
             {
                 "run": run.name,
-                "state": _state(run),
+                "state": f"unfinished, {epochs} epochs" if run.state == "unfinished" else run.state,
                 "seed": "–" if run.seed is None else str(run.seed),
                 f"{report.metric} %": number(run.score),
                 f"best {report.metric} %": number(run.best),
@@ -195,10 +174,6 @@ def run_table(report: Report) -> Table:
             }
         )
     return Table("Last values; images per second and waiting are means.", rows, ["state"])
-
-
-def _state(run: Run) -> str:
-    return f"unfinished, {run.done_epochs} of {run.planned_epochs} epochs" if run.state == "unfinished" else run.state
 
 
 def settings_table(report: Report) -> Table:

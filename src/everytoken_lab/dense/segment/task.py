@@ -57,7 +57,7 @@ class SegmentTask(DenseTask):
         mask, names = batch.targets[i].cpu().numpy(), self.info.class_names
         pictures = {"image": Image.fromarray(pixels), "mask": mask_overlay(pixels, mask, len(names))}
         panels = [Panel(title, fit_photo(picture, SIDE)) for title, picture in pictures.items()]
-        return Row("", panels, mask_legend([mask], names))
+        return Row("", panels, mask_legend(mask, names))
 
     def network_words(self) -> str:
         head, side = self.options.decoder.head, self.options.augment.crop_size
