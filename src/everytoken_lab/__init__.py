@@ -12,8 +12,11 @@ from everytoken._lazy import lazy
 if TYPE_CHECKING:
     from everytoken_lab.annotators.job import annotate
     from everytoken_lab.engine.run_folder import Run
-    from everytoken_lab.evaluation import evaluate, export, load, predict
-    from everytoken_lab.explanation import explain
+    from everytoken_lab.evaluation.exporting import export
+    from everytoken_lab.evaluation.predictions import predict
+    from everytoken_lab.evaluation.run import evaluate
+    from everytoken_lab.explanation.cards import explain
+    from everytoken_lab.models.open import load
     from everytoken_lab.reports.collect import report
     from everytoken_lab.training.classify import train
 
@@ -22,8 +25,11 @@ __getattr__, __dir__ = lazy(
     {
         "everytoken_lab.annotators.job": ["annotate"],
         "everytoken_lab.engine.run_folder": ["Run"],
-        "everytoken_lab.evaluation": ["evaluate", "export", "load", "predict"],
-        "everytoken_lab.explanation": ["explain"],
+        "everytoken_lab.evaluation.exporting": ["export"],
+        "everytoken_lab.evaluation.predictions": ["predict"],
+        "everytoken_lab.evaluation.run": ["evaluate"],
+        "everytoken_lab.explanation.cards": ["explain"],
+        "everytoken_lab.models.open": ["load"],
         "everytoken_lab.reports.collect": ["report"],
         "everytoken_lab.training.classify": ["train"],
     },

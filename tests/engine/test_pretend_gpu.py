@@ -30,8 +30,7 @@ from everytoken_lab.dense.segment.options import DecoderOptions
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.options import DataOptions, ModelOptions, OptimOptions, RunOptions, TrainOptions
 from everytoken_lab.engine.run_folder import RunFolder
-from everytoken_lab.evaluation import EvalOptions
-from everytoken_lab.evaluation.run import run_evaluation
+from everytoken_lab.evaluation.run import evaluate
 from everytoken_lab.models.open import Description, open_model
 from everytoken_lab.training.build import build
 from everytoken_lab.training.classify import Classification
@@ -149,16 +148,16 @@ def test_an_evaluation_on_a_gpu_has_the_numbers_of_the_cpu_and_waits_when_answer
     opened.model.backbone.reset_classifier(3)
     classes = ClassList(3, ("class-0", "class-1", "class-2"))
     opened = replace(opened, classes=classes, token_classes=classes)
-    options, numbers = EvalOptions(batch_size=5, workers=0), []
-    numbers.append(run_evaluation(opened, photos, replace(options, device="cpu"), None, calibrates=True))
+    options = {"batch_size": 5, "workers": 0}
+    numbers = [evaluate(opened, photos, device="cpu", calibrates=True, **options)]
     with PretendGpu() as gpu:
         opened.model.to(CUDA)
         gpu.waits.clear()
-        numbers.append(run_evaluation(opened, photos, replace(options, device="cuda"), None, calibrates=True))
+        numbers.append(evaluate(opened, photos, device="cuda", calibrates=True, **options))
         # of three batches: five tensors and, to calibrate, four; the first copy waits for the network
         assert +gpu.waits == {"to the GPU": 1, "to the host": 3 * 9}  # the class of each folder, once
         gpu.waits.clear()
-        run_evaluation(opened, photos, replace(options, device="cuda", amp=True), None)
+        evaluate(opened, photos, device="cuda", amp=True, **options)
         assert +gpu.waits == {"to the GPU": 1, "to the host": 3 * 5}
     one, two = numbers
     np.testing.assert_array_equal(one.predictions.loss, two.predictions.loss)

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 import everytoken  # noqa: F401
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json
+from everytoken_lab import evaluate, predict
 from everytoken_lab.cli import main
 from everytoken_lab.engine.held_out import open_part
-from everytoken_lab.evaluation import evaluate, predict
 from everytoken_lab.models.open import Description
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}

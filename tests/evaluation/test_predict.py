@@ -14,10 +14,10 @@ from torch import nn
 
 from everytoken.errors import EverytokenError
 from everytoken.models import TokenView
+from everytoken_lab import evaluate, load, predict
 from everytoken_lab.classes import ClassList
 from everytoken_lab.cli import main
 from everytoken_lab.engine.run_folder import read_run
-from everytoken_lab.evaluation import evaluate, load, predict
 from everytoken_lab.evaluation.locate import box_of, guided_filter
 from everytoken_lab.evaluation.predictions import run_lengths
 from everytoken_lab.models import inference
@@ -221,7 +221,7 @@ def test_probabilities_of_a_run_are_calibrated_on_what_it_held_out_once(run, mon
         tempered = np.array(sure.probabilities) ** (1 / kept["temperature"])
         np.testing.assert_allclose(calm.probabilities, tempered / tempered.sum(), atol=1e-3)
 
-    monkeypatch.setattr("everytoken_lab.evaluation.run.run_evaluation", None)  # the second time needs no images
+    monkeypatch.setattr("everytoken_lab.evaluation.run.evaluate", None)  # the second time needs no images
     again = read_run(run).load().predict(photos, workers=0)
     assert again.images == first.images
     assert not again.notes

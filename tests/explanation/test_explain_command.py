@@ -112,7 +112,7 @@ def test_wordnet_ids_are_told_in_words():
 
 
 def test_the_python_function_gives_cards_and_numbers_and_writes_nothing_unless_asked(here):
-    from everytoken_lab.explanation import explain
+    from everytoken_lab import explain
 
     result = explain(str(here / "vit.safetensors"), here / "photos/two.jpg", classes=("cat",), device="cpu")
     assert result.files == []
@@ -136,6 +136,7 @@ def test_a_foreign_checkpoint_is_named_by_its_timm_model(here, tmp_path):
     (["--class", "4"], "a number from 0 to 3"),
     (["--mix"], "exactly two images, got 1"),
     (["--weights", "x.pt"], "go with timm:NAME"),
+    (["--mix-part", "1"], "mix_part is 1.0, but should be less than 1"),
 ])  # fmt: skip
 def test_mistakes_are_told_with_the_way_out(here, tmp_path, capsys, more, message):
     assert run(here, here / "vit.safetensors", here / "photos/two.jpg", *more, "--out", tmp_path) == 2

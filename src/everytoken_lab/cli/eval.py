@@ -13,7 +13,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.cli._tables import print_facts, print_table
-from everytoken_lab.evaluation import EvalOptions, evaluate
+from everytoken_lab.evaluation import EvalOptions
 from everytoken_lab.progress import Progress
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class EvalCommand(EvalOptions):
 def main(options: EvalCommand) -> None:
     """Evaluate, print."""
     check_source(options.source)
+    from everytoken_lab.evaluation.run import evaluate
+
     data = options.data or _own_data(options.source)
     with Progress("eval", "images") as progress:
         result = evaluate(options.source, data, progress=progress, **values_of(options, EvalOptions))

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
-from everytoken_lab.explanation import ExplainOptions, explain
+from everytoken_lab.explanation import ExplainOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class ExplainCommand(ExplainOptions):
 def main(options: ExplainCommand) -> None:
     """Explain, print the names of the files."""
     check_source(options.source)
+    from everytoken_lab.explanation.cards import explain
+
     result = explain(options.source, options.images, options.out, **values_of(options, ExplainOptions))
     for path in result.files:
         print(path)

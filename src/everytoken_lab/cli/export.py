@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
-from everytoken_lab.evaluation import ExportOptions, export
+from everytoken_lab.evaluation import ExportOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class ExportCommand(ExportOptions):
 def main(options: ExportCommand) -> None:
     """Export, print."""
     check_source(options.source)
+    from everytoken_lab.evaluation.exporting import export
+
     result = export(options.source, options.out or None, **values_of(options, ExportOptions))
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from everytoken_lab.cli._parse import Source, check_source, values_of
-from everytoken_lab.evaluation import PredictOptions, predict
+from everytoken_lab.evaluation import PredictOptions
 from everytoken_lab.progress import Progress
 from everytoken_lab.schema import counted
 
@@ -50,6 +50,7 @@ def main(options: PredictCommand) -> None:
     check_source(options.source)
     from everytoken_lab.classes import shown_name
     from everytoken_lab.data.datasets import check_is_no_input
+    from everytoken_lab.evaluation.predictions import predict
 
     for target in filter(None, (options.out, options.coco)):
         check_is_no_input(Path(target), options.images)

@@ -81,7 +81,7 @@ class Run:
 
     def load(self) -> OpenModel:
         """The model with the best weights, ready to use, as `lab.load` gives it."""
-        from everytoken_lab.evaluation import load
+        from everytoken_lab.models.open import load
 
         return load(self.path)
 

@@ -19,7 +19,7 @@ from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.data.datasets import DataSet, Subset
 from everytoken_lab.engine.run_folder import Run, run_of
-from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
+from everytoken_lab.evaluation import InferenceOptions, Progress
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.open import Description, OpenModel
 
@@ -108,7 +108,7 @@ def probabilities(info: Description, logits: Tensor) -> Tensor:
 
 
 def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions, progress: Progress | None) -> Calibration | None:
-    from everytoken_lab.evaluation.run import run_evaluation
+    from everytoken_lab.evaluation.run import evaluate
 
     if run.cross_validated:
         raise EverytokenError("it was trained on all of its images, and what cross-validation found is not kept")
@@ -116,7 +116,5 @@ def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions, progress:
     if len(images) < FEWEST:
         return None
     part = Subset(images, np.array(list(sample_positions(len(images), MOST))))
-    settings = EvalOptions(
-        batch_size=options.batch_size, workers=options.workers, device=options.device, on_bad_image="skip"
-    )
-    return run_evaluation(opened, part, settings, progress, calibrates=True).calibration
+    how = {"batch_size": options.batch_size, "workers": options.workers, "device": options.device}
+    return evaluate(opened, part, progress=progress, calibrates=True, on_bad_image="skip", **how).calibration

@@ -64,8 +64,7 @@ def _data_facts(run: Run | None, multi_label: bool) -> dict[str, Any]:
         return {}
     facts: dict[str, Any] = {"data": str(run.config.get("data", "")).rstrip("/").split("/")[-1] or "the run's data"}
     with contextlib.suppress(EverytokenError, OSError):  # moved or deleted: the result has no interval then
-        train, val = splits(run)
-        facts |= {"train": len(train), "val": len(val)}
+        facts["train"], facts["val"] = map(len, splits(run))
     images = f"{facts['val']:,} " if "val" in facts else ""
     facts["judged"] = f"on {images}held-out images"
     if run.cross_validated:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError, need, no_telemetry
 from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
+from everytoken_lab import schema
 from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import gather_images
 from everytoken_lab.data.decode import Picture
@@ -52,17 +53,13 @@ _TOLERANCE = 2e-3  # of the largest logit
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote; differences: file -> largest difference to the model's own logits, on `checked_on`.
-
-    address: of the page on the Hub, if it was pushed.
-    """
+    """What `export` wrote."""
 
     folder: Path
-    files: tuple[Path, ...]
-    differences: dict[str, float]
+    differences: dict[str, float]  # file -> largest difference to the model's own logits, on `checked_on`
     checked_on: str
     notes: tuple[str, ...] = ()
-    address: str = ""
+    address: str = ""  # of the page on the Hub, if it was pushed
 
 
 class _Answers(nn.Module):
@@ -80,8 +77,22 @@ class _Answers(nn.Module):
         return logits, self.model.class_and_cell_logits(images)[1] if view.token_logits is None else view.token_logits
 
 
-def run_export(source: str | Path | OpenModel, out: Path | None, options: ExportOptions) -> Exported:
-    """See `export`."""
+def export(source: str | Path | OpenModel, out: str | Path | None = None, **settings: Any) -> Exported:
+    """Write a folder that others use without this package: for timm and the Hub or ONNX; with a model card.
+
+    Example:
+        >>> lab.export("runs/first", "flowers", to=("timm", "onnx")).differences
+        {'model.safetensors': 0.0, 'model.onnx': 4.8e-06}
+        >>> timm.create_model("local-dir:flowers", pretrained=True)
+
+    Args:
+        source: as for `load`, or a loaded model.
+        out: the folder; default: `export` in the run.
+        settings: fields of `ExportOptions`; `to` may be one name.
+    """
+    if isinstance(settings.get("to"), str):
+        settings["to"] = (settings["to"],)
+    options = schema.from_keywords(ExportOptions, settings, "export()")
     kinds = list(dict.fromkeys("timm" if kind == "hf" else kind for kind in options.to))
     for module in ("onnx", "onnxscript", "onnxruntime") if "onnx" in kinds else ():
         need(module, "export", "an ONNX file")
@@ -94,7 +105,7 @@ def run_export(source: str | Path | OpenModel, out: Path | None, options: Export
     path = Path(opened.source)
     run = run_of(path) if path.is_file() else None
     name = path.stem if path.is_file() else re.split("[:/]", opened.source)[-1]
-    folder = out or (Path("export") / name if run is None else run.path / "export")
+    folder = Path(out or (Path("export") / name if run is None else run.path / "export"))
     if out is None:
         refuse_link(folder)
     if stale := [name for kind, (name, _) in WRITERS.items() if kind not in kinds and (folder / name).exists()]:
@@ -112,12 +123,9 @@ def run_export(source: str | Path | OpenModel, out: Path | None, options: Export
         differences = {WRITERS[kind][0]: WRITERS[kind][1](opened, folder, images, options.cells) for kind in kinds}
         card = model_card(opened, run, differences, checked_on, options)
         write_atomically(folder / "README.md", card.encode())
-    names = [*differences, "README.md"]
-    if "timm" in kinds:
-        names += ["config.json", *([_TOKEN_HEAD] if (folder / _TOKEN_HEAD).is_file() else [])]
+    names = [*differences, "README.md", *(("config.json", _TOKEN_HEAD) if "timm" in kinds else ())]
     address = _push(folder, names, options) if options.push else ""
-    notes = (remark,) if remark else ()
-    return Exported(folder, tuple(folder / name for name in names), differences, checked_on, notes, address)
+    return Exported(folder, differences, checked_on, (remark,) if remark else (), address)
 
 
 def _portable(opened: OpenModel) -> Description:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, plain_json, write_atomically, write_picture
+from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import eval_view
@@ -184,11 +185,26 @@ def _threshold(calibration: Calibration | None, sure: float, multi_label: bool) 
     return threshold, f"{what.format(threshold)}: {measured}"
 
 
-def run_prediction(
-    source: str | Path | OpenModel, images: Sequence[str], options: PredictOptions, progress: Progress | None
+def predict(
+    source: str | Path | OpenModel,
+    images: str | Path | Sequence[str | Path],
+    *,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> ImagePredictions:
-    """See `predict`."""
-    root, names = gather_images(images)
+    """Predict the classes of unlabelled images.
+
+    Example:
+        >>> for image in lab.predict("runs/first", "new-photos", sure=0.95, locate=True):
+        ...     print(image.path, image.answer, image.probabilities[0], image.location.pixels)
+
+    Args:
+        source: as for `load`, or a loaded model.
+        images: files and folders; folders are searched to the bottom.
+        settings: fields of `PredictOptions`.
+    """
+    options = schema.from_keywords(PredictOptions, settings, "predict()")
+    root, names = gather_images([str(file) for file in ([images] if isinstance(images, str | Path) else images)])
     opened = open_with(source, options)
     remark, calibration = "", None
     if options.calibrate and options.token_vote is None and not options.img_size and not options.crop_pct:

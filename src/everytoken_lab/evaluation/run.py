@@ -20,6 +20,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
 from everytoken.models.common import make_attention_explicit
 from everytoken.models.token_model import probe
+from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration, calibrate
 from everytoken_lab.classes import imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
@@ -240,14 +241,26 @@ def _calibration(kept: Sequence[Sequence[Tensor]]) -> Calibration:
     return calibrate(logits[order], labels[order])
 
 
-def run_evaluation(
+def evaluate(
     source: str | Path | OpenModel,
     data: str | Path | DataSet,
-    options: EvalOptions,
-    progress: Progress | None,
+    *,
+    progress: Progress | None = None,
     calibrates: bool = False,
+    **settings: Any,
 ) -> Evaluation:
-    """See `evaluate`; `calibrates`: also say what the images tell about the model's probabilities."""
+    """Accuracy of a model: top-1, top-5, loss, calibration error, a table of classes, what each image got.
+
+    Example:
+        >>> lab.evaluate("runs/first", "photos").numbers["top1"]
+
+    Args:
+        source: as for `load`, or a loaded model.
+        data: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME, or an open dataset.
+        calibrates: also say what the images tell about the model's probabilities.
+        settings: fields of `EvalOptions`.
+    """
+    options = schema.from_keywords(EvalOptions, settings, "evaluate()")
     opened = open_with(source, options)
     notes: tuple[str, ...] = ()
     if isinstance(data, DataSet):
@@ -271,7 +284,7 @@ def run_evaluation(
 
     def keep(*batch: Tensor) -> None:
         chosen = torch.where(batch[0].cpu() % step == 0)[0]
-        kept.append([values[chosen.to(values.device)].cpu() for values in batch])
+        kept.append([values[chosen.to(values.device, non_blocking=True)].cpu() for values in batch])
 
     started = time.perf_counter()
     predictions = inference.predictions(labels, keep=keep if calibrates else None, multi_label=multi_label)

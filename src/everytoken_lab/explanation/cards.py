@@ -17,7 +17,7 @@ from PIL import Image
 from everytoken._version import version
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
-from everytoken_lab import draw
+from everytoken_lab import draw, schema
 from everytoken_lab.classes import shown_name
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.locate import cell_classes
@@ -44,10 +44,26 @@ class Explanation:
     files: list[Path] = field(default_factory=list)
 
 
-def explain_files(
-    source: str | Path | OpenModel, files: Sequence[str], out: Path | None, options: ExplainOptions
+def explain(
+    source: str | Path | OpenModel,
+    images: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    **settings: Any,
 ) -> Explanation:
-    """See `everytoken_lab.explanation.explain`."""
+    """Draw what a model sees in images: what its tokens say, and which regions support which class.
+
+    Example:
+        >>> lab.explain("runs/first", "cat.jpg").cards[0].show()
+
+    Args:
+        source: as for `load`, or a loaded model; not an .onnx file.
+        images: image files.
+        out: folder for the pictures and explain.json; None: write nothing.
+        settings: fields of `ExplainOptions`.
+    """
+    options = schema.from_keywords(ExplainOptions, settings, "explain()")
+    files = [str(file) for file in ([images] if isinstance(images, str | Path) else images)]
+    out = None if out is None else Path(out)
     how = InferenceOptions(img_size=options.img_size, device=options.device, workers=0)
     models = [open_explained(source, replace(how, model=options.model, weights=options.weights))]
     if options.compare:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everytoken.errors import EverytokenError
 from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse
 from everytoken.mixing.methods import CutMix
 from everytoken.mixing.mix import Mix, apply_to_pixels, box_masks
@@ -45,8 +44,6 @@ class MixStory:
 
 def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:
     """A mask [1, H, W], 0 in a box of this fraction of the area, wholly inside, at a random place."""
-    if not 0 < part < 1:
-        raise EverytokenError(f"the second image's fraction must be between 0 and 1, got {part}.")
     rng = np.random.default_rng(seed)
     sides = [max(1, round(side * part**0.5)) for side in size]
     top, left = (int(rng.integers(0, full - side + 1)) for full, side in zip(size, sides, strict=True))

@@ -38,12 +38,13 @@ from timm.data import infer_imagenet_subset, resolve_data_config
 from timm.models._hub import download_from_hf, load_model_config_from_path
 from torch import Tensor, nn
 
+import everytoken_lab as lab
 from everytoken.errors import EverytokenError, did_you_mean, need, no_telemetry
 from everytoken.files import sha256_of
 from everytoken.models.families import UnsupportedModelError, family_of_name
 from everytoken.models.token_model import TokenModel
 from everytoken.models.weights import LoadReport, WeightsError, load_weights, read_weights
-from everytoken_lab import evaluation, explanation, schema
+from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import ClassList, imagenet_classes
 
@@ -194,21 +195,21 @@ class OpenModel:
 
     def predict(self, images: str | Path | Sequence[str | Path], **options: Any) -> ImagePredictions:
         """The classes of images: files and folders. Options: fields of `PredictOptions`."""
-        return evaluation.predict(self, images, **options)
+        return lab.predict(self, images, **options)
 
     def explain(
         self, images: str | Path | Sequence[str | Path], out: str | Path | None = None, **options: Any
     ) -> Explanation:
         """Pictures of what it sees in images. Options: fields of `ExplainOptions`."""
-        return explanation.explain(self, images, out, **options)
+        return lab.explain(self, images, out, **options)
 
     def export(self, out: str | Path, **options: Any) -> Exported:
         """Write a folder for timm, the Hub or ONNX. Options: fields of `ExportOptions`."""
-        return evaluation.export(self, out, **options)
+        return lab.export(self, out, **options)
 
     def evaluate(self, data: str | Path | DataSet, **options: Any) -> Evaluation:
         """Accuracy on labelled images. Options: fields of `EvalOptions`."""
-        return evaluation.evaluate(self, data, **options)
+        return lab.evaluate(self, data, **options)
 
 
 def open_model(
@@ -221,9 +222,11 @@ def open_model(
     untrained: bool = False,
     device: str = "cpu",
 ) -> OpenModel:
-    """Open the model that `source` names, see the table above, in evaluation mode.
+    """Open a model in evaluation mode.
 
     Args:
+        source: a run folder, a weights file, an exported folder or .onnx file, timm:NAME, hf-hub:USER/NAME,
+            local-dir:FOLDER or registry:efficientnet_lite0|1|2.
         architecture: timm name, for a weights file that does not say it itself.
         weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         img_size: another input size; position embeddings are resized. None or 0: the model's own.
@@ -249,6 +252,9 @@ def open_model(
         opened = replace(opened, info=replace(opened.info, crop_pct=crop_pct))
     opened.model.to(device).eval()
     return opened
+
+
+load = open_model  # its name in `everytoken_lab`
 
 
 def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:

@@ -25,9 +25,8 @@ from everytoken_lab.classes import shown_name
 from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions
 from everytoken_lab.engine.run_folder import Run
-from everytoken_lab.evaluation import EvalOptions
 from everytoken_lab.evaluation.calibrated import FEWEST, keep_calibration, read_calibration, validation_set
-from everytoken_lab.evaluation.run import run_evaluation
+from everytoken_lab.evaluation.run import evaluate
 from everytoken_lab.models.open import OpenModel, describe, find_weights, open_model
 from everytoken_lab.reports.groups import Group
 from everytoken_lab.stats import Estimate
@@ -141,8 +140,8 @@ def predict_run(
             "other images or weights"
         )
     opened = open_model(weights)
-    options = EvalOptions(device=device, workers=workers, on_bad_image="skip")
-    result = run_evaluation(opened, images, options, tell, calibrates=enough)
+    how = {"device": device, "workers": workers, "on_bad_image": "skip"}
+    result = evaluate(opened, images, progress=tell, calibrates=enough, **how)
     if result.calibration is not None:
         keep_calibration(run, weights, result.calibration)
     with contextlib.suppress(OSError):  # a run folder that cannot be written is only slower next time
