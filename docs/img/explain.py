@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from everytoken.models import TokenModel
 from everytoken_lab.cli import main as everytoken
-from everytoken_lab.draw import PAD, stack
+from everytoken_lab.draw import PAD, draw_sheet
 from everytoken_lab.models.open import Description
 
 SIZE, GRID = 64, 8
@@ -105,7 +105,7 @@ def main() -> None:
         cards = [
             Image.open(path).convert("RGB") for path in (*sorted((root / "a").glob("0[12]-*.png")), root / "b/mix.png")
         ]
-        sheet = stack("", "", {"": cards})
+        sheet = draw_sheet("", "", cards)
         sheet = sheet.crop((0, 76 - PAD, sheet.width, sheet.height))
         sheet.save(target, optimize=True)
 

@@ -311,9 +311,7 @@ class Row:
     panels: Sequence[Panel]
     legend: Sequence[Entry] = ()
     bars: Sequence[tuple[str, str, str]] = ()  # below the legend: left word, right word, kind of `RAMPS`
-    remark: str = ""  # a line below the legend
     ink: str = FAINT
-    remark_ink: str = RED
 
 
 @dataclass(frozen=True)
@@ -336,7 +334,7 @@ def fit_photo(image: Image.Image, side: int = PANEL) -> Image.Image:
 def draw_card(card: Card) -> Image.Image:
     """One card."""
     panels, side = max(len(row.panels) for row in card.rows), card.side
-    legend = any(row.legend or row.bars or row.remark for row in card.rows)
+    legend = any(row.legend or row.bars for row in card.rows)
     width = 2 * PAD + panels * side + (panels - 1) * GAP + (GAP + LEGEND if legend else 0)
     heights = [LINE * 3 + 14 + max(panel.image.height for panel in row.panels) for row in card.rows]
     image = Image.new("RGB", (width, PAD + LINE + sum(heights) + 6 * len(heights) + PAD), CARD)
@@ -357,7 +355,7 @@ def draw_card(card: Card) -> Image.Image:
 
 def _draw_legend(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, x: int, top: int) -> None:
     bottom = top + max(panel.image.height for panel in row.panels)
-    bottom -= (LINE + 8) * len(row.bars) + (LINE if row.remark else 0)
+    bottom -= (LINE + 8) * len(row.bars)
     y = top
     for entry in row.legend[: (bottom - top) // LINE]:
         draw.rounded_rectangle((x, y + 2, x + 15, y + 16), 3, fill=entry.colour)
@@ -376,20 +374,17 @@ def _draw_legend(image: Image.Image, draw: ImageDraw.ImageDraw, row: Row, x: int
         image.paste(_image(ramp(values[None].repeat(12, axis=0), kind)), (x + words, y + 6))
         draw_text(draw, (x + LEGEND - words + 6, y + 4), high, 13, FAINT, words)
         y += LINE + 8
-    if row.remark:
-        draw_text(draw, (x, y), row.remark, 13, row.remark_ink, LEGEND)
 
 
-def draw_sheet(title: str, subtitle: str, cards: Sequence[Card], columns: int = 1) -> Image.Image:
-    """Cards under a title, in columns; sections have a heading each."""
+def draw_sheet(
+    title: str, subtitle: str, cards: Sequence[Card] | Sequence[Image.Image], columns: int = 1
+) -> Image.Image:
+    """Cards in columns under a title; sections have a heading each."""
     sections: dict[str, list[Image.Image]] = {}
     for card in cards:
-        sections.setdefault(card.section, []).append(draw_card(card))
-    return stack(title, subtitle, sections, max(1, min(columns, len(cards))))
-
-
-def stack(title: str, subtitle: str, sections: Mapping[str, Sequence[Image.Image]], columns: int = 1) -> Image.Image:
-    """Images (cards, say) in columns under a title; the sections have their name above them."""
+        section, image = (card.section, draw_card(card)) if isinstance(card, Card) else ("", card)
+        sections.setdefault(section, []).append(image)
+    columns = max(1, min(columns, len(cards)))
     cell = max(image.width for images in sections.values() for image in images) + PAD
     width, y = columns * cell + PAD, 76
     places: list[tuple[Image.Image | str, int, int]] = []

@@ -78,7 +78,7 @@ def explain(
         pictures = dict(zip((fact["picture"] for fact in result.facts["images"]), result.cards, strict=True))
         methods = " · ".join(dict.fromkeys(METHODS[model["method"]] for model in result.facts["models"]))
         title = " against ".join(model.name for model in models)
-        pictures["overview.png"] = draw.stack(title, f"relevance: {methods}", {"": result.cards})
+        pictures["overview.png"] = draw.draw_sheet(title, f"relevance: {methods}", result.cards)
     for name, picture in pictures.items():
         write_picture(out / name, picture, optimize=True)
     write_atomically(out / "explain.json", json.dumps(result.facts, indent=1).encode())

@@ -134,12 +134,13 @@ def _card(
         scale = draw.PANEL / max(width, height)
         photo = Image.new("RGB", (max(1, round(width * scale)), max(1, round(height * scale))), "#d0d0d4")
     area, confidence = score_map.area, summary.confidence[summary.inside]
+    sure = f"{confidence.min():.0%} to {confidence.max():.0%} · {summary.vocabulary} classes"
     top = np.where(summary.inside, summary.top, -1)
     painted, legend = draw.class_picture(photo, top, summary.confidence, name_of, colours, area)
     panels = [
         draw.Panel("photo", photo),
         draw.Panel("what the map says", painted),
-        draw.Panel("how sure it is", draw.heat_overlay(photo, summary.confidence, area)),
+        draw.Panel("how sure it is", draw.heat_overlay(photo, summary.confidence, area), sure),
     ]
-    note = remark or f"sure {confidence.min():.0%} to {confidence.max():.0%} · {summary.vocabulary} classes"
-    return draw.Row(label, panels, legend, [("0 %", "100 %", "heat")], note, ink, draw.RED if remark else draw.FAINT)
+    label, ink = (f"{label}      {remark}", draw.RED) if remark else (label, ink)
+    return draw.Row(label, panels, legend, [("0 %", "100 %", "heat")], ink)

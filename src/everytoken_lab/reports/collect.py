@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from everytoken_lab.reports.groups import Difference, Group, config_differences,
 
 if TYPE_CHECKING:
     from everytoken_lab.data.datasets import DataSet
-    from everytoken_lab.reports.predictions import Classes, PredictedRun
+    from everytoken_lab.reports.predictions import PredictedRun
     from everytoken_lab.reports.samples import Sample
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -32,7 +32,7 @@ class Report:
     groups: list[Group]  # runs with the same settings; the first of each dataset is what the others are compared with
     differences: list[Difference]
     settings: list[tuple[str, list[Any]]]  # options that differ between groups
-    classes: list[Classes] = field(default_factory=list)  # per group, where there are predictions
+    classes: list[PredictedRun] = field(default_factory=list)  # one of each group, where there are predictions
     samples: list[Sample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what could not be shown
     skipped: dict[str, str] = field(default_factory=dict)  # images that could not be read, with the reason
@@ -118,14 +118,14 @@ def collect(
 
 
 def _add_predictions(report: Report, options: ReportOptions, progress: Progress, images: DataSet | None) -> None:
+    """Of one run of each group, and pictures of images that all of them answered."""
     from everytoken_lab.engine.distributed import pick_device
-    from everytoken_lab.reports.predictions import Classes, predict_run
+    from everytoken_lab.reports.predictions import predict_run
     from everytoken_lab.reports.samples import samples
 
     device = pick_device(options.device)
     for group in report.groups:
-        predicted: list[PredictedRun] = []
-        for run in group.runs:
+        for run in group.finished or group.runs:
             if run.state in ("damaged", "not begun"):
                 continue
             if run.scores and not run.classifies:
@@ -133,16 +133,14 @@ def _add_predictions(report: Report, options: ReportOptions, progress: Progress,
                 continue
             try:
                 with progress(f"evaluating {run.name}") as tell:
-                    predicted.append(predict_run(run, device, options.data, options.workers, tell, images))
+                    found = predict_run(run, device, options.data, options.workers, tell, images)
             except (EverytokenError, OSError, RuntimeError) as error:
                 report.notes.append(f"{run.name}: no predictions, because {_first_line(error)}")
-        for found in predicted:
+                continue
             report.skipped.update(found.skipped)
-        if predicted:
-            names = predicted[0].class_names
-            report.classes.append(Classes(group, [found for found in predicted if found.class_names == names]))
-    # pictures are of the same images for all groups
-    shown = [(c.group.name, c.runs[0]) for c in report.classes if c.runs[0].same_images(report.classes[0].runs[0])]
+            report.classes.append(replace(found, group=group.name))
+            break
+    shown = [c for c in report.classes if c.same_images(report.classes[0])]
     if shown and options.samples:
         try:
             report.samples.extend(samples(shown[:4], options.samples, device))

@@ -8,11 +8,12 @@ import jinja2
 import numpy as np
 
 from everytoken._version import version
+from everytoken_lab.engine.accuracy import Predictions
 from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.reports import words
 from everytoken_lab.reports.charts import Chart, Series, line_chart
 from everytoken_lab.reports.collect import Report
-from everytoken_lab.reports.predictions import Classes
+from everytoken_lab.reports.predictions import PredictedRun
 
 MATRIX_CLASSES = 20  # of more classes, those that are confused most
 
@@ -44,7 +45,7 @@ def render_report(report: Report, title: str = "") -> str:
         sections=[(name, heading) for name, heading in sections.items() if heading],
         words=words,
         curves=[chart for chart in _curves(report) if chart],
-        matrices=[_matrix(classes, counts) for classes in report.classes if (counts := classes.confusion) is not None],
+        matrices=[_matrix(c, c.predictions) for c in report.classes if isinstance(c.predictions, Predictions)],
         legend={entry.name: entry.colour for tokens in painted for entry in tokens.legend},
         asks_class_head=any(tokens.source == "class head" for tokens in painted),
     )
@@ -72,14 +73,15 @@ def _curves(report: Report) -> list[Chart | None]:
     ]
 
 
-def _matrix(classes: Classes, counts: np.ndarray) -> dict[str, Any]:
+def _matrix(classes: PredictedRun, predictions: Predictions) -> dict[str, Any]:
     """The confusion matrix: rows are labels, columns are answers; numbers are percent of the row."""
+    name, names = classes.group, classes.names
+    pairs = predictions.label * len(names) + predictions.top[:, 0]
+    counts = np.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), -1)
     wrong = counts.sum(1) - counts.diagonal() + counts.sum(0) - counts.diagonal()
     shown = sorted([i for i in np.argsort(-wrong, kind="stable").tolist() if counts[i].sum()][:MATRIX_CLASSES])
     percent = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    name, names = classes.group.name, classes.names
     caption = f"{name}: rows are labels, columns answers, percent of the row"
-    caption += f", {len(classes.runs)} runs added up" if len(classes.runs) > 1 else ""
     if len(shown) < len(names):
         caption += f"; the {len(shown)} of {len(names)} classes that are confused most"
     cells = {i: [(i == j, percent[i, j], f"{names[i]} taken for {names[j]}") for j in shown] for i in shown}

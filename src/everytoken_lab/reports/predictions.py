@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +26,6 @@ from everytoken_lab.engine.run_folder import Run
 from everytoken_lab.evaluation.calibrated import FEWEST, keep_calibration, read_calibration, validation_set
 from everytoken_lab.evaluation.run import evaluate
 from everytoken_lab.models.open import OpenModel, describe, find_weights, open_model
-from everytoken_lab.reports.groups import Group
 from everytoken_lab.stats import Estimate
 
 CACHE = "report-predictions.npz"
@@ -47,6 +44,7 @@ class PredictedRun:
     weights: Path
     calibration: Calibration | None  # None of too few images
     opened: OpenModel | None = None  # if it had to be opened for the predictions
+    group: str = ""  # name of the group that it stands for
 
     def model(self) -> OpenModel:
         """The model with its calibration."""
@@ -58,57 +56,20 @@ class PredictedRun:
         index = self.predictions.index, other.predictions.index
         return self.keys == other.keys and self.class_names == other.class_names and np.array_equal(*index)
 
-
-@dataclass(frozen=True)
-class Classes:
-    """Predictions of a group's runs, all in the same classes, class by class."""
-
-    group: Group
-    runs: Sequence[PredictedRun]
-
-    @cached_property
+    @property
     def names(self) -> list[str]:
         """Of the classes, for people."""
-        return [shown_name(name) for name in self.runs[0].class_names]
+        return [shown_name(name) for name in self.class_names]
 
     @property
     def multi_label(self) -> bool:
         """Whether an image may have several labels."""
-        return isinstance(self.runs[0].predictions, MultiLabelPredictions)
-
-    @property
-    def images(self) -> int:
-        """How many a run was asked about."""
-        return len(self.runs[0].predictions)
+        return isinstance(self.predictions, MultiLabelPredictions)
 
     @cached_property
     def score(self) -> Estimate:
-        """Top-1, or mAP of multi-label images, of the first run in percent, with its interval over the images."""
-        return self.runs[0].predictions.accuracy
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """For each class what `per_class` says of it; numbers are means over the runs."""
-        every = [run.predictions.per_class(self.names) for run in self.runs]
-        return [{key: _merge([row[key] for row in rows]) for key in rows[0]} for rows in zip(*every, strict=True)]
-
-    @cached_property
-    def confusion(self) -> np.ndarray | None:
-        """[classes, classes] images of a row's class that were taken for the column's; None of multi-label images."""
-        count, total = len(self.names), np.zeros(len(self.names) ** 2, np.int64)
-        for run in self.runs:
-            if not isinstance(p := run.predictions, Predictions):
-                return None
-            total += np.bincount(p.label * count + p.top[:, 0], minlength=count * count)
-        return total.reshape(count, count)
-
-
-def _merge(values: Sequence[Any]) -> Any:
-    """The mean of numbers, the most common of words."""
-    known = [value for value in values if value not in (None, "")]
-    if known and isinstance(known[0], str):
-        return Counter(known).most_common(1)[0][0]
-    return float(np.mean(known)) if known else None
+        """Top-1, or mAP of multi-label images, in percent, with its interval over the images."""
+        return self.predictions.accuracy
 
 
 def predict_run(

@@ -18,7 +18,6 @@ from PIL import Image, ImageDraw
 from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken_lab import draw
-from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import eval_view
 from everytoken_lab.evaluation.calibrated import probabilities
 from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes
@@ -130,22 +129,20 @@ def token_pictures(
     return pictures, sure, painted
 
 
-def samples(groups: Sequence[tuple[str, PredictedRun]], count: int = 12, device: str = "cpu") -> list[Sample]:
+def samples(groups: Sequence[PredictedRun], count: int = 12, device: str = "cpu") -> list[Sample]:
     """Some validation images with every group's answer; the groups have the same images."""
-    base = groups[0][1]
-    names = [shown_name(name) for name in base.class_names]
-    chosen = choose([predicted for _, predicted in groups], count)
+    base, names = groups[0], groups[0].names
+    chosen = choose(groups, count)
     indices = [int(base.predictions.index[i]) for i, _ in chosen]
-    seen = [token_pictures(predicted, indices, device) for _, predicted in groups]
+    seen = [token_pictures(predicted, indices, device) for predicted in groups]
     result = []
     for place, (i, why) in enumerate(chosen):
         answers = []
-        for (name, predicted), (_, sure, maps) in zip(groups, seen, strict=True):
-            p, learnt = predicted.predictions, predicted.run.cross_validated
-            confidence = None if learnt else sure[place]
-            answers.append(Answer(name, p.answer_text(i, names), confidence, bool(p.correct[i]), maps[place]))
-        label = base.predictions.label_text(i, names)
-        why = why.replace("the last group", groups[-1][0]).replace("the first group", groups[0][0])
-        picture = data_address(seen[-1][0][place])
+        for predicted, (_, sure, maps) in zip(groups, seen, strict=True):
+            p, confidence = predicted.predictions, None if predicted.run.cross_validated else sure[place]
+            guess, correct = p.answer_text(i, names), bool(p.correct[i])
+            answers.append(Answer(predicted.group, guess, confidence, correct, maps[place]))
+        why = why.replace("the last group", groups[-1].group).replace("the first group", base.group)
+        picture, label = data_address(seen[-1][0][place]), base.predictions.label_text(i, names)
         result.append(Sample(base.keys[indices[place]], why, picture, label, tuple(answers)))
     return result

@@ -16,7 +16,7 @@ from everytoken_lab.reports.groups import Difference, Group
 from everytoken_lab.stats import Estimate, compared, percentage
 
 if TYPE_CHECKING:
-    from everytoken_lab.reports.predictions import Classes
+    from everytoken_lab.reports.predictions import PredictedRun
 
 
 def headline(report: Report) -> str:
@@ -39,13 +39,13 @@ def _interval(group: Group, e: Estimate, report: Report) -> str:
     seeds = len(e.values)
     if e.low is not None:
         return f" ({e.low:.2f} to {e.high:.2f} over {seeds} seeds)"
-    classes = next((c for c in report.classes if c.group is group), None) if seeds == 1 else None
-    of_images = None if classes is None else classes.score
-    if classes is not None and report.metric == "top-1":  # that of the last epoch, which may not be the best
-        of_images = percentage(np.arange(classes.images) < round(e.value / 100 * classes.images))
-    if classes is None or of_images is None or abs(of_images.value - e.value) > 0.01:
-        return f" on the validation images ({seeds} seed{'s' if seeds > 1 else ''}, no interval)"
-    return f" of {classes.images:,} validation images (95 % interval {of_images.low:.1f} to {of_images.high:.1f})"
+    for run in (c for c in report.classes if c.group == group.name and seeds == 1):
+        images, of_images = len(run.predictions), run.score
+        if report.metric == "top-1":  # that of the last epoch, which may not be the best
+            of_images = percentage(np.arange(images) < round(e.value / 100 * images))
+        if abs(of_images.value - e.value) <= 0.01:
+            return f" of {images:,} validation images (95 % interval {of_images.low:.1f} to {of_images.high:.1f})"
+    return f" on the validation images ({seeds} seed{'s' if seeds > 1 else ''}, no interval)"
 
 
 def details(report: Report) -> list[str]:
@@ -92,9 +92,9 @@ def about(config: Mapping[str, Any]) -> str:
     return "; ".join(filter(None, facts))
 
 
-def confidence_words(classes: Classes) -> str:
-    """What the probabilities of a group's first run mean."""
-    calibration, name = classes.runs[0].calibration, classes.group.name
+def confidence_words(classes: PredictedRun) -> str:
+    """What the probabilities of a run mean."""
+    calibration, name = classes.calibration, classes.group
     if calibration is None:
         return f"{name} has too few validation images to calibrate its probabilities."
     words = (
@@ -195,22 +195,23 @@ def class_table(report: Report, most: int = 60) -> Table:
     same = [c for c in report.classes if c.names == report.classes[0].names]
     last = same[-1]
     key, what = ("AP", "average precision") if last.multi_label else ("recall", "recall")
-    found = [rows for rows in zip(*(c.rows for c in same), strict=True) if rows[0]["images"]]
+    every = zip(*(c.predictions.per_class(c.names) for c in same), strict=True)
+    found = [rows for rows in every if rows[0]["images"]]
     found.sort(key=lambda rows: rows[-1][key] or 0.0)
     table = []
     for rows in found[:most]:
         first, final = rows[0], rows[-1]
-        row = {"class": first["class"], "images": f"{first['images']:.0f}"}
-        row |= {f"{what} %: {c.group.name}": number(r[key], ".1f") for c, r in zip(same, rows, strict=True)}
+        row = {"class": first["class"], "images": str(first["images"])}
+        row |= {f"{what} %: {c.group}": number(r[key], ".1f") for c, r in zip(same, rows, strict=True)}
         if len(same) > 1:
             row["difference"] = "–" if None in (final[key], first[key]) else f"{final[key] - first[key]:+.1f}"
         if last.multi_label:
-            row[f"recall %: {last.group.name}"] = number(final["recall"], ".1f")
-        row[f"precision %: {last.group.name}"] = number(final["precision"], ".1f")
+            row[f"recall %: {last.group}"] = number(final["recall"], ".1f")
+        row[f"precision %: {last.group}"] = number(final["precision"], ".1f")
         if not last.multi_label:
             row["most often taken for"] = final["taken for"] or "–"
         table.append(row)
-    caption = "Best weights on the validation images, mean over each group's runs; worst first."
+    caption = "Best weights of one run of each group on the validation images; worst first."
     caption += f" The {most} worst of {len(found)} classes." if len(found) > most else ""
     caption += " Recall and precision are at a probability of a half." if last.multi_label else ""
     return Table(caption, table, ["most often taken for"])

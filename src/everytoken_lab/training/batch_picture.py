@@ -50,7 +50,8 @@ def batch_picture(
     cards = []
     for i, pixels in enumerate(pixels_of(images[:count], mean, std)):
         photo = draw.fit_photo(Image.fromarray(pixels))
-        panels, legend = [draw.Panel("what the network gets", photo)], []
+        panels = [draw.Panel("what the network gets", photo)]
+        legend: list[draw.Entry] = []
         if target is not None:
             own = target[slice(i, i + 1)]
             classes = torch.where(own.weight > 0.5, own.top_class(), -1)[0].cpu().numpy()
