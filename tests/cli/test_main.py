@@ -124,10 +124,6 @@ def test_a_switch_that_may_be_left_open_can_be_turned_on_and_off(words, amp):
     assert parse(EvalCommand, "everytoken eval", ["model", *words]).amp is amp
 
 
-def test_out_is_the_word_for_results():
-    assert all(name != "output" for config in options_of_commands().values() for name, _ in _options(config))
-
-
 def test_the_version_is_printed(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("everytoken ")

@@ -84,9 +84,11 @@ def test_a_run_is_evaluated_in_the_precision_that_it_was_validated_in(photos, tm
     assert first == same != other
 
 
-def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
+def test_what_is_not_there_is_named(weights, tmp_path, capsys):
     assert main(["eval", str(tmp_path / "none")]) == 2
     assert "there is no run folder or weights file at" in capsys.readouterr().err
+    assert main(["eval", str(weights), str(tmp_path / "nodata")]) == 2
+    assert "nodata" in capsys.readouterr().err
     assert main(["eval", "timm:resnet18"]) == 2
     assert "does not say what it was trained on" in capsys.readouterr().err
 
@@ -120,13 +122,6 @@ def test_foreign_weights_need_a_name_and_released_ones_vote(photos, tmp_path, ca
         assert main([*words, "--model", "lvvit_t", "--token-vote", vote]) == 0
     first, second = [json.loads(t) for t in capsys.readouterr().out.split("\n}\n")[0:2] for t in [t + "\n}"]]
     assert first["loss"] != second["loss"]
-
-
-def test_a_missing_model_or_folder_is_named(photos, weights, tmp_path, capsys):
-    assert main(["eval", str(tmp_path / "none"), str(photos)]) == 2
-    assert "none" in capsys.readouterr().err
-    assert main(["eval", str(weights), str(tmp_path / "nodata")]) == 2
-    assert "nodata" in capsys.readouterr().err
 
 
 def test_a_run_is_evaluated_on_what_it_held_out_of_its_own_images(photos, weights, tmp_path, capsys):

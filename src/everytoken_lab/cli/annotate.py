@@ -44,7 +44,6 @@ class Annotate(AnnotateOptions):
 
 
 def main(options: Annotate) -> int:
-    """Annotate, print; exit code 1 if there is no map."""
     from everytoken_lab.annotators.job import run_job
     from everytoken_lab.progress import Progress
 

@@ -25,7 +25,6 @@ class Demo:
 
 
 def main(options: Demo) -> int:
-    """Run."""
     from everytoken_lab.cli import main as run
     from everytoken_lab.demo.run import demo
 

@@ -47,12 +47,10 @@ class Predict(_dense.JsonFlag, DetectPredict):
 
 
 def train(options: Train) -> None:
-    """Train, or print the plan."""
     _dense.train("detect", options, DetectOptions)
 
 
 def evaluate(options: Eval) -> None:
-    """Evaluate, print."""
     from everytoken_lab.dense.detect import infer
 
     result = infer.evaluate(options)
@@ -62,7 +60,6 @@ def evaluate(options: Eval) -> None:
 
 
 def predict(options: Predict) -> None:
-    """Predict, print."""
     _dense.predict("detect", options)
 
 

@@ -45,7 +45,6 @@ class Doctor:
 
 
 def main(options: Doctor) -> int:
-    """Examine, print."""
     from everytoken_lab.doctor import diagnose
     from everytoken_lab.progress import Progress
 

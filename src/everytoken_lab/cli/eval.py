@@ -55,7 +55,6 @@ class EvalCommand(EvalOptions):
 
 
 def main(options: EvalCommand) -> None:
-    """Evaluate, print."""
     check_source(options.source)
     from everytoken_lab.evaluation.run import evaluate
 

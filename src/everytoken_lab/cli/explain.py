@@ -31,7 +31,6 @@ class ExplainCommand(ExplainOptions):
 
 
 def main(options: ExplainCommand) -> None:
-    """Explain, print the names of the files."""
     check_source(options.source)
     from everytoken_lab.explanation.cards import explain
 

@@ -29,7 +29,6 @@ class ExportCommand(ExportOptions):
 
 
 def main(options: ExportCommand) -> None:
-    """Export, print."""
     check_source(options.source)
     from everytoken_lab.evaluation.exporting import export
 

@@ -32,16 +32,13 @@ class Info:
 
     maps: Store
     """Folder of the store."""
-    sample: int = 512
-    """Maps to sample for the statistics; 0: no statistics."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
 def info(options: Info) -> None:
-    """Look at a store, print."""
     maps = Maps(options.maps, partial=True)
-    facts = describe(maps, summarize_store(maps, options.sample))
+    facts = describe(maps, summarize_store(maps))
     if options.json:
         print(json.dumps(facts, indent=1))
     else:
@@ -106,7 +103,6 @@ class Sheet:
 
 
 def sheet(options: Sheet) -> None:
-    """Draw, write."""
     maps = Maps(options.maps, partial=True)
     picture = sheet_picture(maps, options.keys, options.images, options.count)
     try:
@@ -130,7 +126,6 @@ class Verify:
 
 
 def verify_store(options: Verify) -> int:
-    """Check, print."""
     with Progress("verify", "B") as progress:
         verdict = verify(options.maps, progress)
     for problem in verdict.problems:
@@ -175,7 +170,6 @@ class Import:
 
 
 def import_maps(options: Import) -> None:
-    """Read, write, print."""
     with Progress("import", "maps") as progress:
         store, notes = import_released(**vars(options), progress=progress)
     print(f"{options.out}: {len(store):,} maps, {len(store.skipped):,} images without one")

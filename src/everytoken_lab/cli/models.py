@@ -51,7 +51,6 @@ class ModelsOptions:
 
 
 def main(options: ModelsOptions) -> None:
-    """List or measure, print."""
     if len(options.img_size) > 2:
         raise EverytokenError(f"--img-size takes one number or height and width, got {options.img_size}")
     import timm

@@ -46,7 +46,6 @@ class PredictCommand(PredictOptions):
 
 
 def main(options: PredictCommand) -> None:
-    """Predict, print or write."""
     check_source(options.source)
     from everytoken_lab.classes import shown_name
     from everytoken_lab.data.datasets import check_is_no_input

@@ -27,7 +27,6 @@ class Recipes:
 
 
 def main(options: Recipes) -> None:
-    """Print one, or list them."""
     from everytoken_lab.engine.recipe import header, recipe_names, recipe_text
 
     name, names = options.name, recipe_names()

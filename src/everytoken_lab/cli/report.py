@@ -34,7 +34,6 @@ class ReportCommand(ReportOptions):
 
 
 def main(options: ReportCommand) -> None:
-    """Collect, write, print the headline."""
     if not options.runs:
         raise EverytokenError("name at least one run folder: everytoken report runs/mine --out report.html")
     from everytoken_lab.progress import Progress

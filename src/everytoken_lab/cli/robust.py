@@ -31,7 +31,6 @@ class RobustCommand(RobustOptions):
 
 
 def main(options: RobustCommand) -> None:
-    """Evaluate, print."""
     with contextlib.ExitStack() as stack:
         bars: dict[str, Progress] = {}
 

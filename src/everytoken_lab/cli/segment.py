@@ -47,12 +47,10 @@ class Predict(_dense.JsonFlag, SegmentPredict):
 
 
 def train(options: Train) -> None:
-    """Train, or print the plan."""
     _dense.train("segment", options, SegmentOptions)
 
 
 def evaluate(options: Eval) -> None:
-    """Evaluate, print."""
     from everytoken_lab.dense.segment import infer
 
     result = infer.evaluate(options)
@@ -61,7 +59,6 @@ def evaluate(options: Eval) -> None:
 
 
 def predict(options: Predict) -> None:
-    """Predict, print."""
     _dense.predict("segment", options)
 
 

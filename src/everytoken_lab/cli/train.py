@@ -64,7 +64,6 @@ class Train(TrainFlags, TrainOptions):
 
 
 def main(options: Train) -> None:
-    """Train, or print the plan."""
     _check_path(options.data)
     from everytoken_lab.training import classify
 

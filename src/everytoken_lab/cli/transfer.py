@@ -55,7 +55,6 @@ class TransferCommand:
 
 
 def main(options: TransferCommand) -> None:
-    """Fine-tune, evaluate, print."""
     from everytoken_lab.cli import main as run
     from everytoken_lab.engine.distributed import pick_device
     from everytoken_lab.robust import RobustOptions
