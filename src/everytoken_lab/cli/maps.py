@@ -15,7 +15,6 @@ from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
 from everytoken_lab.cli._tables import plain, print_facts, print_some
 from everytoken_lab.maps.released import import_released
-from everytoken_lab.maps.sheet import sheet_picture
 from everytoken_lab.maps.summary import StoreSummary, summarize_store
 from everytoken_lab.progress import Progress
 
@@ -103,6 +102,8 @@ class Sheet:
 
 
 def sheet(options: Sheet) -> None:
+    from everytoken_lab.maps.sheet import sheet_picture
+
     maps = Maps(options.maps, partial=True)
     picture = sheet_picture(maps, options.keys, options.images, options.count)
     try:
