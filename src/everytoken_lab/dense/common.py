@@ -298,7 +298,7 @@ def train_dense(
         assignments: of the kind `model_kwargs.depth=4`, which come last.
         dry_run: give the plan instead, with the time from a few timed steps, and write nothing.
     """
-    options = task_type.complete(options)
+    options = task_type.complete(apply(options, {}, "options"))
     asked = {*asked, *(text.partition("=")[0] for text in assignments)}
     options = replace(options, model=name_weights(options.model, "model" in asked))
     options = apply(options, overrides(assignments, flat(options)), "--set")
@@ -376,6 +376,7 @@ def open_unseen(
         part: options of the data, with `val_split`.
         same, fraction: whether a run was trained on this data, and how much of it it held out; see `held_out`.
     """
+    apply(options, {}, "options")  # which checks them
     if options.split != "val" or part.val_split or divided:
         return open_data(options.data, options.split, part), []
     origin = held_out([options.source], options.data, same, fraction)
@@ -386,6 +387,7 @@ def open_unseen(
 
 def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[FileSet, Callable[[str, str], Path]]:
     """The images, and where to put what is made of each: (key, ending) -> path; never over an image."""
+    apply(options, {}, "options")  # which checks them
     root, names = gather_images(options.images)
     stems = result_stems(root, names, Path(options.out), endings)
     Path(options.out).mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
+from annotated_types import Interval
 
 from everytoken.errors import EverytokenError
 from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions, RunOptions
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+Probability = Annotated[float, Interval(ge=0, le=1)]
+Scale = Annotated[float, Interval(gt=0, lt=100)]
 
 
 @dataclass(frozen=True)

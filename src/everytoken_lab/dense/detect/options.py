@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import tyro
+from annotated_types import MinLen
 
-from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions
-from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions
+from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions, Positive
+from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, Probability, Scale
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class DetectorOptions:
     box_loss: Literal["l1", "smooth_l1", "giou"] | None = None
     """Loss of a box's coordinates; giou: ten times that of the decoded box, as in Swin's cascades. Default: smooth_l1
     for cascade, l1 for mask."""
-    channels: int = 256
+    channels: Positive = 256
     """Channels of the pyramid and of the convolutions in the heads."""
-    hidden: int = 1024
+    hidden: Positive = 1024
     """Width of the hidden layers of a box head."""
-    anchor_scale: float = 8
+    anchor_scale: Scale = 8
     """Side of the anchors, in cells of their level."""
-    proposals: int | None = None
+    proposals: Positive | None = None
     """Proposals per image, in evaluation at most 1000. Default: 2000 for cascade, 1000 for mask."""
-    regions: int = 512
+    regions: Positive = 512
     """Proposals per image that each stage is trained on, at most a quarter of them objects."""
     norm_eval: bool = False
     """Keep the backbone's batch norms as they are (pretrained ResNets with few images per process)."""
@@ -69,13 +70,13 @@ class DetectData(BatchOptions, CocoOptions):
 class DetectAugment:
     """Augmentation: a random crop, a random size and a flip."""
 
-    sizes: tuple[int, ...] = tuple(range(480, 801, 32))
+    sizes: Annotated[tuple[Positive, ...], MinLen(1)] = tuple(range(480, 801, 32))
     """Short sides, one of which is drawn for each image."""
-    longest: int = 1333
+    longest: Positive = 1333
     """The long side is at most this; the short side is then smaller than drawn."""
-    hflip: float = 0.5
+    hflip: Probability = 0.5
     """Chance of a left-right flip."""
-    crop: float = 0.5
+    crop: Probability = 0.5
     """Chance of a random crop before the resize, as in Swin's set-up: of an image with a short side of 400, 500 or 600
     pixels, 384 to 600 of each side."""
 
@@ -84,15 +85,15 @@ class DetectAugment:
 class FindOptions:
     """Evaluation. Options that are not given are as in the run's validation; defaults for a new run are in brackets."""
 
-    size: int | None = None
+    size: Positive | None = None
     """Short side of the image. [800, or the largest of training if that is smaller]"""
-    max_size: int | None = None
+    max_size: Positive | None = None
     """The long side is at most this. [as in training]"""
-    score_thresh: float | None = None
+    score_thresh: Probability | None = None
     """Drop objects with a lower score. [0.05]"""
-    nms_thresh: float | None = None
+    nms_thresh: Probability | None = None
     """Of two boxes of a class that overlap by more than this IoU, only the one with the higher score is kept. [0.5]"""
-    max_detections: int | None = None
+    max_detections: Positive | None = None
     """Objects per image. [100]"""
 
 
@@ -132,6 +133,6 @@ class DetectEval(EvaluateOptions):
 class DetectPredict(PredictOptions):
     """Options of `predict`."""
 
-    sure: float = 0.5
+    sure: Probability = 0.5
     """Draw and count objects with at least this score; the file has all objects above score_thresh."""
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)

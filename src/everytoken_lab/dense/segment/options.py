@@ -7,8 +7,23 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions, RunOptions
-from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, SourceOptions
+from everytoken_lab.engine.options import (
+    Amount,
+    BatchOptions,
+    Fraction,
+    NotNegative,
+    OptimOptions,
+    Positive,
+    RunOptions,
+)
+from everytoken_lab.training.options import (
+    DenseOptions,
+    EvaluateOptions,
+    PredictOptions,
+    Probability,
+    Scale,
+    SourceOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -17,20 +32,20 @@ class DecoderOptions:
 
     head: Literal["upernet", "fcn"] = "upernet"
     """UperNet (pyramid pooling and a feature pyramid), or FCN (convolutions on one map)."""
-    channels: int = 0
+    channels: NotNegative = 0
     """Channels inside the head; 0: 512 for UperNet, 256 for FCN."""
-    convs: int = 2
+    convs: NotNegative = 2
     """3x3 convolutions of an FCN head."""
-    dropout: float = 0.1
+    dropout: Fraction = 0.1
     """Dropout of channels before the classifier."""
-    aux_weight: float = 0.4
+    aux_weight: Amount = 0.4
     """Weight of the auxiliary FCN head's loss; 0: no such head."""
-    aux_channels: int = 0
+    aux_channels: NotNegative = 0
     """Channels inside the auxiliary head; 0: 256."""
     neck: Literal["transposed", "interpolated"] = "transposed"
     """How levels are made of a plain transformer: transposed convolutions (LV-ViT's), or convolutions around an
     interpolation, the coarsest level at half the tokens' resolution (DeiT's)."""
-    pyramid_channels: int = 0
+    pyramid_channels: NotNegative = 0
     """Channels of the coarsest pyramid level built from a plain transformer; 0: 2048 for UperNet, 768 for FCN."""
 
 
@@ -57,17 +72,17 @@ class SegmentData(BatchOptions, MaskOptions):
 class SegmentAugment:
     """Augmentation: a random scale, a crop, a flip, photometric distortion."""
 
-    crop_size: int = 512
+    crop_size: Positive = 512
     """Side of the square crop that the network is trained on."""
-    resize: int = 0
+    resize: NotNegative = 0
     """The short side of an image before the random scale; 0: the crop's side."""
-    scale: tuple[float, float] = (0.5, 2.0)
+    scale: tuple[Scale, Scale] = (0.5, 2.0)
     """Random scale, on top of resize."""
-    hflip: float = 0.5
+    hflip: Probability = 0.5
     """Chance of a left-right flip."""
     photometric: bool = True
     """Random brightness, contrast, saturation and hue."""
-    cat_max_ratio: float = 0.75
+    cat_max_ratio: Amount = 0.75
     """Look for a crop in which no class covers more than this (ten attempts); 1: take the first."""
 
 
@@ -77,13 +92,13 @@ class EvalOptions:
 
     mode: Literal["whole", "slide"] | None = None
     """The whole image at once, or overlapping windows of the training crop's size. [whole]"""
-    stride: int | None = None
+    stride: NotNegative | None = None
     """Step of the windows; 0: two thirds of the window. [0]"""
-    scales: tuple[float, ...] = ()
+    scales: tuple[Scale, ...] = ()
     """Average over these scales, for example 0.75 1.0 1.25 1.5 1.75. [1.0]"""
     flip: bool | None = None
     """Average with the mirrored image as well. [False]"""
-    test_scales: tuple[float, ...] = ()
+    test_scales: tuple[Scale, ...] = ()
     """Scales of `segment eval --multi-scale`, which also averages mirrored images; validation does not use them."""
 
 
