@@ -270,9 +270,9 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
     computed: list[int] = []
     real = features_module.FeatureCache.add
 
-    def add(self, digests, values):
-        computed.append(len(digests))
-        real(self, digests, values)
+    def add(self, rows):
+        computed.append(len(rows))
+        real(self, rows)
 
     monkeypatch.setattr(features_module.FeatureCache, "add", add)
     with caplog.at_level(logging.INFO):
