@@ -12,8 +12,6 @@ from typing import Annotated
 import tyro
 from annotated_types import Interval
 
-SHARED_MEMORY = Path("/dev/shm")
-
 
 def cores() -> int:
     """Processor cores that this process may use."""
@@ -75,8 +73,3 @@ def existing_folder(path: Path) -> Path:
 def free_disk(path: Path) -> int:
     """Free bytes where `path` is or will be."""
     return shutil.disk_usage(existing_folder(path)).free
-
-
-def shared_memory() -> int | None:
-    """Free bytes of the memory through which processes share tensors; None where it has no limit of its own."""
-    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None

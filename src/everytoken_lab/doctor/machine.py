@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from everytoken_lab.doctor.findings import Finding, Level
-from everytoken_lab.machine import SHARED_MEMORY, cores, existing_folder, free_disk, shared_memory
+from everytoken_lab.machine import cores, existing_folder, free_disk
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 LITTLE_DISK = 5e9
+SHARED_MEMORY = Path("/dev/shm")  # through which processes share tensors
 
 
 def examine_machine(places: Sequence[Path]) -> Iterator[Finding]:
@@ -24,8 +25,7 @@ def examine_machine(places: Sequence[Path]) -> Iterator[Finding]:
     yield _device()
     yield _compiling()
     yield _inference()
-    free = shared_memory()
-    if free is not None and free < 256e6:
+    if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < 256e6:
         what = f"shared memory has {free / 1e6:.0f} MB free, which loader workers may exceed"
         todo = "In a container: --shm-size 2g or --ipc host; or train with --workers 0."
         yield Finding("warning", "shared-memory", what, str(SHARED_MEMORY), todo)

@@ -142,10 +142,7 @@ def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> Open
 
 
 class Inference:
-    """A model (normalised images -> logits) over images, prepared by `view`, or by `transform` in its place.
-
-    `dtype`: of mixed precision; None: float32.
-    """
+    """A model (normalised images -> logits) over images, prepared by `view`; `dtype`: of mixed precision, or None."""
 
     def __init__(
         self,
@@ -155,7 +152,6 @@ class Inference:
         options: InferenceOptions,
         dtype: torch.dtype | None = None,
         progress: Progress | None = None,
-        transform: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> None:
         self.model, self.data, self.view, self.dtype, self.progress = model, data, view, dtype, progress
         self.device = next(model.parameters()).device
@@ -165,7 +161,7 @@ class Inference:
         self.bad_images = BadImages(options.on_bad_image)
         self.loader = Loader(
             data,
-            transform or view,
+            view,
             options.batch_size,
             train=False,
             workers=options.workers,

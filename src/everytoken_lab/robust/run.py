@@ -53,37 +53,27 @@ def from_pixels(net: nn.Module, view: EvalTransform, columns: np.ndarray | None 
     return lambda images: net(normalise(images)).float()[:, kept]
 
 
-class _KeyedSet(Subset):
-    """Pictures that know the key of their image."""
+class CorruptedSet(Subset):
+    """The evaluation crops of images, corrupted; random numbers are keyed by image, and the same for all severities."""
 
-    def picture(self, i: int) -> Picture:
-        picture = super().picture(i)
-        picture.key = self.key(i)  # type: ignore[attr-defined]
-        return picture
-
-
-class CorruptTransform:
-    """The evaluation crop, corrupted; random numbers are keyed by the image, and the same for all severities."""
-
-    def __init__(self, view: EvalTransform, suite: Suite) -> None:
+    def __init__(self, data: DataSet, view: EvalTransform, suite: Suite) -> None:
+        super().__init__(data, np.arange(len(data)))
         self.view, self.suite = view, suite
 
-    def __call__(self, image: Picture, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(pixels, placement); everything is decided by the key."""
-        pixels, placement = self.view(image)
-        generator = keyed.generator(0, getattr(image, "key", ""), "corrupt", self.suite.corruption)
-        pixels = corrupt(pixels, self.suite.corruption, self.suite.severity, generator)
-        return np.array(stored(Image.fromarray(pixels), STORED_QUALITY)), placement
+    def picture(self, i: int) -> Picture:
+        pixels, _ = self.view(super().picture(i))
+        rng = keyed.generator(0, self.key(i), "corrupt", self.suite.corruption)
+        corrupted = corrupt(pixels, self.suite.corruption, self.suite.severity, rng)
+        return Picture(stored(Image.fromarray(corrupted), STORED_QUALITY))
 
 
 def open_images(suite: Suite, limit: int = 0, sources: Sequence[str] = ()) -> tuple[DataSet, list[str]]:
     """The suite's images, or `limit` of them, never those that one of the runs `sources` was trained on; and notes."""
     data, note = open_part(sources, suite.path, doubt=suite.kind in _OWN_IMAGES)
-    chosen = np.arange(len(data))
     if limit and limit < len(data):
         draws = [keyed.uniform(0, "limit", key) for key in data.keys()]  # noqa: SIM118
-        chosen = np.sort(np.argsort(draws, kind="stable")[:limit])
-    return _KeyedSet(data, chosen), [note] if note else []
+        data = data.subset(np.sort(np.argsort(draws, kind="stable")[:limit]))
+    return data, [note] if note else []
 
 
 class SuiteRunner:
@@ -152,11 +142,11 @@ class SuiteRunner:
 
     def evaluate(self, suite: Suite) -> Result:
         """Predictions on one suite (not an attack), from the folder if they are there."""
-        view = self.view
-        if suite.kind == "c":  # images are the 224 px centre already: resized to the input, nothing is cut off
-            view = replace(view, crop_pct=1.0)
+        whole = replace(self.view, crop_pct=1.0)  # for images that are crops already: nothing is cut off
+        view = whole if suite.kind == "c" else self.view
         data, notes, match, facts = self._open(suite, view, self.options.limit)
         if suite.kind == "corrupt":
+            data, view = CorruptedSet(data, view, suite), whole
             facts |= {"corruption": suite.corruption, "severity": suite.severity, "program": 3}  # counts its changes
             stem = f"{suite.corruption}-{suite.severity}-{facts['keys'][:8]}"
         else:  # by path, so that val and real have theirs in common
@@ -188,7 +178,6 @@ class SuiteRunner:
             view,
             self.options,
             progress=lambda done, total: self._tell(suite, done, total),
-            transform=CorruptTransform(view, suite) if suite.kind == "corrupt" else None,
         )
         columns = None if match.columns is None else torch.from_numpy(match.columns)
         predictions = inference.predictions(torch.from_numpy(match.labels), columns)
