@@ -249,12 +249,7 @@ def test_output_files_replace_planted_links(command, trained, photos, photo_maps
     words = {
         "report": ["report", str(trained), "--out", "OUT/report.html"],
         "eval": ["eval", str(trained), str(photos), "--out", "OUT/numbers"],
-        "predict": [
-            "predict",
-            str(trained),
-            image,
-            *("--out", "OUT/a.csv", "--coco", "OUT/b.json", "--pictures", "OUT"),
-        ],
+        "predict": ["predict", str(trained), image, "--out", "OUT/a.csv", "--pictures", "OUT"],
         "explain": ["explain", str(trained), image, "--out", "OUT"],
         "export": ["export", str(trained), "--to", "timm", "--out", "OUT"],
         "robust": ["robust", str(trained), "--suite", f"val={photos}", "--workers", "0", "--out", "OUT"],

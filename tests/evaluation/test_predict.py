@@ -18,8 +18,8 @@ from everytoken_lab import evaluate, load, predict
 from everytoken_lab.classes import ClassList
 from everytoken_lab.cli import main
 from everytoken_lab.engine.run_folder import read_run
-from everytoken_lab.evaluation.locate import box_of, guided_filter
-from everytoken_lab.evaluation.predictions import run_lengths
+from everytoken_lab.evaluation.locate import Location, box_of, guided_filter
+from everytoken_lab.evaluation.predictions import ImagePrediction
 from everytoken_lab.models import inference
 from everytoken_lab.models.open import Description, OpenModel
 
@@ -319,19 +319,14 @@ def test_an_object_is_located_in_the_whole_photo(disc, tmp_path):
     np.testing.assert_allclose(
         [float(row[edge]) for edge in ("left", "top", "right", "bottom")], image.location.pixels, atol=0.6
     )
-    result.to_coco(tmp_path / "a.json")
-    coco = json.loads((tmp_path / "a.json").read_text())
-    (annotation,) = coco["annotations"]
-    assert coco["images"][0] | {"id": 1} == {"id": 1, "file_name": "disc.png", "width": 180, "height": 120}
-    left, top, right, bottom = image.location.pixels
-    assert annotation["bbox"] == pytest.approx([left, top, right - left, bottom - top])
-    counts = annotation["segmentation"]["counts"]
-    decoded = np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(180, 120).T
-    assert (decoded == mask).all()
+    row = json.loads(json.dumps(image.to_json()))
+    assert (row["box"], row["size"]) == ([*image.location.pixels], [180, 120])
+    counts = row["mask"]["counts"]
+    assert (mask == np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(180, 120).T).all()
     (picture,) = result.save_pictures(tmp_path / "pictures")
     assert Image.open(picture).size == (640, 427)
     with pytest.raises(EverytokenError, match="locate=True"):
-        predict(model, folder, workers=0).to_coco(tmp_path / "b.json")
+        predict(model, folder, workers=0).save_pictures(tmp_path / "more")
 
 
 def test_boxes_come_with_every_kind_of_network_on_the_command_line(weights, photos, tmp_path, capsys):
@@ -341,25 +336,24 @@ def test_boxes_come_with_every_kind_of_network_on_the_command_line(weights, phot
     save_file(network.state_dict(), tmp_path / "cnn.safetensors", metadata=about.to_metadata())
     image = sorted((photos / "val/class-0").iterdir())[0]
     for file in (weights, tmp_path / "cnn.safetensors"):
-        coco, pictures = tmp_path / f"{file.stem}.json", tmp_path / file.stem
-        words = ["predict", str(file), str(image), "--json", "--coco", str(coco), "--pictures", str(pictures), *FAST]
-        assert main(words) == 0
+        pictures = tmp_path / file.stem
+        assert main(["predict", str(file), str(image), "--json", "--pictures", str(pictures), *FAST]) == 0
         row = json.loads(capsys.readouterr().out)
         left, top, right, bottom = row["box"]
         assert 0 <= left < right <= 40
         assert 0 <= top < bottom <= 36
-        assert json.loads(coco.read_text())["annotations"][0]["bbox"][0] == left
         assert (pictures / f"{image.stem}.jpg").is_file()
 
 
-def test_run_lengths_are_cocos():
-    mask = np.zeros((3, 4), bool)
-    mask[1:, 1] = mask[0, 2] = True
-    assert run_lengths(mask) == {"size": [3, 4], "counts": [4, 3, 5]}
-    assert run_lengths(np.ones((2, 2), bool))["counts"] == [0, 4]
+@pytest.mark.parametrize(
+    ("row", "counts"), [((0, 1, 1, 0), [3, 6, 3]), ((1, 1, 1, 1), [0, 12]), ((0, 0, 1, 1), [6, 6])]
+)
+def test_masks_are_cocos_run_lengths(row, counts):
     coco = pytest.importorskip("pycocotools.mask")
-    runs = coco.frPyObjects(run_lengths(mask), 3, 4)
-    assert (coco.decode(runs) == mask).all()
+    heat = np.array([row] * 3, np.float16)
+    told = ImagePrediction("a", ("b",), (1.0,), location=Location(heat, (0, 0), (0, 0, 1, 1), (4, 3))).to_json()["mask"]
+    assert told["counts"] == counts
+    assert (coco.decode(coco.frPyObjects(told, 3, 4)) == heat).all()
 
 
 def test_the_guided_filter_equals_a_regression_in_every_window():

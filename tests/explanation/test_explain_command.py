@@ -99,7 +99,6 @@ def test_a_mixture_is_drawn_and_told(here, tmp_path, model):
     assert run(here, here / f"{model}.safetensors", *images, "--mix", "--mix-part", 0.3, "--out", tmp_path) == 0
     (story,) = json.loads((tmp_path / "explain.json").read_text())["mix"]["models"]
     assert story["ratio"] == pytest.approx(0.7, abs=0.03)
-    assert story["rmse"] >= 0
     assert Image.open(tmp_path / "mix.png").width > 1000
 
 

@@ -30,7 +30,7 @@ def test_shares_of_a_vit_are_followed_by_hand():
     model = TokenModel(tiny_vit(depth=2)).eval()
     own, partner = two()
     mask = draw_box(0.4, (32, 32))
-    story = follow_mix(model, own, partner, mask, boxes=4)
+    story = follow_mix(model, own, partner, mask)
     from everytoken_lab.explanation.saliency import record_attention
 
     mixed = own * mask + partner * (1 - mask)
@@ -47,13 +47,12 @@ def test_shares_of_a_vit_are_followed_by_hand():
     torch.testing.assert_close(story.aligned.flatten(), shares[1:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(story.start.flatten(), start)
     assert len(story.likeness) == 2
-    assert 0 < story.rmse < 0.5
 
 
 def test_likeness_to_an_unmixed_image_is_one_half_where_both_are_the_same():
     torch.manual_seed(0)
     own, _ = two()
-    story = follow_mix(TokenModel(tiny_vit(depth=2)).eval(), own, own, draw_box(0.4, (32, 32)), boxes=2)
+    story = follow_mix(TokenModel(tiny_vit(depth=2)).eval(), own, own, draw_box(0.4, (32, 32)))
     np.testing.assert_allclose(story.likeness, 0.5, atol=1e-4)
 
 
@@ -72,7 +71,7 @@ def test_every_kind_of_backbone_tells_its_story_and_keeps_nothing_of_it(name, ar
     own, partner = two(64)
     with torch.no_grad():
         before = model(own).logits
-    story = follow_mix(model, own, partner, draw_box(0.4, (64, 64)), boxes=2)
+    story = follow_mix(model, own, partner, draw_box(0.4, (64, 64)))
     assert len(story.layers) == points
     assert story.layers[0] == pytest.approx(story.ratio)
     assert story.layers[-1] == pytest.approx(story.share, abs=1e-5)

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -15,9 +15,6 @@ from everytoken_lab.cli._parse import Source, check_source, values_of
 from everytoken_lab.evaluation import PredictOptions
 from everytoken_lab.progress import Progress
 from everytoken_lab.schema import counted
-
-if TYPE_CHECKING:
-    from everytoken_lab.evaluation.predictions import ImagePrediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +24,7 @@ class PredictCommand(PredictOptions):
     Examples:
         everytoken predict runs/small photo.jpg
         everytoken predict runs/small new-photos --out predictions.csv --sure 0.95
-        everytoken predict runs/small new-photos --out predictions.csv --coco objects.json --pictures located
+        everytoken predict runs/small new-photos --json --locate --pictures located
         everytoken predict exported/model.onnx new-photos
         everytoken predict timm:deit_tiny_patch16_224 photo.jpg --top 3
     """
@@ -38,9 +35,7 @@ class PredictCommand(PredictOptions):
     out: str = ""
     """Write a CSV table here instead of printing lines: image, class, probability, and the next best classes."""
     json: bool = False
-    """Print JSON, one image per line."""
-    coco: str = ""
-    """Write boxes and masks of the objects here, in COCO's format."""
+    """Print JSON, one image per line; with --locate also the box and the mask, as COCO's run lengths."""
     pictures: str = ""
     """Write the images with mask and box drawn on them to this folder."""
 
@@ -51,16 +46,14 @@ def main(options: PredictCommand) -> None:
     from everytoken_lab.data.datasets import check_is_no_input
     from everytoken_lab.evaluation.predictions import predict
 
-    for target in filter(None, (options.out, options.coco)):
-        check_is_no_input(Path(target), options.images)
+    if options.out:
+        check_is_no_input(Path(options.out), options.images)
     settings = values_of(options, PredictOptions)
-    settings["locate"] |= bool(options.coco or options.pictures)
+    settings["locate"] |= bool(options.pictures)
     with Progress("predict", "images") as progress:
         result = predict(options.source, options.images, progress=progress, **settings)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
-    if options.coco:
-        result.to_coco(options.coco)
     if options.pictures:
         result.save_pictures(options.pictures)
     if options.out:
@@ -69,7 +62,7 @@ def main(options: PredictCommand) -> None:
         print(f"{len(result):,} images in {options.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
     if options.json:
         for image in result:
-            print(json.dumps(_row(image, bool(result.threshold)), ensure_ascii=False))
+            print(json.dumps(image.to_json(), ensure_ascii=False))
         return
     for image in () if options.out else result:
         pairs = zip(image.classes, image.probabilities, strict=True)
@@ -81,15 +74,3 @@ def main(options: PredictCommand) -> None:
     if result.skipped:
         left_out = counted(len(result.skipped), "unreadable image")
         print(f"Left out {left_out}, the first: {next(iter(result.skipped))}")
-
-
-def _row(image: ImagePrediction, thresholded: bool) -> dict[str, Any]:
-    """One image as JSON."""
-    row: dict[str, Any] = {"image": image.path, "classes": dict(zip(image.classes, image.probabilities, strict=True))}
-    if image.labels is not None:
-        row["labels"] = image.labels
-    elif thresholded:
-        row["answer"] = image.answer
-    if image.location is not None:
-        row |= {"box": image.location.pixels, "size": image.location.size}
-    return row

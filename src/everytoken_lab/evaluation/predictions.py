@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
-from everytoken.files import make_inside, plain_json, write_atomically, write_picture
+from everytoken.files import make_inside, write_picture
 from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import shown_name
@@ -51,6 +51,18 @@ class ImagePrediction:
         """`answers` as one text, with ";" between labels."""
         return ";".join(self.answers)
 
+    def to_json(self) -> dict[str, Any]:
+        """For JSON; the mask as COCO's run lengths: numbers of 0s, 1s, 0s, ... down the columns."""
+        row: dict[str, Any] = {"image": self.path, "classes": dict(zip(self.classes, self.probabilities, strict=True))}
+        row |= {"answer": self.answer} if self.labels is None else {"labels": self.labels}
+        if self.location is not None:
+            mask = self.location.mask()
+            flat = np.concatenate([[False], mask.ravel(order="F"), [not mask[-1, -1]]])
+            counts = np.diff(np.flatnonzero(flat[1:] != flat[:-1]), prepend=0)
+            row |= {"box": self.location.pixels, "size": self.location.size}
+            row["mask"] = {"size": mask.shape, "counts": counts.tolist()}
+        return row
+
 
 @dataclass(frozen=True)
 class ImagePredictions(Sequence[ImagePrediction]):
@@ -88,26 +100,6 @@ class ImagePredictions(Sequence[ImagePrediction]):
         header = list(rows[0]) if rows else ["image", "class", "probability"]
         write_csv(Path(path), header, [list(row.values()) for row in rows])
 
-    def to_coco(self, path: str | Path) -> None:
-        """Boxes and masks of the located objects in COCO's format; file names are relative to their common folder."""
-        root, names = gather_images([image.path for image in self.images])
-        classes = {name: number for number, name in enumerate(sorted({image.classes[0] for image in self.images}), 1)}
-        images: list[dict[str, Any]] = []
-        annotations: list[dict[str, Any]] = []
-        for number, (image, name) in enumerate(zip(self.images, names, strict=True), 1):
-            location = _located(image)
-            images.append({"id": number, "file_name": name, "width": location.size[0], "height": location.size[1]})
-            if image.sure:
-                (left, top, right, bottom), mask = location.pixels, location.mask()
-                ids = {"id": len(annotations) + 1, "image_id": number, "category_id": classes[image.classes[0]]}
-                box = {"bbox": [left, top, right - left, bottom - top], "area": int(mask.sum()), "iscrowd": 0}
-                score = {"segmentation": run_lengths(mask), "score": round(image.probabilities[0], 4)}
-                annotations.append(ids | box | score)
-        categories = [{"id": number, "name": name} for name, number in classes.items()]
-        content = {"info": {"root": str(root)}, "images": images, "annotations": annotations, "categories": categories}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), plain_json(content, None).encode())
-
     def save_pictures(self, folder: str | Path, side: int = 640) -> list[Path]:
         """Each image with mask, box and class drawn on it, in a folder, under its name; the long side in pixels."""
         root, names = gather_images([image.path for image in self.images])
@@ -129,14 +121,6 @@ def _located(image: ImagePrediction) -> Location:
     if image.location is None:
         raise EverytokenError("the predictions have no locations; predict with locate=True.")
     return image.location
-
-
-def run_lengths(mask: np.ndarray) -> dict[str, Any]:
-    """COCO's run lengths of a mask [H, W]: numbers of 0s, 1s, 0s, ... down the columns."""
-    flat = np.concatenate([[False], mask.ravel(order="F")])  # a mask that begins with 1s has no 0s first
-    starts = np.flatnonzero(flat[1:] != flat[:-1])
-    counts = np.diff(np.concatenate([[0], starts, [mask.size]]))
-    return {"size": list(mask.shape), "counts": counts.tolist()}
 
 
 def _locations(

@@ -32,7 +32,6 @@ METHODS = {
     "lrp": "relevance propagated through layers (Chefer et al., CVPR 2021)",
     "cam": "Grad-CAM",
 }
-BOXES = 32  # random ones, for the RMSE of a mixture
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
     for model in models:
         (first, own), (second, partner) = (model.read(file) for file in files)
         mask = draw_box(options.mix_part, (own.shape[2], own.shape[3]), options.seed)
-        story = follow_mix(model.opened.model, own, partner, mask, BOXES)
+        story = follow_mix(model.opened.model, own, partner, mask)
         mixed = np.where(mask[0].numpy()[..., None] > 0, first, second)
         photos = [draw.fit_photo(Image.fromarray(pixels)) for pixels in (first, second, mixed)]
         size, aligned = photos[2].size, story.aligned.numpy()
@@ -172,10 +171,11 @@ def _explain_mix(models: Sequence[ExplainedModel], files: Sequence[str], options
             ),
             ("share of the first, by layer", draw.layer_chart(lines, story.ratio), "dashed: by area"),
         ]
-        label = f"{model.name}   RMSE of aligned shares over {BOXES} random boxes: {story.rmse:.3f}"
-        rows.append(draw.Row(label, [draw.Panel(*panel) for panel in captions], bars=[("first", "second", "share")]))
+        rows.append(
+            draw.Row(model.name, [draw.Panel(*panel) for panel in captions], bars=[("first", "second", "share")])
+        )
         numbers = {name: _round(value) for name, value in vars(story).items()}
-        facts.append({"name": model.name, "source": model.opened.source, "boxes": BOXES, **numbers})
+        facts.append({"name": model.name, "source": model.opened.source, **numbers})
     card = draw.draw_card(draw.Card(f"{files[0]} with a box from {files[1]}", rows))
     mix = {"files": list(files), "seed": options.seed, "models": facts}
     return Explanation([card], {"everytoken": version(), "mix": mix})

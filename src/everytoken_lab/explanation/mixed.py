@@ -1,10 +1,9 @@
-"""Two images mixed, and what a model makes of whose is what (TL-Align's Figures 3 to 6).
+"""Two images mixed, and what a model makes of whose is what (TL-Align's Figures 4 to 6).
 
 Paper: "Token-Label Alignment for Vision Transformers", section 4.4. For one mixture: the labels of the patches at the
 start and after the last layer, the share of the first image in what the head reads after every layer, and the same by
-likeness to the two unmixed images. Over many random boxes: how far the aligned targets are from those by area (RMSE).
-What we do differently: shares instead of K-wide labels (exact, see `everytoken.functional.shares`); the RMSE is of the
-share, over boxes of these two images, because there is no data set here.
+likeness to the two unmixed images. (Figure 3 is over a dataset: benchmarks/papers/tl_align_figures.py.)
+What we do differently: shares instead of K-wide labels (exact, see `everytoken.functional.shares`).
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from everytoken.functional.shares import patch_shares, similarity_shares, target_rmse
-from everytoken.mixing.methods import CutMix
+from everytoken.functional.shares import patch_shares, similarity_shares
 from everytoken.mixing.mix import Mix, apply_to_pixels, box_masks
 from everytoken.models.align import Aligner, Alignment, Shares
 from everytoken.models.align.aligner import pooling
@@ -39,7 +37,6 @@ class MixStory:
     aligned: Tensor  # [h, w] after the last layer
     layers: tuple[float, ...]
     likeness: tuple[float, ...]  # the same by likeness to the unmixed images; empty where it cannot be had
-    rmse: float  # between aligned shares and those by area, over random boxes
 
 
 def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:
@@ -51,13 +48,12 @@ def draw_box(part: float, size: tuple[int, int], seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor, boxes: int = 32) -> MixStory:
+def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor) -> MixStory:
     """Mix two images and follow the shares through the model.
 
     Args:
         own, partner: [1, 3, H, W], normalised.
         mask: [1, H, W], 1 where the first image is kept.
-        boxes: random boxes for the RMSE.
     """
     backbone, mask = model.backbone, mask.to(own.device)
     both = torch.cat((own, partner))
@@ -70,13 +66,12 @@ def follow_mix(model: TokenModel, own: Tensor, partner: Tensor, mask: Tensor, bo
                 backbone(mixed)
             shares = seen.shares
             read = [_read(aligner, shares, h)[0].item() for h in shares.history]
-            errors = _many_boxes(aligner, backbone, both, boxes)
     finally:
         aligner.remove()
     ratio, share, grid = float(mix.ratio[0]), float(shares.image[0]), shares.grid[0]
     start = patch_shares(mask, (grid.shape[0], grid.shape[1]))[0]
     likeness = _likeness(model, mixed[:1], own, partner, len(read))
-    return MixStory(ratio, share, start.cpu(), grid.cpu(), (ratio, *(read or [share])), likeness, errors)
+    return MixStory(ratio, share, start.cpu(), grid.cpu(), (ratio, *(read or [share])), likeness)
 
 
 def _read(aligner: Aligner, shares: Shares, values: Tensor) -> Tensor:
@@ -85,22 +80,6 @@ def _read(aligner: Aligner, shares: Shares, values: Tensor) -> Tensor:
     if values.dim() == 3 or not prefix or values.shape[1] != prefix + shares.grid[0].numel():
         return values.flatten(1).mean(1)
     return aligner.read(values[:, prefix:].unflatten(1, shares.grid.shape[1:]), values[:, :prefix])
-
-
-def _many_boxes(aligner: Aligner, backbone: nn.Module, both: Tensor, count: int) -> float:
-    rng, ratios, shares = np.random.default_rng(0), [], []
-    size = (both.shape[-2], both.shape[-1])
-    for start in range(0, count, 8):
-        half = -(-min(8, count - start) // 2)
-        images = both.repeat_interleave(half, 0)  # partners are opposite: first images meet second ones
-        mix = CutMix(mode="elem").draw(len(images), size, (1, 1), rng, both.device)
-        assert mix is not None
-        mixed = apply_to_pixels(images, mix)
-        with aligner.watch(mix) as seen:
-            backbone(mixed)
-        ratios.append(mix.ratio)
-        shares.append(seen.shares.image)
-    return float(target_rmse(torch.cat(ratios), torch.cat(shares)))
 
 
 def _likeness(model: TokenModel, mixed: Tensor, own: Tensor, partner: Tensor, layers: int) -> tuple[float, ...]:

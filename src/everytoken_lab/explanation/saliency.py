@@ -55,7 +55,8 @@ def relevance(model: nn.Module, images: Tensor, classes: Classes, method: Method
     backbone: Any = backbone_of(model)
     chosen = choose_method(backbone, method)
     with torch.inference_mode(False), torch.enable_grad(), evaluating(backbone):
-        indices = _indices(backbone, classes, len(images))
+        indices = torch.as_tensor(classes, dtype=torch.int64, device=images.device)
+        indices = indices.expand(len(images), indices.shape[-1]).clone()  # never an inference tensor
         inputs = images.detach().clone().requires_grad_()
         if chosen == "cam":
             return _grad_cam(backbone, inputs, indices)
@@ -180,15 +181,6 @@ def _class_logits(backbone: Any, features: Tensor) -> Tensor:
 def backbone_of(model: nn.Module) -> nn.Module:
     """The timm model itself."""
     return model.backbone if isinstance(model, TokenModel) else model
-
-
-def _indices(backbone: nn.Module, classes: Classes, count: int) -> Tensor:
-    """[B, n] int64 on the model's device."""
-    indices = torch.as_tensor(classes, dtype=torch.int64, device=next(backbone.parameters()).device)
-    total = int(backbone.num_classes)  # type: ignore[arg-type]
-    if not indices.numel() or int(indices.min()) < 0 or int(indices.max()) >= total:
-        raise ValueError(f"the model has classes 0 to {total - 1}; got {indices.unique().tolist()}")
-    return indices.expand(count, indices.shape[-1]).clone()  # never an inference tensor
 
 
 def _identity(batch: int, count: int, like: Tensor) -> Tensor:
