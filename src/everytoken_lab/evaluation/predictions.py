@@ -60,7 +60,7 @@ class ImagePrediction:
             flat = np.concatenate([[False], mask.ravel(order="F"), [not mask[-1, -1]]])
             counts = np.diff(np.flatnonzero(flat[1:] != flat[:-1]), prepend=0)
             row |= {"box": self.location.pixels, "size": self.location.size}
-            row["mask"] = {"size": mask.shape, "counts": counts.tolist()}
+            row["mask"] = {"size": list(mask.shape), "counts": counts.tolist()}
         return row
 
 
