@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +20,7 @@ from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.data.datasets import DataSet, Subset
 from everytoken_lab.engine.run_folder import Run, run_of
-from everytoken_lab.evaluation import InferenceOptions, Progress
+from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.open import Description, OpenModel
 
@@ -78,7 +79,7 @@ def keep_calibration(run: Run, weights: Path, calibration: Calibration) -> None:
         write_atomically(run.path / FILE, content.encode())
 
 
-def calibrated(opened: OpenModel, options: InferenceOptions, progress: Progress | None) -> tuple[OpenModel, str]:
+def calibrated(opened: OpenModel, options: InferenceOptions) -> tuple[OpenModel, str]:
     """The model with the calibration of its run, and a remark if that was made now or cannot be made."""
     run = run_of(opened.source) if Path(opened.source).is_file() else None
     if opened.info.calibration is not None or run is None:
@@ -87,12 +88,10 @@ def calibrated(opened: OpenModel, options: InferenceOptions, progress: Progress 
     calibration = read_calibration(run, weights)
     if calibration is None:
         try:
-            calibration = _calibrate(opened, run, options, progress)
+            calibration = _calibrate(opened, run, options)
         except (EverytokenError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             return opened, f"probabilities are not calibrated: the run's held-out images cannot be used ({reason})"
-        if calibration is None:
-            return opened, f"probabilities are not calibrated: the run held out fewer than {FEWEST} images"
         keep_calibration(run, weights, calibration)
         remark = (
             f"calibrated on {calibration.images:,} images that the run held out (temperature "
@@ -107,14 +106,16 @@ def probabilities(info: Description, logits: Tensor) -> Tensor:
     return scaled.sigmoid() if info.multi_label else scaled.softmax(-1)
 
 
-def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions, progress: Progress | None) -> Calibration | None:
+def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions) -> Calibration:
     from everytoken_lab.evaluation.run import evaluate
 
     if run.cross_validated:
         raise EverytokenError("it was trained on all of its images, and what cross-validation found is not kept")
     images = validation_set(run)
     if len(images) < FEWEST:
-        return None
-    part = Subset(images, np.array(list(sample_positions(len(images), MOST))))
-    how = {"batch_size": options.batch_size, "workers": options.workers, "device": options.device}
-    return evaluate(opened, part, progress=progress, calibrates=True, on_bad_image="skip", **how).calibration
+        raise EverytokenError(f"there are fewer than {FEWEST}")
+    some = Subset(images, np.array(sample_positions(len(images), MOST)))
+    how: dict[str, Any] = {"batch_size": options.batch_size, "workers": options.workers, "device": options.device}
+    calibration = evaluate(opened, some, calibrates=True, on_bad_image="skip", **how).calibration
+    assert calibration is not None
+    return calibration

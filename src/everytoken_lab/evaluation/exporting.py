@@ -98,7 +98,9 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **sett
         need(module, "export", "an ONNX file")
     if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
         raise EverytokenError(f"push is {options.push!r}; a repository on the Hub is USER/NAME.")
-    how = InferenceOptions(model=options.model, weights=options.weights, img_size=options.img_size, device="cpu")
+    how = InferenceOptions(
+        model=options.model, weights=options.weights, img_size=options.img_size, workers=0, device="cpu"
+    )
     opened = open_with(source, how)
     if isinstance(opened.model, OnnxModel):
         raise EverytokenError(f"{opened.source} is an exported program; export the weights that it was made from.")
@@ -115,7 +117,7 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **sett
         )
     remark = ""
     if not options.img_size:  # at another size, probabilities mean something else
-        opened, remark = calibrated(opened, InferenceOptions(workers=0, device="cpu"), None)
+        opened, remark = calibrated(opened, how)
     opened = replace(opened, info=_portable(opened))
     images, checked_on = _check_images(opened, run, options.images)
     folder.mkdir(parents=True, exist_ok=True)

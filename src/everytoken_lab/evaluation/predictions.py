@@ -192,7 +192,7 @@ def predict(
     opened = open_with(source, options)
     remark, calibration = "", None
     if options.calibrate and options.token_vote is None and not options.img_size and not options.crop_pct:
-        opened, remark = calibrated(opened, options, None)
+        opened, remark = calibrated(opened, options)
         calibration = opened.info.calibration
     shown, multi_label = replace(opened.info, calibration=calibration), opened.info.multi_label
     threshold, note = _threshold(calibration, options.sure, multi_label)

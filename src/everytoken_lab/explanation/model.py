@@ -69,7 +69,7 @@ def open_explained(source: str | Path | OpenModel, options: InferenceOptions | N
             "exported from."
         )
     if not options.img_size:
-        opened, _ = calibrated(opened, options, None)
+        opened, _ = calibrated(opened, options)
     path = Path(opened.source)
     folder = path.parent if path.suffix == ".safetensors" else path
     named = opened.source.startswith(PUBLISHED)
