@@ -108,13 +108,15 @@ def class_picture(
     area: Area = WHOLE,
 ) -> tuple[Image.Image, list[Entry]]:
     """`class_overlay` in the colours of the classes, and its legend: classes with the most cells first; -1 is none."""
-    known = classes[classes >= 0]
-    numbers, counts = np.unique(known, return_counts=True)
-    names = {c: name_of(c) for c in numbers[np.argsort(-counts, kind="stable")].tolist()}
-    chosen = colours.choose(list(names.values()))
+    numbers, counts = np.unique(classes[classes >= 0], return_counts=True)
+    names = {c: name_of(c) for c in numbers.tolist()}
+    fractions = dict.fromkeys(names.values(), 0.0)
+    for name, count in zip(names.values(), counts.tolist(), strict=True):
+        fractions[name] += count / counts.sum()
+    chosen = colours.choose(sorted(fractions, key=lambda name: -fractions[name]))
     paint = {c: chosen[name] for c, name in names.items() if name in chosen}
-    legend = [Entry(colour, names[c], float((known == c).mean())) for c, colour in paint.items()]
-    legend += [Entry(OTHER, "others", float((~np.isin(known, list(paint))).mean()))] if len(paint) < len(names) else []
+    legend = [Entry(colour, name, fractions.pop(name)) for name, colour in chosen.items()]
+    legend += [Entry(OTHER, "others", sum(fractions.values()))] if fractions else []
     return class_overlay(photo, classes, confidence, paint, area), legend
 
 
