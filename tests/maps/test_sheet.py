@@ -199,9 +199,8 @@ def test_a_store_shows_itself_and_tokens_are_drawn_where_they_are(tmp_path):
 def test_the_legend_has_the_classes_of_the_cells_by_their_number_and_leaves_out_what_is_none():
     photo, classes = Image.new("RGB", (40, 30), "#808080"), np.array([[0, 1, 1, -1], [2, 1, 1, -1], [0, 1, 3, -1]])
     names = ["ant", "bee", "cat", "ant"]
-    picture, legend = draw.class_picture(
-        photo, classes, np.ones((3, 4)), ["ant", "bee", "cat", "ant"].__getitem__, colours
-    )
+    colours = draw.ClassColours(names)
+    picture, legend = draw.class_picture(photo, classes, np.ones((3, 4)), names.__getitem__, colours)
     told = [(entry.name, round(entry.fraction, 2)) for entry in legend]
     assert told == [("bee", 0.56), ("ant", 0.33), ("cat", 0.11)]
     assert is_like(pixel(picture, 0.4, 0.1), draw.colour_of(1))
