@@ -176,7 +176,7 @@ def test_the_held_out_images_are_found_from_anywhere_and_for_any_file_of_the_run
         said = capsys.readouterr()
         images = json.loads(said.out)["images"]
         assert images < 36
-        assert f"{images} validation images" in log
+        assert f"{images} validation" in log
         assert "held out (30%)" in said.err
     run.rename(tmp_path / "moved")  # the folder that the path was typed in is known all the same
     found, note = open_part([str(tmp_path / "moved")], str(tmp_path / "here/photos"))
