@@ -18,7 +18,7 @@ from everytoken_lab.engine.run_folder import read_run
 from everytoken_lab.evaluation.calibrated import validation_set
 from everytoken_lab.reports.charts import Series, line_chart, thin, ticks
 from everytoken_lab.reports.predictions import CACHE, predict_run
-from everytoken_lab.reports.samples import token_pictures
+from everytoken_lab.reports.samples import choose, token_pictures
 
 
 class Page(HTMLParser):
@@ -130,6 +130,19 @@ def test_samples_show_calibrated_probabilities_and_none_of_few_images(trained, p
         with torch.no_grad():
             logits = opened.model(((pixels - mean) / std)[None]).logits
         assert sure == pytest.approx((logits / temperature).softmax(-1).max().item(), rel=1e-4)
+
+
+def test_samples_are_equally_many_of_what_each_set_of_groups_gets_right():
+    right = np.array([[1, 1, 0, 0, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0, 1, 1]], bool)
+    sure = np.linspace(0.1, 0.9, 8)
+    groups = [
+        SimpleNamespace(group=name, predictions=SimpleNamespace(correct=row, confidence=sure))
+        for name, row in zip(("plain", "token"), right, strict=True)
+    ]
+    picked = choose(groups, 8)
+    assert picked[:4] == [(5, "wrong"), (4, "wrong"), (2, "right: token"), (1, "right: plain")]
+    assert [why for _, why in picked[4:]] == ["right", "right"]
+    assert {why for _, why in choose(groups[:1], 4)} == {"wrong", "right"}
 
 
 def test_images_are_found_from_any_folder(trained, photos, tmp_path, monkeypatch):

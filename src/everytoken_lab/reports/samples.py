@@ -65,38 +65,29 @@ class Sample:
 def data_address(image: Image.Image) -> str:
     """An image as `data:` text; small ones stay exact, larger ones become JPEG."""
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    file, exact = io.BytesIO(), max(image.size) <= 64 or image.mode == "RGBA"
-    if exact:
-        image.save(file, "PNG", optimize=True)
-    else:
-        image.save(file, "JPEG", quality=82)
-    return f"data:image/{'png' if exact else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
+    file, kind = io.BytesIO(), "png" if max(image.size) <= 64 else "jpeg"
+    image.save(file, kind, optimize=True, quality=82)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def choose(predicted: Sequence[PredictedRun], count: int = 12) -> list[tuple[int, str]]:
-    """(position in the predictions, why) of images to show, of the first set of predictions' images.
+    """(position in the predictions, why) of images to show: equally many for each set of groups that are right.
 
-    With two groups or more: equally many that only the last group gets right, that only the first one does (so that
-    nothing looks better than it is), that all get wrong, surest first, and that all get right. With one group: half
-    wrong, surest first, and half right. Where the order is not by sureness, they are spread evenly over it.
+    Those that all get wrong are the ones that they are surest of; others are spread evenly over the sureness.
     """
-    correct = np.array([p.predictions.correct for p in predicted])
-    by_sureness = np.argsort(-np.mean([p.predictions.confidence for p in predicted], axis=0), kind="stable")
-    kinds: list[tuple[str, np.ndarray]] = [("wrong", ~np.any(correct, axis=0)), ("right", np.all(correct, axis=0))]
-    if len(predicted) > 1:
-        kinds = [
-            ("only the last group is right", correct[-1] & ~np.any(correct[:-1], axis=0)),
-            ("only the first group is right", correct[0] & ~np.any(correct[1:], axis=0)),
-            *((f"{why}, by all groups", mask) for why, mask in kinds),
-        ]
-    each = -(-count // len(kinds))
+    sure = np.mean([p.predictions.confidence for p in predicted], axis=0)
+    right = np.array([p.predictions.correct for p in predicted]).T
+    patterns, pattern_of = np.unique(right, axis=0, return_inverse=True)
+    each = -(-count // len(patterns))
     picked: list[tuple[int, str]] = []
-    for why, mask in kinds:
-        inside = [int(i) for i in by_sureness if mask[i]]
-        if not why.startswith("wrong"):
-            inside = [inside[i] for i in sample_positions(len(inside), each)]
-        picked += [(i, why) for i in inside[:each]]
-    return picked[: max(count, len(kinds))]
+    for k, pattern in enumerate(patterns):
+        inside = np.flatnonzero(pattern_of.ravel() == k)
+        inside = inside[np.argsort(-sure[inside], kind="stable")]
+        names = ", ".join(p.group for p, is_right in zip(predicted, pattern, strict=True) if is_right)
+        why = "right" if pattern.all() else f"right: {names}" if names else "wrong"
+        shown = inside[sample_positions(len(inside), each)] if pattern.any() else inside[:each]
+        picked += [(i, why) for i in shown.tolist()]
+    return picked[: max(count, len(patterns))]
 
 
 @torch.no_grad()
@@ -142,7 +133,6 @@ def samples(groups: Sequence[PredictedRun], count: int = 12, device: str = "cpu"
             p, confidence = predicted.predictions, None if predicted.run.cross_validated else sure[place]
             guess, correct = p.answer_text(i, names), bool(p.correct[i])
             answers.append(Answer(predicted.group, guess, confidence, correct, maps[place]))
-        why = why.replace("the last group", groups[-1].group).replace("the first group", base.group)
         picture, label = data_address(seen[-1][0][place]), base.predictions.label_text(i, names)
         result.append(Sample(base.keys[indices[place]], why, picture, label, tuple(answers)))
     return result
