@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"everytoken {version()}")
             return 0
-        return dispatch("everytoken", GROUPS, _set_limit(argv), _run_module, EXAMPLES) or 0
+        argv = _set_limit(argv)
+        name = _choose("everytoken", GROUPS, argv, EXAMPLES)
+        return (_run_module(name, argv[1:], f"everytoken {name}") if name else 0) or 0
     except KeyboardInterrupt:
         print("everytoken: interrupted", file=sys.stderr)
         return 130
@@ -145,26 +147,20 @@ def _run_module(name: str, argv: list[str], prog: str) -> int | None:
         return call(functions[""], argv, prog)
     configs = {word: options_of(function) for word, function in functions.items()}
     about = {word: (inspect.getdoc(config) or "").splitlines()[0] for word, config in configs.items()}
-    shown = [examples(config)[0] for config in configs.values()]
-    return dispatch(prog, {"": about}, argv, lambda word, *rest: call(functions[word], *rest), shown)
+    word = _choose(prog, {"": about}, argv, [examples(config)[0] for config in configs.values()])
+    return call(functions[word], argv[1:], f"{prog} {word}") if word else 0
 
 
-def dispatch(
-    prog: str,
-    groups: Mapping[str, Mapping[str, str]],
-    argv: list[str],
-    run: Callable[[str, list[str], str], int | None],
-    examples: Sequence[str],
-) -> int | None:
-    """Run the command (name, its words, what to call it) of the first word, or print the list of commands."""
-    name, *rest = argv or ["--help"]
+def _choose(prog: str, groups: Mapping[str, Mapping[str, str]], argv: list[str], examples: Sequence[str]) -> str:
+    """The command that the first word names; "" where the list of commands was printed instead."""
+    name = (argv or ["--help"])[0]
     if name in ("-h", "--help", "help"):
         print(_overview(prog, groups, examples))
-        return 0
+        return ""
     commands = [command for group in groups.values() for command in group]
     if name not in commands:
         raise EverytokenError(f"no command '{prog} {name}'.{did_you_mean(name, commands)} See `{prog} --help`.")
-    return run(name, rest, f"{prog} {name}")
+    return name
 
 
 def options_of_commands() -> dict[str, type]:

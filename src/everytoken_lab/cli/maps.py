@@ -18,7 +18,7 @@ from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.summary import StoreSummary, summarize_store
 from everytoken_lab.progress import Progress
 
-Store = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS")]
+Store = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MAPS", help="Folder of the store.")]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Info:
     """
 
     maps: Store
-    """Folder of the store."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -90,7 +89,6 @@ class Sheet:
     """
 
     maps: Store
-    """Folder of the store."""
     keys: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY ...]")] = ()
     """Images to draw: paths relative to the image folder. Default: those most worth looking at."""
     images: Path | None = None
@@ -123,7 +121,6 @@ class Verify:
     """
 
     maps: Store
-    """Folder of the store."""
 
 
 def verify_store(options: Verify) -> int:
