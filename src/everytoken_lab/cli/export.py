@@ -13,14 +13,14 @@ from everytoken_lab.evaluation import ExportOptions
 class ExportCommand(ExportOptions):
     """Write a folder that others use without this package: for timm and the Hugging Face Hub, or ONNX.
 
-    Every file is compared with the model on real images before it takes its place, and a model card says what the
-    model was trained on, its result, and how to use it.
+    Every file is compared with the model on images that the run held out before it takes its place, and a model card
+    says what the model was trained on, its result, and how to use it.
 
     Examples:
         everytoken export runs/first
         everytoken export runs/first --to timm onnx --out flowers
         everytoken export runs/first --to hf --push me/flowers --license apache-2.0
-        everytoken export registry:efficientnet_lite0 --to onnx --cells --images photos
+        everytoken export registry:efficientnet_lite0 --to onnx --cells
     """
 
     source: Source

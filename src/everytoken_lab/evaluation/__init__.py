@@ -85,8 +85,6 @@ class ExportOptions(OpenOptions):
     """timm (alias: hf): weights and config.json for timm, transformers and the Hugging Face Hub. onnx: an ONNX file."""
     cells: bool = False
     """onnx: a second output with the logits of every cell, so that objects can be located."""
-    images: str = ""
-    """Photos to check the exported files on; default: photos that the run held out."""
     license: str = ""
     """Licence of the weights, for the model card: apache-2.0, cc-by-4.0, ..."""
     push: str = ""

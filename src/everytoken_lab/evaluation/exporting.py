@@ -33,8 +33,6 @@ from everytoken.errors import EverytokenError, need, no_telemetry
 from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
 from everytoken_lab import schema
 from everytoken_lab.data.augment import eval_view
-from everytoken_lab.data.datasets import gather_images
-from everytoken_lab.data.decode import Picture
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.run_folder import Run, run_of
 from everytoken_lab.evaluation import ExportOptions, InferenceOptions
@@ -119,7 +117,7 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **sett
     if not options.img_size:  # at another size, probabilities mean something else
         opened, remark = calibrated(opened, how)
     opened = replace(opened, info=_portable(opened))
-    images, checked_on = _check_images(opened, run, options.images)
+    images, checked_on = _check_images(opened, run)
     folder.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder, "writing the exported model"):
         differences = {WRITERS[kind][0]: WRITERS[kind][1](opened, folder, images, options.cells) for kind in kinds}
@@ -146,24 +144,17 @@ def _portable(opened: OpenModel) -> Description:
     )
 
 
-def _check_images(opened: OpenModel, run: Run | None, given: str) -> tuple[Tensor, str]:
+def _check_images(opened: OpenModel, run: Run | None) -> tuple[Tensor, str]:
     """A few images as the network sees them, [N, 3, H, W], and what they are."""
     view = eval_view(opened.info)
-    pictures: list[Picture] = []
-    words = f"{CHECKED_ON} images of noise, because no photos were named"
-    if given:
-        root, names = gather_images([given])
-        pictures = [Picture(root / names[i], names[i]) for i in sample_positions(len(names), CHECKED_ON)]
-        words = f"{len(pictures)} images of {given}"
-    elif run is not None:
-        with contextlib.suppress(EverytokenError, OSError):  # moved or deleted
+    pixels = torch.randint(256, (CHECKED_ON, 3, *view.size), generator=torch.Generator().manual_seed(0))
+    words = f"{CHECKED_ON} images of noise"
+    with contextlib.suppress(EverytokenError, OSError):  # moved or deleted
+        if run is not None:
             data = validation_set(run)
-            pictures = [data.picture(i) for i in sample_positions(len(data), CHECKED_ON)]
-            words = f"{len(pictures)} images that the run held out"
-    if pictures:
-        pixels = torch.from_numpy(np.stack([view(picture)[0] for picture in pictures])).permute(0, 3, 1, 2)
-    else:
-        pixels = torch.randint(256, (CHECKED_ON, 3, *view.size), generator=torch.Generator().manual_seed(0))
+            shown = [view(data.picture(i))[0] for i in sample_positions(len(data), CHECKED_ON)]
+            pixels = torch.from_numpy(np.stack(shown)).permute(0, 3, 1, 2)
+            words = f"{len(shown)} images that the run held out"
     return normalise(pixels.contiguous(), view.mean, view.std), words
 
 
