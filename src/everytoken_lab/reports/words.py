@@ -132,10 +132,6 @@ def _estimate(e: Estimate | None, form: str = ".2f") -> str:
     return number(None if e is None else e.value, form) + interval
 
 
-def _time(seconds: float | None) -> str:
-    return "–" if seconds is None else clock(seconds)
-
-
 def group_table(report: Report) -> Table:
     """One row per group."""
     gains = {d.other.name: d.estimate for d in report.differences}
@@ -168,7 +164,7 @@ def run_table(report: Report) -> Table:
                 "validation loss": number(losses[-1][1] if losses else None, ".3f"),
                 **{f"training: {term}": number(run.last(term), ".3f") for term in terms},
                 "highest learning rate": number(max((v for _, v in run.curve("lr")), default=None), ".2g"),
-                "time": _time(run.seconds),
+                "time": "–" if run.seconds is None else clock(run.seconds),
                 "images/s": number(run.mean("images_per_second"), ",.0f"),
                 "waiting for data": number(run.mean("waiting"), ".0%"),
             }
