@@ -575,8 +575,6 @@ def class_files(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
         ("classes.json", names),
         ("values.json", {str(i): n for i, n in enumerate(names)}),
         ("map.csv", "".join(f"{n},{i}\n" for i, n in enumerate(names))),
-        ("map.json", {n: [i] for i, n in enumerate(names)}),
-        ("map.yaml", {n: i for i, n in enumerate(names)}),
         ("list.txt", "\n".join(names)),
         ("shard.json", {"label": 1, "other": [1, 2]}),
         ("shard.cls", "2"),

@@ -30,7 +30,6 @@ from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.dense.segment.options import SegmentOptions
 from everytoken_lab.engine.options import TrainOptions
 from everytoken_lab.engine.recipe import apply, overrides, read_recipe, recipe_names
-from everytoken_lab.models.open import open_model
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -190,7 +189,7 @@ def test_token_labeling_in_figure_4_comes_from_the_score_maps(photos_in_classes,
         writer.put(range(8), scores, ids, [[40, 40]] * 8, [[0.0, 0.0, 1.0, 1.0]] * 8)
         writer.finalize()
     module = script("tl_align_figures")
-    opened = open_model("timm:vit_nano_patch4_32", untrained=True)
+    opened = module.untrained("timm:vit_nano_patch4_32")
     batch = next(module.batches(opened, photos_in_classes, 8, str(tmp_path / "maps")))
     mix, _ = module.draw(batch.images, 0)
     ratios = module.label_ratios(batch, mix, (2, 2))
@@ -205,14 +204,14 @@ def test_token_labeling_in_figure_4_comes_from_the_score_maps(photos_in_classes,
 
 def test_methods_that_give_the_same_number_are_one_line_with_their_names(photos_in_classes):
     module = script("tl_align_figures")
-    opened = open_model("timm:swin_nano_patch2_window4_32", untrained=True)
+    opened = module.untrained("timm:swin_nano_patch2_window4_32")
     lines = module.layer_ratios(opened, photos_in_classes, 8)
     assert set(lines) == {"TL-Align", "likeness", "CutMix = TransMix = places"}
 
 
 def test_labels_start_on_the_grid_of_the_patch_embedding_and_the_rmse_is_that_of_the_shares(photos_in_classes):
     module = script("tl_align_figures")
-    opened = open_model("timm:swin_nano_patch2_window4_32", untrained=True)
+    opened = module.untrained("timm:swin_nano_patch2_window4_32")
     batch = next(module.batches(opened, photos_in_classes, 8))
     images, labels = batch.images, batch.labels
     _, mix, start, aligned = module.label_maps(opened, images)

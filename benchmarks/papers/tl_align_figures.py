@@ -25,12 +25,15 @@ the script work without a download. Each command prints a table and writes a pic
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -220,6 +223,16 @@ def convolution_presence(side: int = 14, kernel: int = 7) -> Tensor:
 # Tables and pictures
 
 
+def untrained(name: str, img_size: int | None = None) -> OpenModel:
+    """timm:NAME with random weights, always the same: to see that something works."""
+    torch.manual_seed(0)
+    model = timm.create_model(name.removeprefix("timm:"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "random.safetensors"
+        save_file(model.state_dict(), path)
+        return open_model(path, architecture=name.removeprefix("timm:"), img_size=img_size)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, compute, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -235,8 +248,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="picture; default: FIGURE.png")
     options = parser.parse_args(argv)
     plots = need("matplotlib.figure", "plots", "pictures")
-    sources = [(s, options.untrained and s.startswith("timm:")) for s in options.models]
-    opened = [open_model(s, img_size=options.img_size or None, untrained=u) for s, u in sources]
+    size = options.img_size or None
+    opened = [
+        untrained(name, size) if options.untrained and name.startswith("timm:") else open_model(name, img_size=size)
+        for name in options.models
+    ]
     out = options.out or Path(f"{options.figure}.png")
     drawing = {"rmse": _draw_rmse, "layers": _draw_layers, "labels": _draw_labels, "presence": _draw_presence}
     more = [options.maps] if options.figure == "layers" else []

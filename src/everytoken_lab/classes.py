@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from everytoken.errors import EverytokenError, did_you_mean
-from everytoken_lab import schema
 from everytoken_lab.data.labels import read_text
 
 if TYPE_CHECKING:
@@ -185,13 +184,17 @@ def match_classes(
     outputs = model_classes.find_all(folders)
     if None in outputs and not model_classes.names and len(folders) == model_classes.count:
         outputs = list(range(model_classes.count))  # nothing is known but the number: the order has to be the same
-    missing = [folder for folder, output in zip(folders, outputs, strict=True) if output is None]
-    if missing:
-        raise ClassError(_unknown_folders(missing, folders, classes, where))
+    if missing := [folder for folder, output in zip(folders, outputs, strict=True) if output is None]:
+        has = _some(classes.names) or f"{classes.count} without names, so the data must have as many, in the same order"
+        if model_classes is not classes:
+            has = "ImageNet's 1,000 (folders: WordNet ids, names, or numbers 0 to 999)"
+        raise ClassError(
+            f"{where} has {len(missing)} of {len(folders)} classes that the model was not trained on: {_some(missing)}."
+            f"{model_classes.near(missing[0])} Its classes are {has}."
+        )
     chosen = np.array(outputs, np.int64)
-    repeated = len(chosen) - len(np.unique(chosen))
-    if repeated:
-        raise ClassError(f"{where}: {repeated + 1} folders mean the same class of the model; rename them")
+    if repeated := len(chosen) - len(np.unique(chosen)):
+        raise ClassError(f"{where}: {repeated + 1} classes mean the same class of the model; rename them")
     if not subset and not restrict:
         return ClassMatch(None, chosen)
     columns = np.sort(chosen)
@@ -203,22 +206,10 @@ def match_classes(
         columns = np.array(known, np.int64)
         if strange := [folder for folder, output in zip(folders, chosen, strict=True) if output not in columns]:
             raise ClassError(
-                f"{where} has {len(strange)} folders that are not among the 200 classes of {SUBSETS[subset]}: "
-                f"{', '.join(strange[:5])}. Is it another dataset?"
+                f"{where} has {len(strange)} classes that are not among the 200 of {SUBSETS[subset]}: "
+                f"{_some(strange)}. Is it another dataset?"
             )
-    position = {int(output): i for i, output in enumerate(columns)}
-    return ClassMatch(columns, np.array([position[int(output)] for output in chosen], np.int64))
-
-
-def _unknown_folders(missing: Sequence[str], folders: Sequence[str], classes: ClassList, where: str) -> str:
-    if classes.names:
-        has = _some(classes.names)
-    elif classes.count == IMAGENET:
-        has = "ImageNet's 1,000 (folders: WordNet ids, names, or numbers 0 to 999)"
-    else:
-        has = f"{classes.count} without names, so the data must have {classes.count} folders in the same order"
-    unknown = f"{len(missing)} of {len(folders)} folders are no class of the model: {_some(missing)}"
-    return f"{where}: {unknown}. Its classes are {has}."
+    return ClassMatch(columns, np.array([np.flatnonzero(columns == output)[0] for output in chosen], np.int64))
 
 
 # An annotator's classes as those of a store
@@ -294,7 +285,7 @@ def plan_classes(
     if foreign or not names:
         labels = tuple(-1 if number is None else number for number in numbers)
         return ClassPlan(classes.names, classes.count, None, None, labels, "foreign")
-    same = tuple(range(len(names)))
+    same, groups = tuple(range(len(names))), None
     if class_map == SAME_ORDER:
         if classes.count != len(names):
             raise ClassError(
@@ -302,14 +293,13 @@ def plan_classes(
                 f"{data} has {len(names)}."
             )
         order = ClassList(classes.count).find_all(names)  # folders that are numbers are in the order of the numbers
-        groups: tuple[tuple[int, ...], ...] | None
-        groups = None if None in order or order == list(same) else tuple((n,) for n in order if n is not None)
+        if None not in order and order != list(same):
+            groups = tuple((n,) for n in order if n is not None)
         return ClassPlan(tuple(names), classes.count, groups, same if groups else None, same, "by order")
     if class_map:
         by_class = read_class_map(Path(class_map), classes, names)
         targets = tuple(target for target, group in enumerate(by_class) if group)
-        groups = tuple(by_class[target] for target in targets)
-        return ClassPlan(tuple(names), len(names), groups, targets, same, "by map")
+        return ClassPlan(tuple(names), len(names), tuple(filter(None, by_class)), targets, same, "by map")
     matched = [number for number in numbers if number is not None]
     if len(matched) < len(names) or len(set(matched)) < len(names):
         raise ClassError(_explain(annotator, classes, data, names, numbers))
@@ -328,7 +318,7 @@ def _explain(annotator: str, classes: ClassList, data: str, names: Sequence[str]
     return (
         f"{annotator} ({classes.count} classes: {_some(classes.names) or 'without names'}) and {data} ({len(names)}: "
         f"{_some(names)}) do not have the same classes. {why}\nOne of these helps:\n"
-        "  class_map          a csv, json or yaml file: class of the dataset, class of the annotator (name or number)\n"
+        "  class_map          a csv file: class of the dataset, class of the annotator (name or number)\n"
         "  foreign_classes    keep the annotator's own classes; the token head then has those\n"
         "  the annotator fit  train an annotator on the dataset's own classes first"
     )
@@ -340,10 +330,28 @@ def _some(names: Sequence[str], count: int = 4) -> str:
 
 
 def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """For each class of the dataset, the annotator's classes. All must be named; an empty value: it gets no scores."""
-    groups = _read_groups(path, classes, names)
-    missing = [name for name in names if name not in groups]
-    if missing:
+    """For each class of the dataset, the annotator's classes, of a csv file with a pair in each line.
+
+    All classes must be named; one with an empty value gets no scores.
+    """
+    groups: dict[str, list[int]] = {}
+    try:
+        rows = list(csv.reader(read_text(path).splitlines()))
+    except csv.Error as error:
+        raise ClassError(f"{path} cannot be read as CSV ({error}).") from error
+    for row in rows:
+        name, *values = (cell.strip() for cell in row or [""])
+        if not any((name, *values)):
+            continue
+        if len(values) != 1:
+            raise ClassError(f"{path}: a line has two cells, class and model's class; got {','.join(row)!r}.")
+        if name not in names:
+            raise ClassError(
+                f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)} The first column is the "
+                "dataset's class, the second the model's."
+            )
+        groups.setdefault(name, []).extend(_class_number(path, classes, value) for value in values if value)
+    if missing := [name for name in names if name not in groups]:
         raise ClassError(
             f"{path} says nothing about {len(missing)} of the dataset's {len(names)} classes: {_some(missing)}. "
             "Add them; with an empty value a class gets no scores."
@@ -353,63 +361,16 @@ def read_class_map(path: Path, classes: ClassList, names: Sequence[str]) -> list
     return [tuple(dict.fromkeys(groups[name])) for name in names]
 
 
-def _read_groups(path: Path, classes: ClassList, names: Sequence[str]) -> dict[str, list[int]]:
-    """Class of the dataset -> classes of the model."""
-    groups: dict[str, list[int]] = {}
-    for name, value in class_map_rows(path):
-        if name not in names:
-            raise ClassError(
-                f"{path}: the dataset has no class {name!r}.{did_you_mean(name, names)} The first column (or key) is "
-                "the dataset's class, the second the model's."
-            )
-        group = groups.setdefault(name, [])
-        if value not in (None, ""):
-            group.append(_class_number(path, classes, value))
-    return groups
-
-
-def _class_number(path: Path, classes: ClassList, value: str | int) -> int:
-    number = classes.find(str(value))
-    if number is None and str(value).isdigit():
+def _class_number(path: Path, classes: ClassList, value: str) -> int:
+    number = classes.find(value)
+    if number is None and re.fullmatch("[0-9]{1,9}", value):
         number = int(value)
-    if number is None or not 0 <= number < classes.count:
-        near = classes.near(str(value))
+    if number is None or number >= classes.count:
+        near = classes.near(value)
         raise ClassError(
             f"{path}: the model has no class {value!r}, or several.{near} Its numbers are 0 to {classes.count - 1}."
         )
     return number
-
-
-def exact_lookup(data_names: Sequence[str], names: Sequence[str], where: str) -> np.ndarray:
-    """Class of the data -> class of a model, by exactly the same name; the model must have every class of the data."""
-    index = {name: i for i, name in enumerate(names)}
-    unknown = [name for name in data_names if name not in index]
-    if unknown:
-        raise ClassError(
-            f"{where} has classes that the model was not trained on: {', '.join(unknown[:5])}."
-            f"{did_you_mean(unknown[0], names)}"
-        )
-    return np.array([index[name] for name in data_names], dtype=np.int64)
-
-
-def class_map_rows(path: Path) -> list[tuple[str, str | int | None]]:
-    """The pairs (class of the dataset, class of the model) of a class map file; None for a class that has none.
-
-    It is a csv file with a pair in each line, or a json or yaml object `class: class or list of them`.
-    """
-    text = read_text(path)
-    if path.suffix.lower() == ".csv":
-        rows = [row for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)]
-        if wrong := next((row for row in rows if len(row) != 2), None):
-            raise ClassError(f"{path}: a line has two cells, class and model's class; got {','.join(wrong)!r}.")
-        return [(name.strip(), value.strip()) for name, value in rows]
-    groups = schema.parse(_ClassMap, schema.read_yaml(text, str(path)), f"the class map {path}")
-    lists = {name: value if isinstance(value, list) else [value] for name, value in groups.items()}
-    return [(name, value) for name, values in lists.items() for value in values or [None]]
-
-
-_Entry = str | int | None
-_ClassMap = dict[str, _Entry | list[_Entry]]
 
 
 def read_class_names(path: Path | None) -> list[str]:

@@ -11,7 +11,6 @@ from everytoken.data import placement as pl
 from everytoken.data.placement import sample_mask
 from everytoken.errors import EverytokenError
 from everytoken.keyed import generator
-from everytoken_lab.classes import exact_lookup
 from everytoken_lab.data.datasets import DataError
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.loader import Loader
@@ -130,8 +129,6 @@ def test_wrong_folders_and_class_files_are_named(tmp_path):
     assert read_classes(tmp_path / "classes.txt", 1) == {1: "a", 2: "b"}
     with pytest.raises(DataError, match="ignore_index has 70000"):
         open_masks(str(tmp_path), "train", MaskOptions(ignore_index=(70000,)))
-    with pytest.raises(EverytokenError, match="not trained on: wall"):
-        exact_lookup(["wall"], ["walls"], "data")
 
 
 @pytest.mark.parametrize(

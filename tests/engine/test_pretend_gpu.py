@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.layers import BatchNormAct2d
 from torch import nn
 
@@ -142,12 +143,13 @@ def test_many_gpus_share_the_statistics_of_batch_norms_and_timms_norms_keep_thei
 # -- evaluation and validation ----------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_on_a_gpu_has_the_numbers_of_the_cpu_and_waits_when_answers_leave_it(photos):
+def test_an_evaluation_on_a_gpu_has_the_numbers_of_the_cpu_and_waits_when_answers_leave_it(photos, tmp_path):
     torch.manual_seed(0)
-    opened = open_model("timm:test_efficientnet", untrained=True, img_size=32)
+    save_file(timm.create_model("test_efficientnet").state_dict(), tmp_path / "w.safetensors")
+    opened = open_model(tmp_path / "w.safetensors", architecture="test_efficientnet", img_size=32)
     opened.model.backbone.reset_classifier(3)
     classes = ClassList(3, ("class-0", "class-1", "class-2"))
-    opened = replace(opened, classes=classes, token_classes=classes)
+    opened = replace(opened, classes=classes)
     options = {"batch_size": 5, "workers": 0}
     numbers = [evaluate(opened, photos, device="cpu", calibrates=True, **options)]
     with PretendGpu() as gpu:

@@ -298,7 +298,7 @@ def disc(tmp_path):
     Image.fromarray(pixels).save(tmp_path / "photos/disc.png")
     classes = ClassList(3, ("red", "green", "blue"))
     info = Description("test_vit", class_names=classes.names, img_size=(64, 64))
-    return OpenModel(Colours(), info, "colours", classes, classes), tmp_path / "photos", inside
+    return OpenModel(Colours(), info, "colours", classes), tmp_path / "photos", inside
 
 
 def test_an_object_is_located_in_the_whole_photo(disc, tmp_path):

@@ -31,7 +31,7 @@ class AnnotateOptions:
     top_k: Count = 0
     """Classes to keep per cell; 0: five, or all of them if there are at most 20 classes."""
     class_map: str = ""
-    """csv, json or yaml file: class of the dataset -> the annotator's class; `order`: both have the same order."""
+    """csv file: class of the dataset, the annotator's class; `order`: both have the same order."""
     foreign_classes: bool = False
     """Keep the annotator's own classes instead of matching them to the folder names."""
     unlabelled: bool = False

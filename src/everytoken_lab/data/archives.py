@@ -97,10 +97,10 @@ class ArchiveReader:
         try:
             if method == zipfile.ZIP_DEFLATED:  # at most what the directory says, however much there is
                 data = zlib.decompressobj(-15).decompress(data, unpacked + 1)
+            if zlib.crc32(data) != checksum:
+                raise zlib.error("the checksum does not match")
         except zlib.error as error:
             raise ImageError(f"{self.where(i)}: the archive is damaged ({error}).") from error
-        if zlib.crc32(data) != checksum:
-            raise ImageError(f"{self.where(i)}: the archive is damaged (the checksum does not match).")
         return data
 
     def _exactly(self, number: int, size: int, offset: int, i: int) -> bytes:
@@ -151,8 +151,8 @@ def _index_zip(stream: IO[bytes], name: str) -> list[Member]:
                     f"{name}: member {info.filename!r} is encrypted, or compressed by a method other than deflate. "
                     "Unpack the archive into a folder, or pack it again."
                 )
-            place = (info.header_offset, info.compress_size, info.compress_type, info.CRC, info.file_size)
-            members.append((info.filename, *place))
+            sizes = (info.compress_size, info.compress_type, info.CRC, info.file_size)
+            members.append((info.filename, info.header_offset, *sizes))
     return members
 
 
@@ -165,5 +165,5 @@ def _index_tar(stream: IO[bytes], name: str) -> list[Member]:
         )
     stream.seek(0)
     with tarfile.open(fileobj=stream, mode="r:") as archive:
-        members = [m for m in archive if m.isreg() and not m.issparse()]
-    return [(m.name, m.offset_data, m.size, -1, 0, m.size) for m in members]
+        regular = (m for m in archive if m.isreg() and not m.issparse())
+        return [(m.name, m.offset_data, m.size, -1, 0, m.size) for m in regular]

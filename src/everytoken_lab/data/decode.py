@@ -48,9 +48,10 @@ _ORIENTATIONS: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, i
     8: ((0, -1, 1, 0), (1, 0, 0, 0)),
 }
 
-# what Pillow raises about damaged files; RuntimeError: AVIF
-_DAMAGED = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError)
-_DAMAGED += (MemoryError, struct.error, zlib.error)
+_DAMAGED: tuple[type[Exception], ...] = (  # what Pillow raises about damaged files; RuntimeError: AVIF
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, MemoryError),
+    *(struct.error, zlib.error),
+)
 _SMALLER = f"Make a smaller copy, or raise the limit if you trust the file (--max-pixels; {LIMIT_VARIABLE})."
 
 

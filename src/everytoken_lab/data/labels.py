@@ -45,16 +45,14 @@ def find_labels(path: Path) -> Path | None:
     """The labels file that a path means: a .csv file, or `labels.csv` in a folder, if it has the columns."""
     if path.suffix.lower() == ".csv" and path.is_file():
         return path
-    inside = path / NAME
-    return inside if inside.is_file() and not unusable_labels(path) else None
+    return path / NAME if (path / NAME).is_file() and not unusable_labels(path) else None
 
 
 def unusable_labels(folder: Path) -> str:
     """Why `labels.csv` in a folder does not count; "" if it does, or if there is none."""
-    if not (folder / NAME).is_file():
-        return ""
     try:
-        _columns(folder / NAME, next(_rows(folder / NAME), None))
+        if (folder / NAME).is_file():
+            _columns(folder / NAME, next(_rows(folder / NAME), None))
     except DataError as error:
         return str(error)
     return ""
@@ -120,11 +118,7 @@ def _unquoted(cell: str) -> str:
 
 
 def check_relative(name: str, where: str) -> str:
-    """A file's path as another file names it, with "/"; refused where it would lead out of the folder.
-
-    Args:
-        where: what names it, for the message.
-    """
+    """A path that the file `where` names, with "/"; refused where it would lead out of the folder."""
     path = name.replace("\\", "/")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not parts:
@@ -151,17 +145,14 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     text = read_text(file)
     first = text.split("\n", 1)[0].lower()
     fits = (d for d in ",;\t" if set(_COLUMNS) <= {name.strip().strip('"') for name in first.split(d)})
-    delimiter = next(fits, ",")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    while True:
-        line = reader.line_num + 1  # where the row begins; cells may have line breaks
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise DataError(f"{file}, line {line} cannot be read as CSV ({error}).") from error
-        yield line, cells
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=next(fits, ","))
+    line = 1  # where the row begins; cells may have line breaks
+    try:
+        for cells in reader:
+            yield line, cells
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{file}, line {line} cannot be read as CSV ({error}).") from error
 
 
 def read_text(file: Path) -> str:

@@ -112,14 +112,6 @@ class BatchSampler(Sampler[list[Request]]):
                 f"process{'es' if self.world > 1 else ''}. Lower --batch-size."
             )
 
-    def order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sample, copy) of each position in the epoch, over all ranks. int64 [total]."""
-        if not self.train:
-            return np.arange(self.total), np.zeros(self.total, dtype=np.int64)
-        shuffled = keyed.generator(self.seed, epoch, "order").permutation(self.total)
-        position = np.arange(self.total)
-        return shuffled[position // self.repeats], position % self.repeats
-
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
         if self.train:
@@ -127,8 +119,11 @@ class BatchSampler(Sampler[list[Request]]):
         return -(-len(range(self.rank, self.total, self.world)) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Request]]:
-        epoch = self.epoch
-        samples, copies = (values[self.rank :: self.world] for values in self.order(epoch))
+        epoch, position = self.epoch, np.arange(self.rank, self.total, self.world)
+        samples, copies = position, np.zeros_like(position)
+        if self.train:
+            order = keyed.generator(self.seed, epoch, "order").permutation(self.total)
+            samples, copies = order[position // self.repeats], position % self.repeats
         for step in range(self.start, len(self)):
             span = slice(step * self.batch_size, (step + 1) * self.batch_size)
             yield [Request(epoch, i, c) for i, c in zip(samples[span].tolist(), copies[span].tolist(), strict=True)]

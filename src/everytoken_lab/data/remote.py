@@ -105,12 +105,11 @@ def _describe(fs: Any, path: str) -> RemoteFile:
     return RemoteFile(url, info["size"], " ".join(str(info[mark]) for mark in _VERSION if info.get(mark)))
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def _filesystem(url: str) -> Any:
     """fsspec's file system of an address, and the path in it."""
     import fsspec
 
-    found: tuple[Any, str] = fsspec.core.url_to_fs(url)
-    return found
+    return fsspec.core.url_to_fs(url)
 
 
 @contextmanager

@@ -127,18 +127,10 @@ class Voter(nn.Module):
 def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> OpenModel:
     """The model that options ask for, on their device; a loaded one is used as it is, but for crop and device."""
     device = pick_device(options.device)
-    if isinstance(source, OpenModel):
-        source.model.to(device)
-        crop_pct = options.crop_pct or source.info.crop_pct
-        return replace(source, info=replace(source.info, crop_pct=crop_pct))
-    return open_model(
-        source,
-        architecture=options.model,
-        weights=options.weights,
-        img_size=options.img_size,
-        crop_pct=options.crop_pct,
-        device=device,
-    )
+    if not isinstance(source, OpenModel):
+        source = open_model(source, architecture=options.model, weights=options.weights, img_size=options.img_size)
+    source.model.to(device)
+    return replace(source, info=replace(source.info, crop_pct=options.crop_pct or source.info.crop_pct))
 
 
 class Inference:

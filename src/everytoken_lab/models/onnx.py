@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from everytoken.errors import EverytokenError, need
+from everytoken.errors import EverytokenError
 from everytoken.mixing.mix import Mix
 from everytoken.models.token_model import TokenModel, TokenView
 from everytoken_lab.models.inference import open_session
@@ -29,9 +29,10 @@ class OnnxModel(TokenModel):
 
     def __init__(self, path: Path) -> None:
         nn.Module.__init__(self)
-        need("onnxruntime", "export", f"{path.name}, an ONNX file,")
         try:
             self.session = open_session(str(path))
+        except EverytokenError:  # it is not installed
+            raise
         except Exception as error:  # onnxruntime's errors have no common class
             raise EverytokenError(f"{path} is not a readable ONNX file: {str(error).splitlines()[0]}") from error
         self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)

@@ -64,6 +64,7 @@ HUB = ("hf-hub:", "local-dir:")  # names of models that timm reads from elsewher
 PUBLISHED = ("timm:", "registry:", *HUB)  # names of weights that are no paths
 _COMMON_ARGUMENTS = ("num_classes", "img_size", "in_chans", "global_pool", "drop_rate", "drop_path_rate")
 _LARGEST = 1 << 16  # number among the arguments of a described model
+_PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 _INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "box", "hamming", "lanczos", "random")
 Side = Annotated[int, Interval(ge=1, le=1 << 14)]
 
@@ -149,11 +150,7 @@ def timm_config(backbone: nn.Module, info: Description) -> dict[str, Any]:
         "pretrained_cfg": {
             "num_classes": model.num_classes,
             "input_size": [3, *info.img_size],
-            "mean": info.mean,
-            "std": info.std,
-            "crop_pct": info.crop_pct,
-            "crop_mode": info.crop_mode,
-            "interpolation": info.interpolation,
+            **{name: getattr(info, name) for name in _PREPROCESSING},
             **{name: config[name] for name in kept if config.get(name) is not None},
         },
         DESCRIPTION: info.values(),
@@ -166,7 +163,6 @@ class OpenModel:
 
     Attributes:
         source: the weights file, or the name that it was opened by.
-        token_classes: of the token head; those of the class head if it has none.
         report: what was left out of a weights file.
     """
 
@@ -174,7 +170,6 @@ class OpenModel:
     info: Description
     source: str
     classes: ClassList
-    token_classes: ClassList
     report: LoadReport | None = None
 
     @property
@@ -187,6 +182,12 @@ class OpenModel:
         """A name for each output; ImageNet's for a thousand outputs without names."""
         classes = self.classes.or_imagenet()
         return classes.names or tuple(f"class {number}" for number in range(classes.count))
+
+    @property
+    def token_classes(self) -> ClassList:
+        """Of the token head; those of the class head if it has none."""
+        names = self.info.token_class_names
+        return ClassList(len(names), names) if names else self.classes
 
     @property
     def parameters(self) -> int:
@@ -213,14 +214,7 @@ class OpenModel:
 
 
 def open_model(
-    source: str | Path,
-    *,
-    architecture: str = "",
-    weights: str = "",
-    img_size: Sequence[int] | int | None = None,
-    crop_pct: float = 0.0,
-    untrained: bool = False,
-    device: str = "cpu",
+    source: str | Path, *, architecture: str = "", weights: str = "", img_size: Sequence[int] | int | None = None
 ) -> OpenModel:
     """Open a model in evaluation mode.
 
@@ -230,27 +224,23 @@ def open_model(
         architecture: timm name, for a weights file that does not say it itself.
         weights: with timm:NAME, a weights file or run folder instead of pretrained weights.
         img_size: another input size; position embeddings are resized. None or 0: the model's own.
-        crop_pct: fraction of the resized image that the centre crop shows; 0: the model's own.
-        untrained: with timm:NAME, random weights: to see that something works, not what a model has learnt.
     """
     name = str(source)
     sides = [img_size] if isinstance(img_size, int) else img_size
     size = (sides[0], sides[-1]) if img_size and sides else None
-    if (weights or untrained) and not name.startswith("timm:"):
-        raise EverytokenError(f"weights and untrained go with timm:NAME; {name!r} brings its own weights.")
     if weights:
+        if not name.startswith("timm:"):
+            raise EverytokenError(f"weights go with timm:NAME; {name!r} brings its own.")
         name, architecture = weights, name.removeprefix("timm:")
     path = None if name.startswith(PUBLISHED) else find_weights(name)
     if path is not None and path.suffix == ".onnx":
         opened = _open_onnx(path, size)
     else:
-        found = _untrained(name.removeprefix("timm:")) if untrained else open_weights(path or name, architecture)
+        found = open_weights(path or name, architecture)
         if weights and found.own and found.info.architecture != architecture.partition(".")[0]:
             raise WeightsError(f"{path} holds a {found.info.architecture}, not a {architecture}")
         opened = _open_weights(found, size)
-    if crop_pct:
-        opened = replace(opened, info=replace(opened.info, crop_pct=crop_pct))
-    opened.model.to(device).eval()
+    opened.model.eval()
     return opened
 
 
@@ -272,23 +262,19 @@ def _open_weights(weights: Weights, size: tuple[int, int] | None) -> OpenModel:
             if own and size is not None:
                 _shapes(info.architecture, arguments, size)
             backbone, arguments = create_sized(info.architecture, arguments)
-        if state := weights.read():
-            report = load_weights(backbone, state, where=source)
-            _check_classifier(backbone, report, source)
+        report = load_weights(backbone, weights.read(), where=source)
+        _check_classifier(backbone, report, source)
     info = replace(info, img_size=size or info.img_size, arguments=arguments)
     fresh_head = report is not None and not own and any(name.startswith("aux_head.") for name in report.missing)
     model = TokenModel(backbone) if fresh_head else with_own_head(backbone, info if own else None)
-    opened = OpenModel(model, info, source, weights.classes, weights.classes, report)
-    if not info.token_class_names:
-        return opened
-    if not model.uses_own_head:
+    if info.token_class_names and not model.uses_own_head:
         model.add_token_head(len(info.token_class_names))
     if model.token_head is not None:
         head = token_head_file(Path(source))
         if not head.is_file():
             raise WeightsError(f"the token head of {source} should be in {head.name} beside it, which is missing")
         load_weights(model.token_head, head)
-    return replace(opened, token_classes=ClassList(len(info.token_class_names), info.token_class_names))
+    return OpenModel(model, info, source, weights.classes, report)
 
 
 def _open_onnx(path: Path, size: tuple[int, int] | None) -> OpenModel:
@@ -301,9 +287,7 @@ def _open_onnx(path: Path, size: tuple[int, int] | None) -> OpenModel:
     info = Description.from_values(values, str(path))
     if size not in (None, model.size):
         raise EverytokenError(f"{path} takes images of {model.size[1]} x {model.size[0]} pixels only (img_size).")
-    classes = _named_classes(model.num_classes, info.class_names, str(path))
-    names = info.token_class_names
-    return OpenModel(model, info, str(path), classes, ClassList(len(names), names) if names else classes)
+    return OpenModel(model, info, str(path), _named_classes(model.num_classes, info.class_names, str(path)))
 
 
 def with_own_head(backbone: nn.Module, info: Description | None) -> TokenModel:
@@ -315,8 +299,9 @@ def with_own_head(backbone: nn.Module, info: Description | None) -> TokenModel:
     """
     trained = info is None or (bool(info.token_class_names) and info.token_class_names == info.class_names)
     head = getattr(backbone, "aux_head", None)
-    own = trained and isinstance(head, nn.Linear) and head.out_features == backbone.num_classes
-    return TokenModel(backbone, head.out_features) if own and head is not None else TokenModel(backbone)
+    if trained and isinstance(head, nn.Linear) and head.out_features == backbone.num_classes:
+        return TokenModel(backbone, head.out_features)
+    return TokenModel(backbone)
 
 
 # Weights
@@ -449,19 +434,11 @@ def _shapes(architecture: str, arguments: Mapping[str, Any], size: Sequence[int]
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def _described(name: str, pretrained_cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> Description:
+def _described(name: str, pretrained_cfg: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> Description:
     """What timm knows about a model."""
     config = resolve_data_config({}, pretrained_cfg=dict(pretrained_cfg))
-    return Description(
-        name,
-        dict(arguments),
-        img_size=(config["input_size"][1], config["input_size"][2]),
-        mean=config["mean"],
-        std=config["std"],
-        crop_pct=config["crop_pct"],
-        crop_mode=config["crop_mode"],
-        interpolation=config["interpolation"],
-    )
+    kept = {key: config[key] for key in _PREPROCESSING}
+    return Description(name, dict(arguments or {}), img_size=tuple(config["input_size"][1:]), **kept)
 
 
 # timm and the Hub
@@ -487,7 +464,7 @@ def _timm_weights(name: str) -> Weights:
     full = f"{architecture}.{config.tag}" if config.tag else architecture
     if not tag and len(tags) > 1:
         logger.info(f"{architecture} has several pretrained weights ({', '.join(tags)}): {config.tag} is taken")
-    return _published(f"timm:{full}", full, _described(architecture, config.to_dict(), {}), config.to_dict())
+    return _published(f"timm:{full}", full, _described(architecture, config.to_dict()), config.to_dict())
 
 
 def _hub_weights(name: str) -> Weights:
@@ -504,7 +481,7 @@ def _hub_weights(name: str) -> Weights:
             return _file_weights(path, "")
         load = timm.models.load_model_config_from_hf if kind == "hf-hub" else load_model_config_from_path
         config, architecture, arguments = load(place if kind == "hf-hub" else folder)
-    info = _described(architecture, config, arguments or {})
+    info = _described(architecture, config, arguments)
     return _published(name, name, Description.from_values(asdict(info), name), config)
 
 
@@ -516,15 +493,6 @@ def _published(source: str, name: str, info: Description, config: Mapping[str, A
     if labels and len(labels) == count:
         classes = ClassList(count, tuple(map(str, labels)))
     return Weights(source, info, classes, lambda: create_pretrained(name, {})[0].state_dict(), timm_name=name)
-
-
-def _untrained(name: str) -> Weights:
-    """Random weights of a timm model, always the same."""
-    check_architecture(name)
-    torch.manual_seed(0)
-    config: Any = timm.get_pretrained_cfg(name)
-    found = _published(f"timm:{name}", "", _described(name, config.to_dict(), {}), config.to_dict())
-    return replace(found, read=dict)
 
 
 def create_pretrained(name: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -650,7 +618,7 @@ def _file_weights(path: Path, architecture: str) -> Weights:
         backbone = timm.create_model(architecture)
     names = (f"{head}.{part}" for head in _classifiers(backbone) for part in ("weight", "bias"))
     count = next((len(state[name]) for name in names if name in state), 0)
-    return Weights(source, _described(architecture, backbone.pretrained_cfg or {}, {}), ClassList(count), lambda: state)
+    return Weights(source, _described(architecture, backbone.pretrained_cfg or {}), ClassList(count), lambda: state)
 
 
 def _check_tensors(path: Path, info: Description) -> int:
@@ -727,7 +695,7 @@ def _registry_weights(name: str) -> Weights:
     if name not in REGISTRY:
         raise EverytokenError(f"there is no registry:{name}; there are {', '.join(REGISTRY)}.")
     config: Any = timm.get_pretrained_cfg(f"tf_{name}")
-    info = _described(f"tf_{name}", config.to_dict(), {})
+    info = _described(f"tf_{name}", config.to_dict())
     return Weights(f"registry:{name}", info, imagenet_classes(), partial(_read_registry, name))
 
 

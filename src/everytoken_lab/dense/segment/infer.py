@@ -21,7 +21,7 @@ from torch import Tensor
 from everytoken.data.batch import Batch, normalise
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically, write_picture
-from everytoken_lab.classes import exact_lookup
+from everytoken_lab.classes import ClassList, match_classes
 from everytoken_lab.dense.common import (
     Evaluation,
     Score,
@@ -217,8 +217,8 @@ def evaluate(options: SegmentEval) -> Evaluation:
         if len(wanted) == len(known) and find_weights(options.source).suffix != ".safetensors":
             notes.append(f"the {len(known)} classes of these weights are taken to be those of the data, in their order")
         else:
-            columns = torch.from_numpy(exact_lookup(wanted, known, "the data"))
-            inference = replace(inference, columns=columns)
+            outputs = match_classes(ClassList(len(known), tuple(known)), wanted, "the data").labels
+            inference = replace(inference, columns=torch.from_numpy(outputs))
             notes.append(f"{len(wanted)} of the {len(known)} classes are asked")
     reader = MaskReader(data, skip=options.on_bad_image == "skip")
     return evaluate_dense(options, inference, reader, SegmentScore(wanted), inference.info.backbone, notes)
