@@ -12,7 +12,7 @@ from everytoken.errors import EverytokenError
 from everytoken_lab.data.datasets import DataError
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.loader import Request
-from everytoken_lab.dense.common import FileSet, resized
+from everytoken_lab.dense.common import TargetSet, resized
 from everytoken_lab.dense.detect.data import (
     DetectTransform,
     InstanceSet,
@@ -337,7 +337,7 @@ def test_batches_without_objects_and_without_masks_are_fine(data):
     assert batch.targets.boxes.shape == (0, 4)
     assert batch.targets.per_image()[0]["masks"].shape[0] == 0
     assert views(data, 0, [0, 3], masks=False).targets.masks is None
-    photos = FileSet(data / "train" / "images", ["0.png"], [])
+    photos = TargetSet(data / "train" / "images", ["0.png"], [])
     view = DetectTransform(DetectAugment((48,), 100))
     assert ObjectReader(photos, view, None).__getitems__([Request(0, 0, 0)]).targets.counts == (0,)
 

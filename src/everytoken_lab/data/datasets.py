@@ -20,10 +20,11 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from PIL import Image
@@ -37,7 +38,7 @@ from everytoken_lab.data.labels import NAME as LABELS_NAME
 from everytoken_lab.data.labels import Row, check_relative, find_labels, read_labels, read_text, unusable_labels
 from everytoken_lab.data.remote import RemoteFile, fetch, find_remote, is_remote
 
-__all__ = ["DataError", "DataSet", "ReaderSet", "Strings", "Subset", "open_dataset", "open_splits"]
+__all__ = ["DataError", "DataSet", "FileSet", "Strings", "open_dataset", "open_splits"]
 
 EXTENSIONS = frozenset(
     (
@@ -85,16 +86,15 @@ def _warn(message: str) -> None:
 
 
 def _readable(where: str, paths: Iterable[str]) -> list[str]:
-    """The images among photos; says how many others there are, and how to convert them."""
-    paths = list(paths)
-    images = list(filter(is_image, paths))
-    if unread := sorted(set(paths) - set(images)):
+    """The images among some files, sorted; says how many photos cannot be read, and how to convert them."""
+    files = sorted(set(paths))
+    if unread := [path for path in files if is_image(path, UNREAD)]:
         kind = unread[0].rsplit(".", 1)[1]
         _warn(
             f"{where}: {len(unread):,} files such as {unread[0]} are left out, because this format cannot be read. "
             f"Convert them first: magick mogrify -format jpg *.{kind}"
         )
-    return images
+    return list(filter(is_image, files))
 
 
 class DataSet(ABC):
@@ -106,6 +106,7 @@ class DataSet(ABC):
         labels: int64 [n], -1 where there is none; multi-label: uint8 [n, K], 1 for each label of the image.
     """
 
+    PER_IMAGE: ClassVar[tuple[str, ...]] = ("labels",)  # attributes with an entry for each sample
     name: str
     class_names: list[str]
     labels: np.ndarray
@@ -176,77 +177,58 @@ class DataSet(ABC):
         """Sample i as an upright RGB image."""
         return self.picture(i).upright()
 
-    def subset(self, indices: Sequence[int] | np.ndarray) -> DataSet:
+    def subset(self, indices: Sequence[int] | np.ndarray) -> Self:
         """Some of the samples, with the same keys, labels and classes."""
-        return Subset(self, np.asarray(indices, dtype=np.int64))
+        chosen, numbers = copy(self), np.asarray(indices, dtype=np.int64)
+        for name in self.PER_IMAGE:
+            values = getattr(self, name)
+            some = Strings(values[i] for i in numbers) if isinstance(values, Strings) else values[numbers]
+            setattr(chosen, name, some)
+        return chosen
 
 
-class Subset(DataSet):
-    """Some samples of another dataset."""
+class FileSet(DataSet):
+    """Image files of a folder; keys are their paths below it. Without `labels`, there are none."""
 
-    def __init__(self, base: DataSet, indices: np.ndarray) -> None:
-        self.base, self.indices = base, indices
-        self.name, self.class_names, self.labels = base.name, base.class_names, base.labels[indices]
-
-    def key(self, i: int) -> str:
-        return self.base.key(int(self.indices[i]))
-
-    def where(self, i: int) -> str:
-        return self.base.where(int(self.indices[i]))
-
-    def open_bytes(self, i: int) -> bytes:
-        return self.base.open_bytes(int(self.indices[i]))
-
-    def picture(self, i: int) -> Picture:
-        return self.base.picture(int(self.indices[i]))
-
-
-class FolderReader:
-    """Files of a folder."""
-
-    def __init__(self, root: Path, paths: Iterable[str]) -> None:
-        self.root, self.paths = root, Strings(paths)
-
-    def read(self, i: int) -> bytes:
-        """The bytes of file i."""
-        with open(self.where(i), "rb") as file:
-            return file.read()
-
-    def where(self, i: int) -> str:
-        """Its path."""
-        return f"{self.root}/{self.paths[i]}"
-
-
-class ReaderSet(DataSet):
-    """Samples whose bytes come from a reader: of a folder, or of zip or tar files.
-
-    Args:
-        images: (key, number in the reader) of each sample.
-        labels: as in `DataSet`; None: there are none.
-    """
+    PER_IMAGE: ClassVar[tuple[str, ...]] = ("labels", "images")
 
     def __init__(
         self,
-        name: str,
-        reader: FolderReader | ArchiveReader,
-        images: Sequence[tuple[str, int]],
-        labels: Sequence[int] | np.ndarray | None = None,
+        root: Path,
+        images: Iterable[str],
         class_names: Sequence[str] = (),
+        name: str = "",
+        labels: np.ndarray | None = None,
     ) -> None:
-        self.name, self.reader, self.class_names = name, reader, list(class_names)
-        self._keys = Strings(key for key, _ in images)
-        self._positions = np.array([i for _, i in images], dtype=np.int64)
-        values = np.full(len(images), -1) if labels is None else np.asarray(labels)
-        self.labels = values.astype(np.int64 if values.ndim < 2 else np.uint8)
+        self.root, self.name, self.class_names = root, name or str(root), list(class_names)
+        self.images = Strings(images)
+        self.labels = np.full(len(self.images), -1) if labels is None else labels
 
     def key(self, i: int) -> str:
-        return self._keys[i]
+        return self.images[i]
 
     def where(self, i: int) -> str:
-        return self.reader.where(int(self._positions[i]))
+        return f"{self.root}/{self.images[i]}"
 
     def open_bytes(self, i: int) -> bytes:
-        return self.reader.read(int(self._positions[i]))
+        with open(self.where(i), "rb") as file:
+            return file.read()
+
+
+class ArchiveSet(FileSet):
+    """Image files of zip or tar files; `numbers`: those of the reader."""
+
+    PER_IMAGE = ("labels", "images", "numbers")
+
+    def __init__(self, reader: ArchiveReader, numbers: Sequence[int], *files: Any) -> None:
+        super().__init__(*files)
+        self.reader, self.numbers = reader, np.array(numbers)
+
+    def where(self, i: int) -> str:
+        return self.reader.where(int(self.numbers[i]))
+
+    def open_bytes(self, i: int) -> bytes:
+        return self.reader.read(int(self.numbers[i]))
 
 
 # Opening ------------------------------------------------------------------------------------------------------------
@@ -410,7 +392,7 @@ def _open_files(spec: str, split: str, class_names: list[str] | None, labelled: 
 
 def _class_names(tree: FileTree) -> list[str]:
     """The classes of a tree, found without a walk over its images unless it is made of shards."""
-    return (tree.reader and _shard_labels(tree, tree.images()[1])[1]) or tree.folders()
+    return (tree.reader and _shard_labels(tree, tree.images())[1]) or tree.folders()
 
 
 def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, names_from: str) -> DataSet:
@@ -420,18 +402,18 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
         class_names: the classes; None: those that occur, sorted.
         names_from: where the names come from, for messages.
     """
-    reader, images = tree.images()
+    images = tree.images()
     if not images:
         raise DataError(
             f"{tree.name} holds no images (files with extensions such as .jpg, .png, .webp; hidden ones are ignored)."
         )
     if not labelled:
-        return ReaderSet(tree.name, reader, images)
+        return tree.dataset(images)
     texts, class_names = _shard_labels(tree, images, class_names)
     if tree.rows:
         texts = [row.labels for row in tree.rows]
     elif not texts:
-        in_folders = [(path, i) for path, i in images if "/" in path]
+        in_folders = [path for path in images if "/" in path]
         if not in_folders:
             why = unusable_labels(tree.folder) if tree.folder is not None else ""
             raise NoClassFoldersError(
@@ -440,7 +422,7 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
             )
         if left := len(images) - len(in_folders):
             _warn(f"{tree.name}: left out {schema.counted(left, 'image')} outside the class folders")
-        images, texts = in_folders, [(path.split("/", 1)[0],) for path, _ in in_folders]
+        images, texts = in_folders, [(path.split("/", 1)[0],) for path in in_folders]
     used = {text for labels in texts for text in labels}
     if class_names is None:
         class_names = sorted(used)
@@ -465,7 +447,7 @@ def _read_tree(tree: FileTree, class_names: list[str] | None, labelled: bool, na
     else:
         labels = np.array([number[text] for (text,) in texts])
     printable = map(schema.printable, class_names)  # folders' names need not be; weights and stores keep these
-    return ReaderSet(tree.name, reader, images, labels, list(printable))
+    return tree.dataset(images, list(printable), labels)
 
 
 class NoClassFoldersError(DataError):
@@ -502,7 +484,7 @@ class FileTree:
         if self.folder is not None:
             names = {entry.name for entry in os.scandir(self.folder) if entry.is_dir()}
         else:
-            names = {path.split("/", 1)[0] for path, _ in self.members() if "/" in path}
+            names = {path.split("/", 1)[0] for path, _ in self.members if "/" in path}
         return sorted(name for name in names if not hidden(name))
 
     def inside(self, name: str) -> FileTree:
@@ -511,21 +493,27 @@ class FileTree:
             return FileTree(f"{self.name}/{name}", self.folder / name)
         return FileTree(f"{self.name}!{self.prefix}{name}", None, self.reader, f"{self.prefix}{name}/")
 
+    @cached_property
     def members(self) -> list[tuple[str, int]]:
         """(path relative to this tree, number in the reader) of each file in the archives."""
         paths = self.reader.paths if self.reader is not None else ()
         return [(path[len(self.prefix) :], i) for i, path in enumerate(paths) if path.startswith(self.prefix)]
 
-    def images(self) -> tuple[FolderReader | ArchiveReader, list[tuple[str, int]]]:
-        """A reader, and (path relative to this tree, number in the reader) of each image, sorted by path."""
-        if self.reader is not None:
-            numbers = dict(self.members())
-            paths = _readable(self.name, sorted(filter(_is_photo, numbers)))
-            return self.reader, [(path, numbers[path]) for path in paths]
-        assert self.folder is not None
-        paths = [row.path for row in self.rows]
-        paths = paths or sorted(_readable(self.name, list_files(self.folder, _is_photo)))
-        return FolderReader(self.folder, paths), [(path, i) for i, path in enumerate(paths)]
+    def images(self) -> list[str]:
+        """Paths of the images relative to this tree, sorted."""
+        if self.rows:
+            return [row.path for row in self.rows]
+        if self.folder is not None:
+            return _readable(self.name, list_files(self.folder, _is_photo))
+        return _readable(self.name, (path for path, _ in self.members))
+
+    def dataset(self, images: Sequence[str], class_names: Sequence[str] = (), labels: Any = None) -> DataSet:
+        """Some of the images."""
+        about = (self.folder or Path(), images, class_names, self.name, labels)
+        if self.reader is None:
+            return FileSet(*about)
+        numbers = dict(self.members)
+        return ArchiveSet(self.reader, [numbers[path] for path in images], *about)
 
 
 def dataset_path(spec: str) -> str | None:
@@ -747,7 +735,7 @@ _LABEL_FIELDS = ("label", "cls", "class")
 
 
 def _shard_labels(
-    tree: FileTree, images: Sequence[tuple[str, int]], class_names: list[str] | None = None
+    tree: FileTree, images: Sequence[str], class_names: list[str] | None = None
 ) -> tuple[list[tuple[str, ...]], list[str] | None]:
     """The label of each image in WebDataset shards, and the classes; no labels if the tree is not made of shards.
 
@@ -755,19 +743,21 @@ def _shard_labels(
     or "class" of `.json`: a class name, or its number. The shards are indexed and read at random like other archives;
     nothing is streamed, so shuffling is complete and resuming exact.
     """
-    reader, members, numbers = tree.reader, tree.members(), dict(images)
-    files = {_stem(path): i for path, i in members if path.endswith(_LABEL_FILES)}
-    if reader is None or not any(_stem(path) in files for path in numbers):
+    reader, wanted, found = tree.reader, set(images), dict[str, int]()
+    files = {_stem(path): i for path, i in tree.members if path.endswith(_LABEL_FILES)}
+    if reader is None or not any(_stem(path) in files for path in images):
         return [], class_names
-    for path, i in members:
-        if numbers.get(path, i) != i:
+    for path, i in tree.members:
+        if path in found:
             raise DataError(
-                f"{tree.name}: two samples have the name {path!r} ({reader.where(i)} and "
-                f"{reader.where(numbers[path])}). Names must be unique over all shards: maps and logs go by them."
+                f"{tree.name}: two samples have the name {path!r} ({reader.where(i)} and {reader.where(found[path])}). "
+                "Names must be unique over all shards: maps and logs go by them."
             )
-        if path in numbers and _stem(path) not in files:
-            raise DataError(f"{reader.where(i)} has no label: neither .cls nor .json of the same name is there.")
-    texts = [_shard_label(reader, files[_stem(path)]) for path in numbers]
+        if path in wanted:
+            found[path] = i
+            if _stem(path) not in files:
+                raise DataError(f"{reader.where(i)} has no label: neither .cls nor .json of the same name is there.")
+    texts = [_shard_label(reader, files[_stem(path)]) for path in images]
     values = [int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,19}", text)]
     if not values:
         return [(text,) for text in texts], class_names or sorted(set(texts))
@@ -810,7 +800,7 @@ def gather_images(images: Sequence[str]) -> tuple[Path, list[str]]:
     for name in images:
         path = Path(name).resolve()
         if path.is_dir():
-            paths += [path / inner for inner in sorted(_readable(name, list_files(path, _is_photo)))]
+            paths += [path / inner for inner in _readable(name, list_files(path, _is_photo))]
         elif path.is_file():
             paths.append(path)
         else:

@@ -45,17 +45,20 @@ def open_named(spec: str, split: str) -> DataSet:
 class NamedSet(DataSet):
     """One split of such a dataset: `data` is what its library returned; a sample is known by its number."""
 
+    PER_IMAGE = ("labels", "numbers")
+
     def __init__(self, name: str, split: str, data: Any, labels: Any, class_names: Iterable[Any] | None) -> None:
         self.name, self.split, self.data, self.labels = name, split, data, np.asarray(labels, dtype=np.int64)
         names = [", ".join(name) if isinstance(name, (tuple, list)) else str(name) for name in class_names or ()]
+        self.numbers = np.arange(len(self.labels))
         top = int(self.labels.max(initial=-1))
         self.class_names = names if len(names) > top else [str(k) for k in range(top + 1)]
 
     def key(self, i: int) -> str:
-        return f"{self.split}/{i:08d}"
+        return f"{self.split}/{self.numbers[i]:08d}"
 
     def where(self, i: int) -> str:
-        return f"{self.name}, {self.split} image {i}"
+        return f"{self.name}, {self.split} image {self.numbers[i]}"
 
 
 class TorchvisionSet(NamedSet):
@@ -64,7 +67,7 @@ class TorchvisionSet(NamedSet):
     def image(self, i: int) -> Image.Image:
         """Sample i."""
         try:
-            image = self.data[i][0]
+            image = self.data[int(self.numbers[i])][0]
         except (OSError, SyntaxError, ValueError) as error:
             raise ImageError(f"{self.where(i)}: cannot be read ({error}).") from error
         if not isinstance(image, Image.Image):
@@ -150,7 +153,7 @@ class HuggingFaceSet(NamedSet):
         self.data = data.cast_column(self.column, library.Image(decode=False))  # keep the bytes as they are stored
 
     def open_bytes(self, i: int) -> bytes:
-        value = self.data[int(i)][self.column]
+        value = self.data[int(self.numbers[i])][self.column]
         stored: bytes = value["bytes"] or Path(value["path"]).read_bytes()
         return stored
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from everytoken.errors import EverytokenError
 from everytoken.files import make_inside, plain_json
 from everytoken.models.weights import load_weights
 from everytoken_lab import schema
-from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, DataSet, Strings, gather_images, result_stems, split_off
+from everytoken_lab.data.datasets import DEFAULT_VAL_SPLIT, FileSet, gather_images, result_stems, split_off
 from everytoken_lab.data.decode import ImageError
 from everytoken_lab.data.loader import BadImages, BatchReader, Loader
 from everytoken_lab.dense.backbone import Features, name_weights, rebuild_features
@@ -54,27 +53,9 @@ SPLITS = {
     "test": ("test", "testing", "test2017"),
 }
 
-# -- datasets ---------------------------------------------------------------------------------------------------------
 
-
-class FileSet(DataSet):
-    """Images of a folder (paths below it), whose targets are not one class each."""
-
-    PER_IMAGE: ClassVar[tuple[str, ...]] = ("images", "labels")  # attributes with an entry for each image
-
-    def __init__(self, root: Path, images: Sequence[str], class_names: Sequence[str], name: str = "") -> None:
-        self.root, self.name = root, name or str(root)
-        self.images, self.class_names = Strings(images), list(class_names)
-        self.labels = np.full(len(images), -1, dtype=np.int64)  # of whole images: none
-
-    def key(self, i: int) -> str:
-        return self.images[i]
-
-    def where(self, i: int) -> str:
-        return f"{self.root}/{self.images[i]}"
-
-    def open_bytes(self, i: int) -> bytes:
-        return Path(self.where(i)).read_bytes()
+class TargetSet(FileSet):
+    """Images of a folder, whose targets are not one class each."""
 
     def check_size(self, i: int, size: tuple[int, int], wanted: tuple[int, int], owner: str) -> None:
         """The image must have the (width, height) of what was drawn for it."""
@@ -84,22 +65,13 @@ class FileSet(DataSet):
                 f"{self.where(i)} is {size[0]} x {size[1]} pixels, and {owner} says {wanted[0]} x {wanted[1]}.{hint}"
             )
 
-    def subset(self, indices: Sequence[int] | np.ndarray) -> Self:
-        """Some of the images, as a dataset of the same kind."""
-        chosen, numbers = copy(self), np.asarray(indices, dtype=np.int64)
-        for name in self.PER_IMAGE:
-            values = getattr(self, name)
-            some = Strings(values[i] for i in numbers) if isinstance(values, Strings) else values[numbers]
-            setattr(chosen, name, some)
-        return chosen
-
     def part(self, split: str, fraction: float) -> Self:
         """The training or the validation images of an undivided dataset. By name alone: the same for every seed."""
         kept, aside = split_off(self, fraction or DEFAULT_VAL_SPLIT, seed=0)
         return self.subset(kept if split == "train" else aside)
 
 
-F = TypeVar("F", bound=FileSet)
+F = TypeVar("F", bound=TargetSet)
 
 
 def resized(size: tuple[float, float], short: float, longest: float) -> tuple[int, int]:
@@ -385,7 +357,7 @@ def open_unseen(
     return opened, [note] if note else []
 
 
-def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[FileSet, Callable[[str, str], Path]]:
+def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[TargetSet, Callable[[str, str], Path]]:
     """The images, and where to put what is made of each: (key, ending) -> path; never over an image."""
     apply(options, {}, "options")  # which checks them
     root, names = gather_images(options.images)
@@ -396,4 +368,4 @@ def open_predicted(options: PredictOptions, endings: Sequence[str]) -> tuple[Fil
         make_inside(Path(options.out), stems[key].parent.relative_to(options.out))
         return stems[key].with_name(stems[key].name + ending)
 
-    return FileSet(root, names, []), place
+    return TargetSet(root, names), place

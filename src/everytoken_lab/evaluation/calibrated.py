@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, sha256_of, write_atomically
 from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration
-from everytoken_lab.data.datasets import DataSet, Subset
+from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.engine.run_folder import Run, run_of
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.maps.summary import sample_positions
@@ -114,7 +113,7 @@ def _calibrate(opened: OpenModel, run: Run, options: InferenceOptions) -> Calibr
     images = validation_set(run)
     if len(images) < FEWEST:
         raise EverytokenError(f"there are fewer than {FEWEST}")
-    some = Subset(images, np.array(sample_positions(len(images), MOST)))
+    some = images.subset(sample_positions(len(images), MOST))
     how: dict[str, Any] = {"batch_size": options.batch_size, "workers": options.workers, "device": options.device}
     calibration = evaluate(opened, some, calibrates=True, on_bad_image="skip", **how).calibration
     assert calibration is not None

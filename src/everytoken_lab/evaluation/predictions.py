@@ -17,7 +17,7 @@ from everytoken_lab import schema
 from everytoken_lab.calibration import Calibration
 from everytoken_lab.classes import shown_name
 from everytoken_lab.data.augment import eval_view
-from everytoken_lab.data.datasets import FolderReader, ReaderSet, Subset, gather_images, result_stems
+from everytoken_lab.data.datasets import DataSet, FileSet, gather_images, result_stems
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.draw import object_overlay
 from everytoken_lab.evaluation import PredictOptions, Progress
@@ -125,20 +125,21 @@ def _located(image: ImagePrediction) -> Location:
 
 def _locations(
     opened: OpenModel,
-    data: Subset,
+    data: DataSet,
+    chosen: Sequence[int],
     likely: dict[int, tuple[Tensor, Tensor]],
     options: PredictOptions,
     progress: Progress | None,
 ) -> Iterator[tuple[int, Location]]:
-    """(number of the image in the whole data, where the object of its class is), in another pass over whole images.
+    """(number of a chosen image, where the object of its class is), in another pass over whole images.
 
     `likely`: the likeliest classes of each image and their probabilities.
     """
-    locator = Locator(opened)
-    for batch in Inference(opened.model, data, locator.view, options, progress=progress).views():
+    locator, part = Locator(opened), data.subset(chosen)
+    for batch in Inference(opened.model, part, locator.view, options, progress=progress).views():
         assert batch.indices is not None
-        numbers = [int(data.indices[i]) for i in batch.indices.tolist()]
-        sizes = [data.picture(i).size for i in batch.indices.tolist()]
+        numbers = [chosen[i] for i in batch.indices.tolist()]
+        sizes = [data.picture(i).size for i in numbers]
         classes, probabilities = (torch.stack(values) for values in zip(*(likely[i] for i in numbers), strict=True))
         yield from zip(numbers, locator.locate(batch.images, classes, probabilities, sizes), strict=True)
 
@@ -196,7 +197,7 @@ def predict(
         calibration = opened.info.calibration
     shown, multi_label = replace(opened.info, calibration=calibration), opened.info.multi_label
     threshold, note = _threshold(calibration, options.sure, multi_label)
-    data = ReaderSet(str(root), FolderReader(root, names), [(name, i) for i, name in enumerate(names)])
+    data = FileSet(root, names)
     model = Voter(opened, options.token_vote).eval()
     first, second = (_part(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
     inference = Inference(model, data, eval_view(opened.info), options, opened.info.amp_dtype(options.amp), first)
@@ -218,7 +219,7 @@ def predict(
             values, classes = logits.softmax(-1).topk(min(ALIKE, logits.shape[1]))
             likely |= zip(batch.indices.tolist(), zip(classes, values, strict=True), strict=True)
     if options.locate:
-        for i, location in _locations(opened, Subset(data, np.array(sorted(out))), likely, options, second):
+        for i, location in _locations(opened, data, sorted(out), likely, options, second):
             out[i] = replace(out[i], location=location)
     notes = tuple(filter(None, (remark, note)))
     return ImagePredictions(tuple(out[i] for i in sorted(out)), dict(inference.bad_images.seen), threshold, notes)

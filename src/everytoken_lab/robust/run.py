@@ -23,7 +23,7 @@ from everytoken.files import append, make_inside, refuse_link, write_atomically
 from everytoken_lab.annotators.annotator import weights_hash
 from everytoken_lab.classes import ClassMatch, imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
-from everytoken_lab.data.datasets import DataSet, Subset
+from everytoken_lab.data.datasets import DataSet
 from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.engine.accuracy import Predictions, read_real, real_sets
 from everytoken_lab.engine.held_out import open_part
@@ -53,15 +53,21 @@ def from_pixels(net: nn.Module, view: EvalTransform, columns: np.ndarray | None 
     return lambda images: net(normalise(images)).float()[:, kept]
 
 
-class CorruptedSet(Subset):
+class CorruptedSet(DataSet):
     """The evaluation crops of images, corrupted; random numbers are keyed by image, and the same for all severities."""
 
     def __init__(self, data: DataSet, view: EvalTransform, suite: Suite) -> None:
-        super().__init__(data, np.arange(len(data)))
-        self.view, self.suite = view, suite
+        self.data, self.view, self.suite = data, view, suite
+        self.name, self.class_names, self.labels = data.name, data.class_names, data.labels
+
+    def key(self, i: int) -> str:
+        return self.data.key(i)
+
+    def open_bytes(self, i: int) -> bytes:
+        return self.data.open_bytes(i)
 
     def picture(self, i: int) -> Picture:
-        pixels, _ = self.view(super().picture(i))
+        pixels, _ = self.view(self.data.picture(i))
         rng = keyed.generator(0, self.key(i), "corrupt", self.suite.corruption)
         corrupted = corrupt(pixels, self.suite.corruption, self.suite.severity, rng)
         return Picture(stored(Image.fromarray(corrupted), STORED_QUALITY))

@@ -34,7 +34,7 @@ from everytoken_lab.data.decode import ImageError, Picture
 from everytoken_lab.data.labels import check_relative
 from everytoken_lab.data.loader import BatchReader, Request
 from everytoken_lab.data.warp import render
-from everytoken_lab.dense.common import SPLITS, FileSet, resized
+from everytoken_lab.dense.common import SPLITS, TargetSet, resized
 from everytoken_lab.dense.detect.masks import Segmentation, boxes_through, check, encode, through
 from everytoken_lab.dense.detect.options import CocoOptions, DetectAugment
 
@@ -86,7 +86,7 @@ class Annotation:
     segmentation: Segmentation | None
 
 
-class InstanceSet(FileSet):
+class InstanceSet(TargetSet):
     """The images of a COCO json file, whose names start from a folder, and their objects, checked.
 
     Attributes:
@@ -95,7 +95,7 @@ class InstanceSet(FileSet):
         notes: what was left out, in words.
     """
 
-    PER_IMAGE = (*FileSet.PER_IMAGE, "sizes", "image_ids", "annotations")
+    PER_IMAGE = (*TargetSet.PER_IMAGE, "sizes", "image_ids", "annotations")
 
     def __init__(self, path: Path, folder: Path) -> None:
         content = schema.read_json(path, _Coco)
@@ -351,7 +351,7 @@ class ObjectReader(BatchReader[tuple[np.ndarray, Objects]]):
     """
 
     def __init__(
-        self, data: FileSet, transform: DetectTransform, seed: int | None, masks: bool = False, skip: bool = False
+        self, data: TargetSet, transform: DetectTransform, seed: int | None, masks: bool = False, skip: bool = False
     ) -> None:
         super().__init__(data, skip)
         self.transform, self.seed, self.masks = transform, seed, masks

@@ -22,7 +22,7 @@ from everytoken_lab import schema
 from everytoken_lab.data.datasets import DataError, Strings, is_image
 from everytoken_lab.data.decode import ImageError, naming_errors, open_image
 from everytoken_lab.data.loader import BatchReader, Request
-from everytoken_lab.dense.common import SPLITS, FileSet
+from everytoken_lab.dense.common import SPLITS, TargetSet
 from everytoken_lab.dense.segment.augment import SegmentTransform
 from everytoken_lab.dense.segment.options import MaskOptions
 
@@ -32,10 +32,10 @@ _MOST_CLASSES = 32767  # of int16
 ADE20K = "objectInfo150.txt"  # its class file
 
 
-class MaskSet(FileSet):
+class MaskSet(TargetSet):
     """Images and their masks, of the folders `images` and `masks` below `root`."""
 
-    PER_IMAGE = (*FileSet.PER_IMAGE, "masks")
+    PER_IMAGE = (*TargetSet.PER_IMAGE, "masks")
 
     def __init__(self, root: Path, images: Path, masks: Path, options: MaskOptions) -> None:
         names = sorted(p.relative_to(images).as_posix() for p in images.rglob("*") if is_image(p.name) and p.is_file())
@@ -113,7 +113,7 @@ class MaskReader(BatchReader[MaskSample]):
     """
 
     def __init__(
-        self, data: FileSet, transform: SegmentTransform | None = None, seed: int = 0, skip: bool = False
+        self, data: TargetSet, transform: SegmentTransform | None = None, seed: int = 0, skip: bool = False
     ) -> None:
         super().__init__(data, skip)
         self.transform, self.seed = transform, seed
