@@ -189,7 +189,7 @@ def match_classes(
         if model_classes is not classes:
             has = "ImageNet's 1,000 (folders: WordNet ids, names, or numbers 0 to 999)"
         raise ClassError(
-            f"{where} has {len(missing)} of {len(folders)} classes that the model was not trained on: {_some(missing)}."
+            f"{where}: {len(missing)} of {len(folders)} classes are no class of the model: {_some(missing)}."
             f"{model_classes.near(missing[0])} Its classes are {has}."
         )
     chosen = np.array(outputs, np.int64)

@@ -204,7 +204,7 @@ def test_data_with_some_of_the_classes_is_evaluated_by_name(run, shapes, tmp_pat
     assert "2 of the 3 classes are asked" in text
     (tmp_path / "classes.txt").write_text("square\nsoil\n")
     assert main(["segment", "eval", str(run), str(tmp_path), *CPU]) == 2
-    assert "not trained on: 'soil'" in capsys.readouterr().err
+    assert "no class of the model: 'soil'" in capsys.readouterr().err
 
 
 def test_a_killed_run_ends_with_the_very_same_weights(shapes, tmp_path, run_with_kills):
