@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from everytoken.data.batch import Batch, Prefetcher
 from everytoken.models.align import fused
 from everytoken_lab.engine import distributed
-from everytoken_lab.engine.backends import kernel_settings
-from everytoken_lab.engine.distributed import join_world
+from everytoken_lab.engine.distributed import join_world, kernel_settings
 from tests.engine.test_loop import Toy, final, make, summary_of
 
 

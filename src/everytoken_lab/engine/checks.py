@@ -24,18 +24,13 @@ def check_loop(options: LoopOptions) -> None:
     optim = options.optim
     kind = optim.opt.lower().rsplit("_", 1)[-1]  # timm: lookahead_adamw
     if kind not in list_optimizers():
-        raise EverytokenError(
-            f"opt is {optim.opt!r}, and timm has no such optimizer.{did_you_mean(kind, list_optimizers())} Usual ones "
-            "are adamw, sgd, lamb and lion."
-        )
+        raise EverytokenError(f"timm has no optimizer {optim.opt!r}.{did_you_mean(kind, list_optimizers())}")
     try:
         get_optimizer_class(kind)
     except (AssertionError, ImportError) as error:
         raise EverytokenError(f"opt {optim.opt} cannot be used here: {error}; adamw works everywhere") from error
     if optim.decay_rate != OptimOptions().decay_rate and optim.sched != "multistep":
-        raise EverytokenError(
-            f"decay_rate is {optim.decay_rate:g}, which sched {optim.sched} does not use; it belongs to multistep"
-        )
+        raise EverytokenError(f"decay_rate is {optim.decay_rate:g}, which sched {optim.sched} does not use")
     check_device(options.run.device)
 
 
@@ -51,17 +46,13 @@ def check_options(options: TrainOptions) -> list[str]:
     if family is None:
         raise EverytokenError(f"{name} has no token view yet; `everytoken models` lists what is supported")
     if "mixtoken" in mixer_settings(options.mixing) and family.embed is None:
-        raise EverytokenError(
-            f"MixToken mixes tokens after the patch embedding, and that of {name} cannot be reached or overlaps; use "
-            "CutMix instead: mixing: {cutmix: {}}"
-        )
+        raise EverytokenError(f"MixToken needs a patch embedding without overlap, which {name} lacks; use cutmix")
     if options.maps and not Path(options.maps).is_dir():
         raise EverytokenError(f"there is no store of score maps at {options.maps}")
     augment = options.augment
     if augment.color_jitter and augment.aa and "3a" not in augment.aa:
         raise EverytokenError(
-            f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}: colours are jittered only without "
-            "RandAugment, as in timm, so it would do nothing. Set color_jitter to 0, or aa to ''"
+            f"color_jitter is {augment.color_jitter:g} and aa is {augment.aa!r}, which replaces it, as in timm; set one"
         )
     for name, settings in mixer_settings(options.mixing).items():
         if name in MIXERS:
@@ -73,10 +64,7 @@ def check_options(options: TrainOptions) -> list[str]:
     optim = options.optim
     if optim.iters or optim.warmup_iters or optim.warmup_epochs < optim.epochs:
         return []
-    return [
-        f"warm-up would last for the whole training ({optim.warmup_epochs:g} of {optim.epochs} epochs): it takes a "
-        "tenth of it instead (warmup_epochs)"
-    ]
+    return [f"warm-up takes a tenth of the training, as {optim.warmup_epochs:g} epochs would be all of it"]
 
 
 def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> None:
@@ -87,15 +75,11 @@ def check_multi_label(options: TrainOptions, objectives: Mapping[str, nn.Module]
             if hasattr(objective, "class_target") and name != "online_token":
                 way = f"set objectives.{name}.class_target to truth"
             raise EverytokenError(
-                f"objective {name!r} learns one class per image, and {options.data} is multi-label; {way}. hard, drloc "
-                "and tl_align learn several classes"
+                f"objective {name!r} learns one class per image, and {options.data} is multi-label; {way}"
             )
     for setting in ("token_vote", "logit_adjustment"):
-        if value := getattr(options.model, setting):
-            raise EverytokenError(
-                f"{setting} is {value:g}, which needs one class per image, and {options.data} is multi-label. Set it "
-                "to 0"
-            )
+        if getattr(options.model, setting):
+            raise EverytokenError(f"{setting} needs one class per image; {options.data} is multi-label. Set it to 0")
 
 
 def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module]) -> list[str]:
@@ -118,16 +102,9 @@ def check_objectives(options: TrainOptions, objectives: Mapping[str, nn.Module])
         notes.append(f"the teacher {options.model.teacher} is not used by any objective ({used}) or mixing method")
     follows = sorted(objectives.keys() & {"tl_align", "transmix"})
     if len(follows) == 2:
-        raise EverytokenError(
-            "transmix is tl_align with the last layer alone; take one of them (objectives.transmix: null)"
-        )
+        raise EverytokenError("transmix is tl_align of the last layer; take one of them (objectives.transmix: null)")
     if follows and not options.mixing:
-        raise EverytokenError(
-            f"{follows[0]} lets labels follow the tokens of mixed images, and nothing is mixed here; add for example "
-            f"mixing.cutmix: {{}}, or leave it out (objectives.{follows[0]}: null)"
-        )
+        raise EverytokenError(f"{follows[0]} is for mixed images, and nothing is mixed; add mixing.cutmix: {{}}")
     if follows and set(mixers) == {"mixup"}:
-        notes.append(
-            "under MixUp every token has the same share, so alignment changes nothing; CutMix is what it is for"
-        )
+        notes.append("under MixUp all tokens have the same share, so alignment changes nothing; use CutMix")
     return notes

@@ -119,16 +119,40 @@ def check_device(name: str) -> None:
         raise EverytokenError(f"device is {name!r}; it can be cpu, cuda, cuda:1 and so on, or mps")
     there = torch.cuda.device_count() if kind == "cuda" else int(torch.backends.mps.is_available())
     if int(number or 0) >= there:
-        raise EverytokenError(
-            f"device is {name!r}, and torch finds {there or 'no'} such device{'s' if there != 1 else ''} on this "
-            "machine; take cpu, or leave it out for the best available (see `everytoken doctor`)"
-        )
+        found = f"{there or 'no'} such device{'s' if there != 1 else ''} on this machine"
+        raise EverytokenError(f"device is {name!r}, and torch finds {found}; take cpu, or leave it out")
 
 
 def pick_device(name: str) -> str:
     """The device that was asked for, if it is there; the best one if none was."""
     check_device(name)
     return name or best_device()
+
+
+@contextmanager
+def kernel_settings(device: torch.device, deterministic: bool = False) -> Iterator[None]:
+    """Kernels for a training on `device`, or only those that repeat to the bit; restores the settings afterwards.
+
+    On CUDA, float32 matrix products and convolutions may use TF32, and cuDNN tries its algorithms once per shape.
+    """
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.get_float32_matmul_precision(),
+        (cudnn.benchmark, cudnn.deterministic),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+    )
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed buffer
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.benchmark, cudnn.deterministic = before[1]
+        torch.use_deterministic_algorithms(before[2][0], warn_only=before[2][1])
 
 
 @contextmanager
@@ -154,10 +178,8 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
     except RuntimeError as error:
         text = str(error)
         if any(word in text for word in ("Connection closed", "Connection reset", "peer", "NCCL", "Broken pipe")):
-            raise EverytokenError(
-                f"rank {rank} lost contact with another process of the job ({text.splitlines()[0][:120]}). The last "
-                "good checkpoint is kept; run the same again and it continues from there."
-            ) from error
+            what = f"rank {rank} lost contact with another process of the job ({text.splitlines()[0][:120]})"
+            raise EverytokenError(f"{what}. The same command continues from the last good checkpoint.") from error
         raise
     finally:
         if dist.is_initialized():

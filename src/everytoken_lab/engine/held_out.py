@@ -62,10 +62,7 @@ def held_out(
         elif trained is None:
             unknown = unknown or source
     if len(set(fractions.values())) > 1:
-        raise EverytokenError(
-            f"{' and '.join(fractions)} were trained on {data} and held out different fractions of it "
-            f"({' and '.join(f'{value:.0%}' for value in fractions.values())}), so no images are new to both"
-        )
+        raise EverytokenError(f"{' and '.join(fractions)} held out different fractions of {data}")
     trained_on, held = next(iter(fractions.items()), ("", 0.0))
     return HeldOut(held, trained_on, unknown)
 
@@ -95,8 +92,8 @@ def open_part(sources: Sequence[str], data: str, split: str = "val", *, doubt: b
         return dataset, held.note(data, len(dataset))
     if train := find_split(data, "train"):
         raise EverytokenError(
-            f"{data} has no images for validation, only {train.name}, and it is not known that some of them were held "
-            "out. Give the run folder of a model that was trained on it, other images, or split='train' for all of them"
+            f"{data} has no validation images, only {train.name}. Give the run folder of a model that held some of "
+            "them out, other images, or split='train' for all of them"
         )
     dataset = open_dataset(data, "all")
     return dataset, held.note(data, len(dataset)) if held.trained or doubt else ""

@@ -29,20 +29,9 @@ from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken.keyed import StepKey, generator
 from everytoken.models.weights import WeightsError, check_weights
-from everytoken_lab.engine import checkpoint
-from everytoken_lab.engine.backends import kernel_settings
+from everytoken_lab.engine import checkpoint, distributed
 from everytoken_lab.engine.checks import check_loop
-from everytoken_lab.engine.distributed import (
-    ShardedAverage,
-    World,
-    distribute,
-    join_world,
-    load_module_state,
-    load_optimizer_state,
-    module_state,
-    optimizer_state,
-    whole,
-)
+from everytoken_lab.engine.distributed import World, join_world, kernel_settings
 from everytoken_lab.engine.optim import (
     RunningStatistics,
     build_optimizer,
@@ -120,18 +109,17 @@ class Loop:
         self.updates_per_epoch = task.batches_per_epoch // self.accumulate
         if self.updates_per_epoch == 0 and not optim.iters:
             raise EverytokenError(
-                f"an epoch has {task.batches_per_epoch} batches, fewer than grad_accum_steps {self.accumulate}: lower "
-                "--batch-size or --grad-accum-steps"
+                f"an epoch has {task.batches_per_epoch} batches, fewer than grad_accum_steps {self.accumulate}"
             )
         self.global_batch = options.dataset.batch_size * world.size * self.accumulate
         self.lr = learning_rate(optim, self.global_batch)
         self.fsdp = options.run.fsdp and world.size > 1
         if optim.model_ema:  # a copy, which a sharded module does not allow
-            kind = ShardedAverage if self.fsdp else ModelEmaV3
+            kind = distributed.ShardedAverage if self.fsdp else ModelEmaV3
             task.trainable_module_ema = kind(task.module, decay=optim.model_ema_decay, use_warmup=True)
             if self.fsdp:
                 task.trainable_module_ema.shard_twin(task.module, task.backbone, world)
-        task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
+        task.trainable_module = distributed.distribute(task.module, task.backbone, world, self.fsdp)
         self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
         self.statistics = RunningStatistics(task.module)
         self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)
@@ -276,7 +264,7 @@ class Loop:
         """Clip, step, schedule, average. Nothing here waits for the device: see `read_flags`."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = distributed.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.options.optim.clip_grad:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.optim.clip_grad, norm)
         # after the all-reduce the gradient is the same on every rank, so all ranks decide alike
@@ -319,9 +307,8 @@ class Loop:
         self.folder.append("bad-updates.jsonl", {"step": step, "terms": str(values), "images": keys})
         if self.bad_in_row >= self.options.run.bad_loss_limit:
             raise BadLossError(
-                f"{self.bad_in_row} updates in a row had a loss that is not finite; the last good weights are in the "
-                f"checkpoint. The images are listed in {self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, "
-                "clip_grad 1, amp_dtype bfloat16 or no amp."
+                f"{self.bad_in_row} updates in a row had a loss that is not finite; their images are listed in "
+                f"{self.folder.path / 'bad-updates.jsonl'}. Try a lower lr, clip_grad 1, amp_dtype bfloat16 or no amp."
             )
 
     def _validate_and_save(self) -> None:
@@ -448,10 +435,10 @@ class Loop:
             "options": plain_json(flat(self.options), None),
         }
         if self.world.is_main or self.fsdp:  # sharded tensors are put together by all processes
-            state["module"] = module_state(self.task.module, self.fsdp)
-            state["optimizer"] = optimizer_state(self.task.module, self.optimizer, self.fsdp)
+            state["module"] = distributed.module_state(self.task.module, self.fsdp)
+            state["optimizer"] = distributed.optimizer_state(self.task.module, self.optimizer, self.fsdp)
             if self.ema is not None:
-                state["ema"] = module_state(self.ema, self.fsdp)
+                state["ema"] = distributed.module_state(self.ema, self.fsdp)
         if self.world.is_main:
             weights = {
                 f"{stem}{suffix}": tensors
@@ -463,7 +450,7 @@ class Loop:
             checkpoint.save_checkpoint(root, self.step, weights, state, self.task.metadata(), keep)
 
     def _write_best(self) -> None:
-        state = module_state(self.task.module if self.ema is None else self.ema, self.fsdp)
+        state = distributed.module_state(self.task.module if self.ema is None else self.ema, self.fsdp)
         if self.world.is_main:
             for suffix, tensors in self.task.weights(state).items():
                 path = self.folder.path / f"best{suffix}.safetensors"
@@ -477,10 +464,8 @@ class Loop:
             return None, None
         with self.world.agree():
             if not newest.is_dir():
-                raise EverytokenError(
-                    f"rank {self.world.rank} (on {socket.gethostname()}) does not see {newest}, from which rank 0 "
-                    "continues. Give an output on a disk that all machines share."
-                )
+                who = f"rank {self.world.rank} (on {socket.gethostname()})"
+                raise EverytokenError(f"{who} does not see {newest}. Give an output on a disk that all machines share.")
         return newest, checkpoint.load_state(newest)
 
     def resume(self, newest: Path | None, state: Mapping[str, Any] | None) -> bool:
@@ -497,10 +482,10 @@ class Loop:
         changes = {name: (before[name], now[name]) for name in names}
         self._refuse({name: values for name, values in changes.items() if _is_another(name, *values)})
         try:
-            load_module_state(self.task.module, state["module"], self.fsdp)
+            distributed.load_module_state(self.task.module, state["module"], self.fsdp)
             if self.ema is not None:
-                load_module_state(self.ema, state["ema"], self.fsdp)
-            load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
+                distributed.load_module_state(self.ema, state["ema"], self.fsdp)
+            distributed.load_optimizer_state(self.task.module, self.optimizer, state["optimizer"], self.fsdp)
         except (RuntimeError, KeyError) as error:  # a network of another shape
             self._refuse(changes, str(error).strip().splitlines()[0])
         for name, values in changes.items():
@@ -573,18 +558,16 @@ class Loop:
         results += [f"metrics of {len(run.epochs)} epochs"] if len(run.epochs) > 1 else []
         if results:
             raise EverytokenError(
-                f"{run.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint to "
-                "continue from; training would overwrite them. Choose another output, or delete the folder."
+                f"{run.path} holds results of an earlier run ({', '.join(results)}) and no whole checkpoint. Choose "
+                "another output, or delete the folder."
             )
 
     def _refuse(self, changes: Mapping[str, tuple[Any, Any]], why: str = "") -> None:
         if changes or why:
             some = list(changes.items())[:3]
             listed = "".join(f", {name} {before!r} and not {now!r}" for name, (before, now) in some)
-            raise EverytokenError(
-                f"{self.folder.path} holds another run{listed}{why and f' ({why})'}. Choose another output, or repeat "
-                "the settings of that one to continue it."
-            )
+            what = f"{self.folder.path} holds another run{listed}{why and f' ({why})'}"
+            raise EverytokenError(f"{what}. Choose another output, or repeat its settings to continue it.")
 
 
 def _is_another(name: str, before: Any, now: Any) -> bool:

@@ -61,10 +61,8 @@ def recipe_text(name: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise SchemaError(f"the recipe file {name} cannot be read: {error}") from error
     if name not in recipe_names():
-        raise SchemaError(
-            f"there is no recipe {name!r}.{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; your "
-            "own is a path that ends in .yaml"
-        )
+        hint = f"{did_you_mean(name, recipe_names())} `everytoken recipes` lists them; your own ends in .yaml"
+        raise SchemaError(f"there is no recipe {name!r}.{hint}")
     return (resources.files("everytoken_lab.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 

@@ -200,8 +200,7 @@ class Run:
         if network_address(given):
             raise EverytokenError(
                 f"{self.path / 'config.yaml'} says that its images are at {given}, and no address is opened because a "
-                "file names it: if you trust it, name it yourself (everytoken eval RUN DATA, or everytoken report RUN "
-                "--data DATA, which also calibrates predict and export)"
+                "file names it: name it yourself (everytoken eval RUN DATA, everytoken report RUN --data DATA)"
             )
         return str(self.place() or given)
 

@@ -125,7 +125,5 @@ def build_trackers(run: RunOptions, folder: Path, config: dict[str, Any]) -> lis
             raise
         except Exception as error:  # each library has its own
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise EverytokenError(
-                f"{name} cannot be written to ({reason}). Check its address and login, or leave {name} out."
-            ) from error
+            raise EverytokenError(f"{name} cannot be written to ({reason}). Check its address and login.") from error
     return trackers

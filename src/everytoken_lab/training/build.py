@@ -70,10 +70,7 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         notes += check_held_out(store, train_set, val_set)
     class_names = tuple(train_set.class_names)
     if len(class_names) < 2 and not train_set.multi_label:
-        raise EverytokenError(
-            f"{options.data} has one class only ({', '.join(class_names)}), so there is nothing to tell apart: give "
-            "every class a folder of its own, at least two"
-        )
+        raise EverytokenError(f"{options.data} has one class only ({', '.join(class_names)}); a classifier needs two")
     settings, more = _resolve_class_targets(options, store, train_set)
     notes += more
     weights = inputs.weights(options.model.weights, options.model.model) if options.model.weights else None
@@ -98,8 +95,8 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         square = store is None or store.meta.grid[0] == store.meta.grid[1]
         if not square and "maps" in required_by(objective) and getattr(objective, "released", False):
             raise EverytokenError(
-                f"objective {name!r} with released=true reads maps as the released code does, which must be square; "
-                f"those of {options.maps} are not. Leave released out, or annotate at a square size"
+                f"objective {name!r} with released=true needs square maps, as the released code does; annotate at a "
+                "square size, or leave released out"
             )
     size, mean, std = options.model.img_size, tuple(config["mean"]), tuple(config["std"])
     crop_pct = options.augment.crop_pct or config["crop_pct"]
@@ -112,8 +109,7 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     vote = options.model.token_vote or float(options.model.model_kwargs.get("token_vote", 0.0))
     if vote and token_names != class_names:
         raise EverytokenError(
-            f"token_vote is {vote:g}, which needs tokens that learn the classes of the data: an objective such as "
-            "token_labeling with maps of these classes. Train with it, or set token_vote to 0"
+            f"token_vote is {vote:g}, which needs tokens that learn the data's classes (token_labeling); set it to 0"
         )
     offsets = None
     if adjustment := options.model.logit_adjustment:
@@ -188,9 +184,8 @@ def _resolve_class_targets(
         return settings, notes
     if "relabel" in settings and "class_map" not in settings["relabel"]:
         raise EverytokenError(
-            f"ReLabel teaches the class token what the score maps say, and the maps have {store.meta.num_classes} "
-            f"classes, not the {train_set.num_classes} of {options.data}. Use `token_labeling`, which lets every token "
-            "learn the maps' classes, or say which classes correspond with class_map."
+            f"the maps have {store.meta.num_classes} classes, not the {train_set.num_classes} of {options.data}, and "
+            "relabel teaches the class token theirs. Use token_labeling, or say which classes correspond (class_map)."
         )
     if "token_labeling" in settings and "class_map" not in settings["token_labeling"]:
         # whatever the recipe says: the maps cannot label whole images

@@ -215,8 +215,7 @@ def decides_itself(options: TrainOptions, auto: AutoOptions) -> bool:
     wanted = bool(auto.minutes) or auto.linear or options.maps == "auto"
     if wanted and not open_choice:
         raise EverytokenError(
-            "minutes, linear and maps='auto' are for training without a recipe, which decides itself; leave out "
-            "recipe, model, objectives and mixing, or leave these out"
+            "minutes, linear and maps='auto' are for training without a recipe, model, objectives and mixing"
         )
     return open_choice and (wanted or not (options.model.weights or options.maps))
 

@@ -156,10 +156,7 @@ def complete(
     inputs = inputs or Inputs()
     if asked is not None and "lr_base" in asked and options.optim.lr:
         if "lr" in asked:
-            raise EverytokenError(
-                f"lr is {options.optim.lr:g} for any batch, and lr_base {options.optim.lr_base:g} is scaled to the "
-                "batch: set one of them"
-            )
+            raise EverytokenError("lr is for any batch, and lr_base is scaled to the batch: set one of them")
         options = apply(options, {"lr": 0.0}, "lr_base")  # a recipe's
     if asked is None:
         plain = flat(TrainOptions())

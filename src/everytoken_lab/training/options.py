@@ -59,10 +59,7 @@ class DenseOptions:
 def check_rate(optim: OptimOptions) -> None:
     """Raise if `lr_base` was set and would do nothing: dense tasks have an absolute `lr`, as the papers do."""
     if optim.lr and optim.lr_base != OptimOptions().lr_base:
-        raise EverytokenError(
-            f"lr_base is {optim.lr_base:g} and lr is {optim.lr:g}, which is used as it is, whatever the batch. Set lr "
-            "to 0 to take the rate from lr_base, or set lr alone."
-        )
+        raise EverytokenError(f"lr_base is {optim.lr_base:g}, but lr is {optim.lr:g} and used instead; set lr to 0")
 
 
 @dataclass(frozen=True)
