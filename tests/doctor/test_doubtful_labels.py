@@ -80,7 +80,7 @@ def test_the_table_corrects_labels_and_leaves_images_out(wrong, tmp_path):
     assert dict(zip(train.keys(), train.labels.tolist(), strict=True))["class-1/x.1.png"] == 1  # as it was
     run = lab.train(wrong, corrections=str(table), model="test_vit", img_size=32, epochs=1, workers=0, device="cpu",
                    batch_size=16, out=str(tmp_path / "run"))  # fmt: skip
-    assert "35 training, 12 validation" in (run.path / "log.txt").read_text()
+    assert "35 training and 12 validation images" in (run.path / "log.txt").read_text()
     table.write_text("path,label\nclass-1/x.1.png,class-7\n")
     with pytest.raises(EverytokenError, match=r"doubtful.csv, line 2: no class is 'class-7'.*Did you mean 'class-"):
         corrected(train, val, table)

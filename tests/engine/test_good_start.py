@@ -87,6 +87,6 @@ def test_images_of_a_list_are_left_out_of_training(photos, settings, tmp_path):
     names = tmp_path / "exclude.txt"
     names.write_text("class-0/photo.0.png\tnearly the same as another\nclass-1/photo.3.png\n")
     train(photos, **settings(epochs=1, exclude=str(names)))
-    assert "34 training, 12 validation" in (tmp_path / "run/log.txt").read_text()
+    assert "34 training and 12 validation images" in (tmp_path / "run/log.txt").read_text()
     with pytest.raises(EverytokenError, match="cannot be read"):
         train(photos, **settings(exclude=str(tmp_path / "no.txt"), out=str(tmp_path / "other")))

@@ -227,7 +227,7 @@ class DenseTask(Task):
 
     def facts(self) -> dict[str, str]:
         return {
-            "images": f"{len(self.train_set):,} training, {len(self.val_set):,} validation",
+            "data": f"{len(self.train_set):,} training and {len(self.val_set):,} validation images",
             "classes": f"{len(self.info.class_names):,}",
             "model": self.network_words(),
         }

@@ -46,7 +46,7 @@ def check_options(options: TrainOptions) -> list[str]:
     if family is None:
         raise EverytokenError(f"{name} has no token view yet; `everytoken models` lists what is supported")
     if "mixtoken" in mixer_settings(options.mixing) and family.embed is None:
-        raise EverytokenError(f"MixToken needs a patch embedding without overlap, which {name} lacks; use cutmix")
+        raise EverytokenError(f"MixToken needs a patch embedding without overlap, which {name} lacks; use CutMix")
     if options.maps and not Path(options.maps).is_dir():
         raise EverytokenError(f"there is no store of score maps at {options.maps}")
     augment = options.augment

@@ -179,7 +179,8 @@ def join_world(device: str = "", timeout_minutes: float = 30.0) -> Iterator[Worl
         text = str(error)
         if any(word in text for word in ("Connection closed", "Connection reset", "peer", "NCCL", "Broken pipe")):
             what = f"rank {rank} lost contact with another process of the job ({text.splitlines()[0][:120]})"
-            raise EverytokenError(f"{what}. The same command continues from the last good checkpoint.") from error
+            way = "The last good checkpoint is kept; run the same again and it continues from there."
+            raise EverytokenError(f"{what}. {way}") from error
         raise
     finally:
         if dist.is_initialized():

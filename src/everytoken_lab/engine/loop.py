@@ -31,7 +31,7 @@ from everytoken.keyed import StepKey, generator
 from everytoken.models.weights import WeightsError, check_weights
 from everytoken_lab.engine import checkpoint, distributed
 from everytoken_lab.engine.checks import check_loop
-from everytoken_lab.engine.distributed import World, join_world, kernel_settings
+from everytoken_lab.engine.distributed import World, distribute, join_world, kernel_settings
 from everytoken_lab.engine.optim import (
     RunningStatistics,
     build_optimizer,
@@ -119,7 +119,7 @@ class Loop:
             task.trainable_module_ema = kind(task.module, decay=optim.model_ema_decay, use_warmup=True)
             if self.fsdp:
                 task.trainable_module_ema.shard_twin(task.module, task.backbone, world)
-        task.trainable_module = distributed.distribute(task.module, task.backbone, world, self.fsdp)
+        task.trainable_module = distribute(task.module, task.backbone, world, self.fsdp)
         self.optimizer = build_optimizer(task.module, task.backbone, optim, self.lr)
         self.statistics = RunningStatistics(task.module)
         self.schedule, self.total = build_schedule(self.optimizer, optim, self.updates_per_epoch)

@@ -114,26 +114,17 @@ class RunningStatistics:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for name, buffer in module.named_buffers():
-            if name.rpartition(".")[2].startswith(("running_", "num_batches_tracked")):
-                by_type.setdefault(buffer.dtype, []).append(buffer)
-        self.groups = list(by_type.values())
-        self.kept: list[Tensor] = []
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        self.buffers = [buffer for name, buffer in module.named_buffers() if name.endswith(names)]
 
     def keep(self) -> None:
         """Remember them as they are before an update."""
-        self.kept = [_flat(group) for group in self.groups]
+        self.kept = [buffer.clone() for buffer in self.buffers]
 
     def restore_if(self, bad: Tensor) -> None:
         """Make them what they were if `bad`, a flag on the device, is set."""
-        for group, kept in zip(self.groups, self.kept, strict=True):
-            parts = torch.where(bad, kept, _flat(group)).split([buffer.numel() for buffer in group])
-            torch._foreach_copy_(group, [part.view_as(buffer) for part, buffer in zip(parts, group, strict=True)])
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
+        for buffer, kept in zip(self.buffers, self.kept, strict=True):
+            buffer.copy_(torch.where(bad, kept, buffer))
 
 
 def build_schedule(optimizer: Optimizer, options: OptimOptions, updates_per_epoch: int) -> tuple[Any, int]:

@@ -132,7 +132,7 @@ class Classification(Task):
         options, setup = self.options, self.setup
         objectives = setup.step.objectives.items()
         return {
-            "images": f"{len(setup.train_set):,} training, {len(setup.val_set):,} validation",
+            "data": f"{len(setup.train_set):,} training and {len(setup.val_set):,} validation images",
             "classes": f"{setup.train_set.num_classes:,}",
             "model": options.model.model,
             "weights": options.model.weights or "none, from scratch",
