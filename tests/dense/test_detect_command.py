@@ -56,7 +56,7 @@ def test_a_detector_learns_and_leaves_everything_in_its_folder(run, shapes, tmp_
     last = json.loads((run / "summary.json").read_text())["last"]
     assert last["val_box_AP50"] > 80  # of images it has not seen; 92 to 100 with other seeds
     assert last["val_mask_AP50"] > 80
-    assert "32 training, 4 validation" in (run / "log.txt").read_text()  # the empty one is left out
+    assert "32 training and 4 validation images" in (run / "log.txt").read_text()  # the empty one is left out
     words = ["--json", "--results", str(tmp_path / "r.json")]
     assert main(["detect", "eval", str(run), str(shapes), *CPU, *words]) == 0
     numbers = json.loads(capsys.readouterr().out)
