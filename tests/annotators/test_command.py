@@ -143,16 +143,3 @@ def test_nothing_but_unreadable_images_is_a_failure(here, capsys):
     said = capsys.readouterr()
     assert "skipped blue/0.blue.png" in said.out
     assert "none of the images could be read" in said.err
-
-
-def test_processes_of_one_job_make_the_same_store(here, start_ranks):
-    words = ["annotate", "photos", "--annotator", "python:my_labels:score", "-j", "0"]
-    words += ["--device", "cpu", "--batch-size", "2"]
-    assert run(*words[1:], "--out", "one") == 0
-    ranks = start_ranks(2, *words, "--out", "two")
-    assert [program.wait() for program in ranks] == [0, 0], ranks[0].err
-    assert "".join(program.out for program in ranks).count("next:") == 1
-    files = [
-        {p.name: p.read_bytes() for p in (here / n).iterdir() if not p.name.startswith(".")} for n in ("one", "two")
-    ]
-    assert files[0] == files[1]

@@ -19,7 +19,9 @@ def test_processes_that_share_a_disk_make_the_store_of_one(photos_of, weights, t
     words = ["annotate", photos, "--annotator", "timm:test_resnet", "--weights", file, "--img-size", "64", "-b", "32"]
     words += ["-j", "0", "--class-map", "order", "--device", "cpu", "--out"]
 
-    assert [program.wait() for program in start_ranks(2, *words, tmp_path / "shared")] == [0, 0]
+    ranks = start_ranks(2, *words, tmp_path / "shared")
+    assert [program.wait() for program in ranks] == [0, 0], ranks[0].err
+    assert "".join(program.out for program in ranks).count("next:") == 1
     assert content(tmp_path / "shared") == content(tmp_path / "alone")
     assert len(Maps(tmp_path / "shared")) == 150
 

@@ -233,6 +233,7 @@ def test_bad_folders_and_other_classes_get_clear_errors(photos, weights, tmp_pat
         (("--suite", f"real={photos / 'val'}"), "ReaL"),
         (("--suite", f"val={photos / 'val'}", "attack", "--attack", "apdg-ce"), "apgd-ce"),
         (("--suite", f"attack={photos / 'val'}", "--eps", "4/0"), "eps"),
+        (("--suite", f"attack={photos / 'val'}", "--eps", "inf"), "eps"),
         (("--suite", f"attack={photos / 'val'}", "--attack-steps", "0"), "attack_steps is 0"),
         (("--suite", f"corrupt={photos / 'val'}", "--severities", "6"), "severities is 6"),
         (("--suite", f"corrupt={photos / 'val'}", "--corruptions", "frog"), "fog"),

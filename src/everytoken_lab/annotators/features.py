@@ -36,14 +36,7 @@ from everytoken.keyed import uniform
 from everytoken.models import TokenModel, family_of_name
 from everytoken.models.weights import WeightsError, encode_weights, read_weights
 from everytoken_lab.annotators.annotator import AnnotatorError, Size, noise, weights_hash
-from everytoken_lab.annotators.linear import (
-    FOLDS,
-    LinearFit,
-    LinearHead,
-    fit_linear,
-    ranks_within_classes,
-    stratified_folds,
-)
+from everytoken_lab.annotators.linear import FOLDS, LinearFit, LinearHead, class_ranks, fit_linear, stratified_folds
 from everytoken_lab.annotators.reading import ImageReader, read_batches
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
@@ -408,7 +401,7 @@ def fit_features(
 def _spread(data: DataSet, digests: Sequence[str], most: int, seed: int) -> np.ndarray:
     """Indices of at most `most` images, the same number of each class as far as possible."""
     draws = np.array([uniform(seed, "probe", digest) for digest in digests])
-    return np.sort(np.lexsort((draws, ranks_within_classes(draws, data.strata())))[:most])
+    return np.sort(np.lexsort((draws, class_ranks(draws, data.strata())))[:most])
 
 
 def _seconds_per_image(backbone: FrozenBackbone, pooled: Callable[[Tensor], Tensor], images: int = 8) -> float:

@@ -99,13 +99,13 @@ def stratified_folds(labels: np.ndarray, keys: Sequence[str], count: int, seed: 
     """
     draws = np.array([uniform(seed, "fold", key) for key in keys])
     # shifted, so that small classes do not all lack the same fold
-    fold = (ranks_within_classes(draws, labels) + labels) % count
+    fold = (class_ranks(draws, labels) + labels) % count
     _, first, inverse = np.unique(np.asarray(keys), return_index=True, return_inverse=True)
     joined: np.ndarray = fold[first[inverse.reshape(-1)]]
     return joined
 
 
-def ranks_within_classes(draws: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def class_ranks(draws: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """[n] int64: how many images of the same class have a smaller draw."""
     ranks = np.zeros(len(labels), dtype=np.int64)
     for label in np.unique(labels):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -178,13 +179,8 @@ class SuiteRunner:
         self, data: DataSet, suite: Suite, match: ClassMatch, view: EvalTransform
     ) -> tuple[Predictions, dict[str, str]]:
         """Predictions, and the images that could not be read (key -> reason)."""
-        inference = Inference(
-            self.net,
-            data,
-            view,
-            self.options,
-            progress=lambda done, total: self._tell(suite, done, total),
-        )
+        tell = lambda done, total: self._tell(suite, done, total)  # noqa: E731
+        inference = Inference(self.net, data, view, self.options, progress=tell)
         columns = None if match.columns is None else torch.from_numpy(match.columns)
         predictions = inference.predictions(torch.from_numpy(match.labels), columns)
         assert isinstance(predictions, Predictions)  # multi-label models are refused
@@ -317,12 +313,12 @@ class Robustness:
 
 def radius(text: str) -> float:
     """'4/255' or '0.5' -> a number above 0."""
-    upper, slash, lower = text.partition("/")
+    upper, _, lower = text.partition("/")
     try:
-        value = float(upper) / (float(lower) if slash else 1.0)
+        value = float(upper) / float(lower or 1)
     except (ValueError, ZeroDivisionError):
         value = 0.0
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise EverytokenError(f"eps must be a number above 0, such as 4/255 or 0.5, got {text!r}")
     return value
 
