@@ -2,6 +2,10 @@
 
 import csv
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -107,6 +111,17 @@ def test_what_is_wrong_is_named(weights, tmp_path, capsys):
     assert "top is 0, but should be greater than or equal to 1" in capsys.readouterr().err
     assert main(["predict", str(weights), str(bad), "--device", "gpu"]) == 2
     assert "device is 'gpu'" in capsys.readouterr().err
+
+
+def test_names_that_are_not_unicode_are_spelt_out(photos, weights, tmp_path):
+    (tmp_path / "odd").mkdir()
+    shutil.copy(next((photos / "val").rglob("*.png")), os.fsencode(tmp_path / "odd") + b"/\xff.png")
+    words = ["predict", str(weights), str(tmp_path / "odd"), *FAST]
+    assert main([*words, "--out", str(tmp_path / "a.csv")]) == 0
+    assert "odd/\\xff.png,class-" in (tmp_path / "a.csv").read_text()
+    code = f"from everytoken_lab.cli import main; print(main({words!r}), main({[*words, '--json']!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["0", "0"]
 
 
 def test_unreadable_images_can_be_left_out(photos, weights, tmp_path, capsys):

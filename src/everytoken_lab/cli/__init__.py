@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import logging
 import os
 import sys
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     show_log()
     no_telemetry()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be Unicode
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from everytoken_lab.machine import keep_freed_memory
 

@@ -24,14 +24,14 @@ def print_facts(facts: Mapping[str, Any], title: str = "") -> None:
     """Names and values side by side."""
     table = Table(show_header=False)
     for name, value in facts.items():
-        table.add_row(plain(name), _cell(value))
+        table.add_row(name, _cell(value))
     _print(title, table)
 
 
 def _print(title: str, table: Table) -> None:
     console = Console(markup=False)  # names of classes and folders are nobody's formatting
     if title:
-        console.print(plain(title))
+        console.print(title)
     console.print(table)
 
 
@@ -40,17 +40,12 @@ def _cell(value: Any) -> str:
         return f"{value:.1f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return "-" if value is None else plain(str(value))
-
-
-def plain(text: str) -> str:
-    """Text that can be printed: file names that are not UTF-8 have characters that cannot."""
-    return text.encode("utf-8", "replace").decode()
+    return "-" if value is None else str(value)
 
 
 def print_some(lines: Sequence[str], limit: int) -> None:
     """The first lines, and how many more there are."""
     for line in lines[:limit]:
-        print(f"  {plain(line)}")
+        print(f"  {line}")
     if len(lines) > limit:
         print(f"  and {len(lines) - limit:,} more")

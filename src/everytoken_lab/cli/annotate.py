@@ -29,7 +29,6 @@ class Annotate(AnnotateOptions):
         everytoken annotate photos --out maps --annotator fit
         everytoken annotate photos --out maps --annotator registry:efficientnet_lite0 --img-size 448 --foreign-classes
         everytoken annotate photos --out maps2 --annotator self:runs/first
-        everytoken annotate photos --out maps3 --annotator self:runs/first --reuse maps2
         everytoken annotate photos --out maps --annotator python:my_labels:score
         everytoken annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --img-size 576 --amp
         torchrun --nproc-per-node 8 -m everytoken_lab annotate imagenet --out maps --annotator timm:dm_nfnet_f6 --amp

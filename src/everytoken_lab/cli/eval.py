@@ -76,14 +76,10 @@ def main(options: EvalCommand) -> None:
 
 def _own_data(source: str) -> str:
     """The data of a run."""
-    from everytoken_lab.engine.run_folder import PUBLISHED, run_of
+    from everytoken_lab.engine.run_folder import run_of
 
     run = run_of(source)
     if run is None:
-        if not source.startswith(PUBLISHED):
-            from everytoken_lab.models.open import find_weights
-
-            find_weights(source)  # raises if there is nothing at all
         raise EverytokenError(
             f"{source} does not say what it was trained on: name the images (everytoken eval {source} DATA)"
         )

@@ -13,7 +13,7 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken.files import write_picture
 from everytoken.maps import Maps, verify
-from everytoken_lab.cli._tables import plain, print_facts, print_some
+from everytoken_lab.cli._tables import print_facts, print_some
 from everytoken_lab.maps.released import import_released
 from everytoken_lab.maps.summary import StoreSummary, summarize_store
 from everytoken_lab.progress import Progress
@@ -127,7 +127,7 @@ def verify_store(options: Verify) -> int:
     with Progress("verify", "B") as progress:
         verdict = verify(options.maps, progress)
     for problem in verdict.problems:
-        print(plain(f"damaged {problem.file}: {problem.what}"))
+        print(f"damaged {problem.file}: {problem.what}")
         print_some(problem.keys, 20)
     state = "" if verdict.complete or not verdict.ok else f" of {verdict.images:,}; the store is not finished"
     count = f"{verdict.maps:,} maps, {verdict.skipped:,} skipped images{state}, {verdict.bytes / 1e6:,.1f} MB"

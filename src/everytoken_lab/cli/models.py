@@ -30,7 +30,6 @@ class ModelsOptions:
         everytoken models
         everytoken models 'swin*'
         everytoken models lvvit_s
-        everytoken models swin_tiny_patch4_window7_224 --img-size 224 320
         everytoken models lvvit_s --seconds 0 --set depth=12 --set 'stem_kernels=[16]' --set 'stem_strides=[16]'
     """
 

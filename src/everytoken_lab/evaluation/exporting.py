@@ -122,7 +122,7 @@ def export(source: str | Path | OpenModel, out: str | Path | None = None, **sett
     with disk_errors(folder, "writing the exported model"):
         differences = {WRITERS[kind][0]: WRITERS[kind][1](opened, folder, images, options.cells) for kind in kinds}
         card = model_card(opened, run, differences, checked_on, options)
-        write_atomically(folder / "README.md", card.encode())
+        write_atomically(folder / "README.md", schema.printable(card).encode())
     names = [*differences, "README.md", *(("config.json", _TOKEN_HEAD) if "timm" in kinds else ())]
     address = _push(folder, names, options) if options.push else ""
     return Exported(folder, differences, checked_on, (remark,) if remark else (), address)

@@ -144,7 +144,7 @@ def _locations(
         yield from zip(numbers, locator.locate(batch.images, classes, probabilities, sizes), strict=True)
 
 
-def _part(progress: Progress | None, number: int, passes: int, images: int) -> Progress | None:
+def _of_pass(progress: Progress | None, number: int, passes: int, images: int) -> Progress | None:
     """Progress of one of several passes over the images: an image is done when all passes are."""
     return None if progress is None else lambda done, _: progress((number * images + done) // passes, images)
 
@@ -199,7 +199,7 @@ def predict(
     threshold, note = _threshold(calibration, options.sure, multi_label)
     data = FileSet(root, names)
     model = Voter(opened, options.token_vote).eval()
-    first, second = (_part(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
+    first, second = (_of_pass(progress, number, 2 if options.locate else 1, len(data)) for number in (0, 1))
     inference = Inference(model, data, eval_view(opened.info), options, opened.info.amp_dtype(options.amp), first)
     out: dict[int, ImagePrediction] = {}
     likely: dict[int, tuple[Tensor, Tensor]] = {}

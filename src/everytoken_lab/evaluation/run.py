@@ -93,7 +93,7 @@ def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) 
     for row in (header, *rows):
         writer.writerow([f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell for cell in row])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text.getvalue().encode())
+    write_atomically(path, schema.printable(text.getvalue()).encode())
 
 
 class Voter(nn.Module):

@@ -125,10 +125,10 @@ def _through_attention(relevance: Tensor, record: BlockRecord, matrix: Tensor) -
     attn, heads = record.block.attn, matrix.shape[1]
     relevance = through_linear(relevance, record.inputs["proj"], attn.proj).unflatten(2, (heads, -1)).transpose(1, 2)
     q, k, v = record.outputs["qkv"].unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    share = divide(relevance, matrix @ v)
-    of_matrix, of_values = matrix * (share @ v.mT) / 2, v * (matrix.mT @ share) / 2
-    share = divide(of_matrix, q @ k.mT)
-    of_queries, of_keys = q * (share @ k) / 2, k * (share.mT @ q) / 2
+    ratio = divide(relevance, matrix @ v)
+    of_matrix, of_values = matrix * (ratio @ v.mT) / 2, v * (matrix.mT @ ratio) / 2
+    ratio = divide(of_matrix, q @ k.mT)
+    of_queries, of_keys = q * (ratio @ k) / 2, k * (ratio.mT @ q) / 2
     packed = torch.stack((of_queries, of_keys, of_values)).permute(1, 3, 0, 2, 4).flatten(2)
     return of_matrix, through_linear(packed, record.inputs["qkv"], attn.qkv)
 
@@ -137,14 +137,14 @@ def through_linear(relevance: Tensor, inputs: Tensor, layer: nn.Linear) -> Tenso
     """Relevance of a linear layer's inputs [..., n], from that of its outputs [..., m]."""
     weight = layer.weight.detach()
     pairs = [(inputs.clamp(min=0), weight.clamp(min=0)), (inputs.clamp(max=0), weight.clamp(max=0))]
-    share = divide(relevance, sum(F.linear(x, w) for x, w in pairs))
-    return torch.stack([x * (share @ w) for x, w in pairs]).sum(0)
+    ratio = divide(relevance, sum(F.linear(x, w) for x, w in pairs))
+    return torch.stack([x * (ratio @ w) for x, w in pairs]).sum(0)
 
 
 def through_sum(relevance: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Relevance of two summands [B, N, D]; together they keep each image's total."""
-    share = divide(relevance, first + second)
-    parts = first * share, second * share
+    ratio = divide(relevance, first + second)
+    parts = first * ratio, second * ratio
     whole, *totals = (values.sum((1, 2), keepdim=True) for values in (relevance, *parts))
     size = totals[0].abs() + totals[1].abs()
     scales = [divide(divide(total.abs(), size) * whole, total) for total in totals]

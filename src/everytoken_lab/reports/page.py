@@ -14,6 +14,7 @@ from everytoken_lab.reports import words
 from everytoken_lab.reports.charts import Chart, Series, line_chart
 from everytoken_lab.reports.collect import Report
 from everytoken_lab.reports.predictions import PredictedRun
+from everytoken_lab.schema import printable
 
 MATRIX_CLASSES = 20  # of more classes, those that are confused most
 
@@ -24,7 +25,7 @@ def render(template: str, **values: Any) -> str:
         loader=jinja2.PackageLoader("everytoken_lab.reports"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["px"] = lambda value: f"{value:.1f}"
-    return environment.get_template(template).render(version=version(), **values)
+    return printable(environment.get_template(template).render(version=version(), **values))
 
 
 def render_report(report: Report, title: str = "") -> str:
