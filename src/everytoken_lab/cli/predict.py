@@ -58,12 +58,13 @@ def main(options: PredictCommand) -> None:
         result.save_pictures(options.pictures)
     if options.out:
         result.to_csv(options.out)
-        often = Counter(name for image in result for name in image.answers).most_common(5)
-        print(f"{len(result):,} images in {options.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
     if options.json:
         for image in result:
             print(json.dumps(image.to_json(), ensure_ascii=False))
         return
+    if options.out:
+        often = Counter(name for image in result for name in image.answers).most_common(5)
+        print(f"{len(result):,} images in {options.out}: " + ", ".join(f"{shown_name(n)} {c:,}" for n, c in often))
     for image in () if options.out else result:
         pairs = zip(image.classes, image.probabilities, strict=True)
         likely = ", ".join(f"{shown_name(name)} {100 * p:.1f} %" for name, p in pairs)
