@@ -7,7 +7,6 @@ belong to classes, grey is for the rest, and all palettes can be told apart with
 from __future__ import annotations
 
 import colorsys
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -89,7 +88,8 @@ def class_overlay(
     Classes without a colour are grey, and what lies outside of `area` stays dark.
     """
     cells, inside = cells_of(photo.size, classes.shape, area)
-    paint = np.array([rgb(colours.get(int(c), OTHER)) for c in classes.ravel()], np.float32)[cells]
+    numbers, where = np.unique(classes, return_inverse=True)
+    paint = np.array([rgb(colours.get(c, OTHER)) for c in numbers.tolist()], np.float32)[where.ravel()[cells]]
     strength = (0.6 * np.sqrt(confidence.ravel()))[cells][..., None]  # what nobody is sure about stays grey
     mixed = _on_grey(photo, paint, strength, inside)
     edge = np.zeros(inside.shape, bool)  # a dark line where the colour changes
@@ -162,9 +162,8 @@ def _image(values: NDArray[np.floating]) -> Image.Image:
 
 
 def class_palette(classes: int) -> NDArray[np.uint8]:
-    """uint8 [K, 3]: the colours of Pascal VOC's masks, without the first, black."""
-    bits = np.arange(1, classes + 1)[:, None, None] >> np.arange(24).reshape(8, 3) & 1  # [K, bit, channel]
-    return (bits << np.arange(7, -1, -1)[:, None]).sum(1).astype(np.uint8)
+    """uint8 [K, 3]: the colours of classes."""
+    return np.array([rgb(colour_of(number)) for number in range(classes)], np.uint8)
 
 
 def palette_image(mask: NDArray[np.integer], classes: int) -> Image.Image:
@@ -174,23 +173,6 @@ def palette_image(mask: NDArray[np.integer], classes: int) -> Image.Image:
     image = Image.fromarray(mask.astype(np.uint8))
     image.putpalette(np.concatenate([class_palette(classes), np.zeros((256 - classes, 3), np.uint8)]).tobytes())
     return image
-
-
-def mask_overlay(
-    pixels: NDArray[np.uint8], mask: NDArray[np.integer], classes: int, strength: float = 0.6
-) -> Image.Image:
-    """Colours of classes [H, W] over an image uint8 [H, W, 3]. What is ignored (-1) becomes darker."""
-    colours = np.concatenate([class_palette(classes), np.zeros((1, 3), np.uint8)])  # -1 is the last
-    grey = pixels.mean(-1, keepdims=True) * 0.5 + pixels * 0.5
-    return _image((grey * (1 - strength) + colours[mask].astype(np.float32) * strength).round())
-
-
-def mask_legend(mask: NDArray[np.integer], names: Sequence[str]) -> list[Entry]:
-    """The classes in a mask, the largest first, with their fraction of all pixels."""
-    counts = np.bincount(mask.ravel() + 1, minlength=len(names) + 1)[1:]
-    order = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i]]
-    colours = ["#" + bytes(colour).hex() for colour in class_palette(len(names))]
-    return [Entry(colours[i], re.split("[;,]", names[i])[0], float(counts[i] / counts.sum())) for i in order]
 
 
 def object_overlay(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from everytoken.data.batch import Batch, normalise
@@ -35,7 +36,7 @@ from everytoken_lab.dense.segment.augment import LONGEST
 from everytoken_lab.dense.segment.data import MaskReader, divided, open_masks
 from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, load_segmenter, resize
 from everytoken_lab.dense.segment.options import EvalOptions, SegmenterOptions, SegmentEval, SegmentPredict
-from everytoken_lab.draw import mask_overlay, palette_image
+from everytoken_lab.draw import class_overlay, colour_of, palette_image
 from everytoken_lab.engine.distributed import World, pick_device
 from everytoken_lab.models.open import find_weights
 from everytoken_lab.training.options import fill
@@ -237,7 +238,8 @@ def predict(options: SegmentPredict) -> list[dict[str, Any]]:
     for batch, answer in answer_images(inference, MaskReader(images), options, inference.info.backbone):
         mask, key = answer.numpy(), batch.keys[0]
         write_picture(place(key, ".png"), palette_image(mask, len(names)))
-        picture = mask_overlay(batch.images[0].permute(1, 2, 0).numpy(), mask, len(names))
+        photo = Image.fromarray(batch.images[0].permute(1, 2, 0).numpy())
+        picture = class_overlay(photo, mask, np.ones(mask.shape), {i: colour_of(i) for i in range(len(names))})
         write_picture(place(key, ".overlay.jpg"), picture, quality=90)
         parts = np.bincount(mask.reshape(-1), minlength=len(names)) / mask.size
         order = [i for i in np.argsort(-parts, kind="stable").tolist() if parts[i] > 0]

@@ -17,7 +17,7 @@ from everytoken_lab.dense.segment.data import MaskReader, divided, open_masks
 from everytoken_lab.dense.segment.infer import Inference, SegmentScore
 from everytoken_lab.dense.segment.model import Segmenter, SegmenterInfo, build_segmenter
 from everytoken_lab.dense.segment.options import NEW_RUN, SegmentOptions
-from everytoken_lab.draw import Panel, Row, fit_photo, mask_legend, mask_overlay
+from everytoken_lab.draw import ClassColours, Panel, Row, class_picture, fit_photo
 from everytoken_lab.engine.distributed import World
 from everytoken_lab.engine.run_folder import RunFolder
 from everytoken_lab.training.options import fill
@@ -55,9 +55,9 @@ class SegmentTask(DenseTask):
 
     def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
         mask, names = batch.targets[i].cpu().numpy(), self.info.class_names
-        pictures = {"image": Image.fromarray(pixels), "mask": mask_overlay(pixels, mask, len(names))}
-        panels = [Panel(title, fit_photo(picture, SIDE)) for title, picture in pictures.items()]
-        return Row("", panels, mask_legend(mask, names))
+        photo = fit_photo(Image.fromarray(pixels), SIDE)
+        painted, legend = class_picture(photo, mask, np.ones(mask.shape), names.__getitem__, ClassColours(names))
+        return Row("", [Panel("image", photo), Panel("mask", painted)], legend)
 
     def network_words(self) -> str:
         head, side = self.options.decoder.head, self.options.augment.crop_size
