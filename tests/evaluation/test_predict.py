@@ -262,7 +262,7 @@ def test_answers_that_are_not_likely_enough_are_unsure(run, tmp_path, capsys):
     rows = list(csv.DictReader(out.open()))
     assert [row["answer"] for row in rows] == [image.answer for image in result]
     capsys.readouterr()
-    assert main([*words, "--json"]) == 0
+    assert main([*words, "--json", "--out", str(out)]) == 0
     output = capsys.readouterr()
     assert [json.loads(line)["answer"] for line in output.out.splitlines()] == [image.answer for image in result]
     assert "are unsure" in output.err

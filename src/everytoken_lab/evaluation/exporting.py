@@ -23,22 +23,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
 
-from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError, need, no_telemetry
 from everytoken.files import disk_errors, plain_json, refuse_link, write_atomically
 from everytoken_lab import schema
-from everytoken_lab.data.augment import eval_view
 from everytoken_lab.engine.checkpoint import write_weights
 from everytoken_lab.engine.run_folder import Run, run_of
 from everytoken_lab.evaluation import ExportOptions, InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, validation_set
 from everytoken_lab.evaluation.card import model_card, preprocessing
-from everytoken_lab.evaluation.run import open_with
+from everytoken_lab.evaluation.run import network_inputs, open_with
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.models.inference import export_onnx, open_session
 from everytoken_lab.models.onnx import OnnxModel
@@ -146,16 +143,13 @@ def _portable(opened: OpenModel) -> Description:
 
 def _check_images(opened: OpenModel, run: Run | None) -> tuple[Tensor, str]:
     """A few images as the network sees them, [N, 3, H, W], and what they are."""
-    view = eval_view(opened.info)
-    pixels = torch.randint(256, (CHECKED_ON, 3, *view.size), generator=torch.Generator().manual_seed(0))
-    words = f"{CHECKED_ON} images of noise"
     with contextlib.suppress(EverytokenError, OSError):  # moved or deleted
         if run is not None:
             data = validation_set(run)
-            shown = [view(data.picture(i))[0] for i in sample_positions(len(data), CHECKED_ON)]
-            pixels = torch.from_numpy(np.stack(shown)).permute(0, 3, 1, 2)
-            words = f"{len(shown)} images that the run held out"
-    return normalise(pixels.contiguous(), view.mean, view.std), words
+            _, images = network_inputs(opened.info, map(data.picture, sample_positions(len(data), CHECKED_ON)))
+            return images, f"{len(images)} images that the run held out"
+    noise = torch.randn(CHECKED_ON, 3, *opened.info.img_size, generator=torch.Generator().manual_seed(0))
+    return noise, f"{CHECKED_ON} images of noise"
 
 
 def _write_timm(opened: OpenModel, folder: Path, images: Tensor, cells: bool) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everytoken.data.batch import Batch, Prefetcher
+from everytoken.data.batch import Batch, Prefetcher, normalise
 from everytoken.errors import EverytokenError
 from everytoken.files import write_atomically
 from everytoken.models.common import make_attention_explicit
@@ -25,6 +25,7 @@ from everytoken_lab.calibration import Calibration, calibrate
 from everytoken_lab.classes import imagenet_numbers, match_classes
 from everytoken_lab.data.augment import EvalTransform, eval_view
 from everytoken_lab.data.datasets import DataSet
+from everytoken_lab.data.decode import Picture
 from everytoken_lab.data.loader import BadImages, Loader
 from everytoken_lab.engine.accuracy import (
     AnyPredictions,
@@ -39,7 +40,7 @@ from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
 from everytoken_lab.models.inference import faster
 from everytoken_lab.models.onnx import OnnxModel
-from everytoken_lab.models.open import OpenModel, open_model
+from everytoken_lab.models.open import Description, OpenModel, open_model
 from everytoken_lab.stats import Estimate
 
 LOGITS = 50_000_000  # numbers that are kept at most to calibrate: of an even sample of the images
@@ -131,6 +132,16 @@ def open_with(source: str | Path | OpenModel, options: InferenceOptions) -> Open
         source = open_model(source, architecture=options.model, weights=options.weights, img_size=options.img_size)
     source.model.to(device)
     return replace(source, info=replace(source.info, crop_pct=options.crop_pct or source.info.crop_pct))
+
+
+def network_inputs(
+    info: Description, pictures: Iterable[Picture], device: torch.device | str = "cpu"
+) -> tuple[list[np.ndarray], Tensor]:
+    """What evaluation shows a network of images: uint8 [H, W, 3] of each, and normalised [B, 3, H, W]."""
+    view = eval_view(info)
+    pixels = [np.ascontiguousarray(view(picture)[0]) for picture in pictures]
+    images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous().to(device)
+    return pixels, normalise(images, view.mean, view.std)
 
 
 class Inference:

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
-from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.decode import Picture
 from everytoken_lab.engine.run_folder import PUBLISHED
 from everytoken_lab.evaluation import InferenceOptions
 from everytoken_lab.evaluation.calibrated import calibrated, probabilities
-from everytoken_lab.evaluation.run import open_with
+from everytoken_lab.evaluation.run import network_inputs, open_with
 from everytoken_lab.explanation.saliency import evaluating
 from everytoken_lab.models.open import OpenModel
 
@@ -33,10 +31,9 @@ class ExplainedModel:
         if not Path(path).is_file():
             more = " It is a folder: name the files, such as folder/*.jpg." if Path(path).is_dir() else ""
             raise EverytokenError(f"there is no image file {path}.{more}")
-        transform, model = eval_view(self.opened.info), self.opened.model
-        pixels = np.ascontiguousarray(transform(Picture(path, str(path)))[0])
-        images = torch.from_numpy(pixels).permute(2, 0, 1)[None].to(next(model.parameters()).device)
-        return pixels, normalise(images, transform.mean, transform.std)
+        device = next(self.opened.model.parameters()).device
+        (pixels,), images = network_inputs(self.opened.info, [Picture(path, str(path))], device)
+        return pixels, images
 
     def probabilities(self, images: Tensor) -> Tensor:
         """[K] of one image, as `predict` shows them."""

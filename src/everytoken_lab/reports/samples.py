@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from everytoken.data.batch import normalise
 from everytoken.errors import EverytokenError
 from everytoken_lab import draw
-from everytoken_lab.data.augment import eval_view
 from everytoken_lab.evaluation.calibrated import probabilities
 from everytoken_lab.evaluation.locate import ALIKE, Locator, cell_classes
+from everytoken_lab.evaluation.run import network_inputs
 from everytoken_lab.maps.summary import sample_positions
 from everytoken_lab.reports.predictions import PredictedRun
 
@@ -96,13 +95,9 @@ def token_pictures(
 ) -> tuple[list[Image.Image], list[float], list[TokenPicture | None]]:
     """What a network sees of some images of the data, its highest probability, and what its tokens say."""
     opened = predicted.model()
-    model, view = opened.model.to(device), eval_view(opened.info)
-    pixels = [view(predicted.data.picture(index))[0] for index in indices]
-    if not pixels:
-        return [], [], []
+    pixels, images = network_inputs(opened.info, map(predicted.data.picture, indices), device)
     pictures = [Image.fromarray(image) for image in pixels]
-    images = normalise(torch.from_numpy(np.stack(pixels).transpose(0, 3, 1, 2).copy()).to(device), view.mean, view.std)
-    answers = model(images)
+    answers = opened.model.to(device)(images)
     sure = probabilities(opened.info, answers.voted(opened.info.token_vote)).amax(-1).tolist()
     try:
         cells = cell_classes(opened, images)
