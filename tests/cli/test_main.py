@@ -94,7 +94,7 @@ def test_help_shows_the_values_of_the_recipe(capsys):
         (["annotate", "photos"], "--out and --annotator must be given, as in: everytoken annotate photos --out maps"),
         (["annotate", "photos", "--out", "maps"], "--annotator must be given"),
         (["annotate", "--resize", "big"], "--resize must be one of squash, letterbox, center, got 'big'"),
-        (["eval", "a", "b", "--table", "x"], "--table must be an integer, got 'x'"),
+        (["eval", "a", "b", "-b", "x"], "--batch-size must be an integer, got 'x'"),
         (["train", "a", "--lr", "high"], "--lr must be a number, got 'high'"),
         (["train", "a", "--epochs=ten"], "--epochs must be an integer, got 'ten'"),
         (["train", "photos", "more"], "unrecognized: more"),

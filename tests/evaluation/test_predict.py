@@ -194,7 +194,7 @@ def test_markup_in_class_names_is_shown_as_it_is(capsys):
 
     predictions = Predictions(np.arange(2), np.array([0, 1]), np.array([[1], [1]]), np.ones(2), np.zeros(2))
     result = Evaluation(predictions.summary(), predictions, ["[/red]", "[bold]x"], ["a", "b"])
-    _print(result, "[/blue] on data", 10)
+    _print(result, "[/blue] on data")
     text = capsys.readouterr().out
     assert "[/red]" in text
     assert "[bold]x" in text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from everytoken.files import plain_json
 from everytoken_lab.cli._parse import values_of
-from everytoken_lab.cli._tables import print_facts, print_table
+from everytoken_lab.cli._tables import print_classes, print_facts, print_table
 from everytoken_lab.schema import counted
 
 if TYPE_CHECKING:
@@ -19,21 +19,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PrintFlags:
-    """How an evaluation is shown."""
-
-    table: int = 20
-    """Rows of the class table, worst first; 0: none, -1: all."""
-    json: bool = False
-    """Print numbers and classes as JSON instead of tables."""
-
-
-@dataclass(frozen=True)
 class JsonFlag:
-    """How predictions are shown."""
+    """How results are shown."""
 
     json: bool = False
-    """Print JSON, one image per line."""
+    """Print JSON: of an evaluation numbers and all classes, of predictions one image per line."""
 
 
 def train(task: str, options: Any, plain: type[Any]) -> None:
@@ -55,10 +45,7 @@ def report(result: Evaluation, options: Any, numbers: Sequence[dict[str, Any]], 
     print(f"{result.numbers['images_per_second']:.2f} images/s")
     if result.skipped:
         print(f"Left out {counted(len(result.skipped), 'unreadable image')}")
-    if options.table:
-        worst = sorted(result.classes, key=lambda row: row[order])[: None if options.table < 0 else options.table]
-        rows = [{name: known(value) for name, value in row.items()} for row in worst]
-        print_table(rows, f"Classes, worst first ({len(rows)} of {len(result.classes)} that occur)")
+    print_classes([{name: known(value) for name, value in row.items()} for row in result.classes], order)
 
 
 def known(value: Any) -> Any:

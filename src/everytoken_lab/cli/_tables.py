@@ -20,6 +20,12 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str = "", caption: str
     _print(title, table)
 
 
+def print_classes(rows: Sequence[Mapping[str, Any]], order: str) -> None:
+    """The worst classes, by the column `order`."""
+    worst = sorted(rows, key=lambda row: -1.0 if row[order] is None else row[order])[:20]
+    print_table(worst, f"Classes, worst first ({len(worst)} of {len(rows)})")
+
+
 def print_facts(facts: Mapping[str, Any], title: str = "") -> None:
     """Names and values side by side."""
     table = Table(show_header=False)

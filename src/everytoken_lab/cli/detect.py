@@ -21,7 +21,7 @@ class Train(TrainFlags, DetectOptions):
 
 
 @dataclass(frozen=True)
-class Eval(_dense.PrintFlags, DetectEval):
+class Eval(_dense.JsonFlag, DetectEval):
     """Evaluate a detector: AP, AP50 and AP75 of boxes and masks, by COCO's evaluator, and a table of classes.
 
     It is used as its run was validated, unless --size, --max-size, --score-thresh, --nms-thresh or --max-detections

@@ -12,7 +12,7 @@ import tyro
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, write_atomically
 from everytoken_lab.cli._parse import Source, check_source, values_of
-from everytoken_lab.cli._tables import print_facts, print_table
+from everytoken_lab.cli._tables import print_classes, print_facts
 from everytoken_lab.evaluation import EvalOptions
 from everytoken_lab.progress import Progress
 
@@ -46,8 +46,6 @@ class EvalCommand(EvalOptions):
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = ""
     """Images: a folder with val/, a folder of class folders, tar shards, torchvision:NAME, hf:NAME. Default: the images
     that the run held out."""
-    table: int = 10
-    """Rows of the class table, worst first; 0: none."""
     out: str = ""
     """Write predictions to OUT.csv and numbers to OUT.json."""
     json: bool = False
@@ -71,7 +69,7 @@ def main(options: EvalCommand) -> None:
     if options.json:
         print(plain_json(result.numbers))
     else:
-        _print(result, f"{options.source} on {data}", options.table)
+        _print(result, f"{options.source} on {data}")
 
 
 def _own_data(source: str) -> str:
@@ -91,7 +89,7 @@ def _own_data(source: str) -> str:
     return run.own_data()
 
 
-def _print(result: Evaluation, title: str, classes: int) -> None:
+def _print(result: Evaluation, title: str) -> None:
     from everytoken_lab.calibration import ENOUGH
     from everytoken_lab.classes import shown_name
 
@@ -106,8 +104,5 @@ def _print(result: Evaluation, title: str, classes: int) -> None:
     if result.skipped:
         facts["unreadable, left out"] = str(len(result.skipped))
     print_facts(facts, title)
-    if classes:
-        rows = result.per_class()
-        worst = sorted(rows, key=lambda row: row.get("AP", row["recall"]))[:classes]
-        shown = [{n: shown_name(v) if isinstance(v, str) else v for n, v in row.items()} for row in worst]
-        print_table(shown, f"Classes, worst first ({len(worst)} of {len(rows)})")
+    rows = [{n: shown_name(v) if isinstance(v, str) else v for n, v in row.items()} for row in result.per_class()]
+    print_classes(rows, "AP" if "AP" in rows[0] else "recall")

@@ -21,7 +21,7 @@ class Train(TrainFlags, SegmentOptions):
 
 
 @dataclass(frozen=True)
-class Eval(_dense.PrintFlags, SegmentEval):
+class Eval(_dense.JsonFlag, SegmentEval):
     """Evaluate a segmenter: mIoU, mAcc and pixel accuracy from one confusion matrix over the whole set.
 
     It is used as its run was validated, unless --mode, --stride, --scales or --flip say otherwise.
