@@ -43,11 +43,12 @@ class PredictCommand(PredictOptions):
 def main(options: PredictCommand) -> None:
     check_source(options.source)
     from everytoken_lab.classes import shown_name
-    from everytoken_lab.data.datasets import check_is_no_input
+    from everytoken_lab.data.datasets import check_is_no_input, gather_images
     from everytoken_lab.evaluation.predictions import predict
 
-    if options.out:
-        check_is_no_input(Path(options.out), options.images)
+    if options.out and Path(options.out).is_file():
+        root, names = gather_images(options.images)
+        check_is_no_input([Path(options.out)], [root / name for name in names])
     settings = values_of(options, PredictOptions)
     settings["locate"] |= bool(options.pictures)
     with Progress("predict", "images") as progress:

@@ -824,22 +824,19 @@ def result_stems(root: Path, names: Sequence[str], output: Path, endings: Sequen
     short = {name: str(PurePosixPath(name).with_suffix("")) for name in names}
     taken = Counter(text.lower() for text in (*short.values(), *names))  # some disks do not tell a from A
     stems = {name: output / (stem if taken[stem.lower()] == 1 else name) for name, stem in short.items()}
-    images = {_file_id(root / name) for name in names}
-    for name, stem in stems.items():
-        for target in (Path(f"{stem}{ending}") for ending in endings):
-            if target.exists() and _file_id(target) in images:
-                raise EverytokenError(
-                    f"the result for {name} would overwrite the image {target}; choose another output folder"
-                )
+    targets = [Path(f"{stem}{ending}") for stem in stems.values() for ending in endings]
+    check_is_no_input(targets, [root / name for name in names])
     return stems
 
 
-def check_is_no_input(target: Path, images: Sequence[str]) -> None:
-    """Refuse to write a result over one of the images that it is about."""
-    if target.is_file():
-        root, names = gather_images(images)
-        if _file_id(target) in {_file_id(root / name) for name in names}:
-            raise EverytokenError(f"{target} is one of the images; choose another name for the result")
+def check_is_no_input(targets: Iterable[Path], images: Iterable[Path]) -> None:
+    """Refuse to write results over images that they are about."""
+    inputs = {_file_id(image) for image in images}
+    for target in targets:
+        if target.exists() and _file_id(target) in inputs:
+            raise EverytokenError(
+                f"the result would overwrite the image {target}; choose another name or folder"
+            )
 
 
 def _file_id(path: str | Path) -> tuple[int, int]:

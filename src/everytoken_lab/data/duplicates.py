@@ -8,9 +8,10 @@ of 16 bits, by which they are found), and near duplicates when their 16 x 16 thu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 
 import numpy as np
 from PIL import Image
@@ -23,7 +24,7 @@ BANDS = 4
 NEAR_BITS = 3
 NEAR_PIXELS = 0.03 * 255
 _FLAT = 4.0  # grey levels of spread below which an image is too empty to compare
-_CROWD = 64  # images in one band beyond which it says too little to compare all pairs
+_CROWD = 64  # images in one band beyond which it says too little to compare more than neighbours
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,7 @@ def read_facts(data: DataSet, index: int) -> ImageFacts:
 
 def fingerprint(image: Image.Image) -> tuple[int, bytes]:
     """(difference hash, thumbnail); a flat image has hash 0 and no thumbnail."""
-    grey = image.convert("L")
-    cells = np.asarray(grey.resize((9, 8), Image.Resampling.BOX), np.int16)
+    cells = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), np.int16)
     thumb = np.asarray(image.convert("RGB").resize((16, 16), Image.Resampling.BOX))
     if thumb.std() < _FLAT:
         return 0, b""
@@ -63,10 +63,9 @@ def fingerprint(image: Image.Image) -> tuple[int, bytes]:
 
 def read_all(data: DataSet, indices: Sequence[int], workers: int, tell: Callable[[], None]) -> list[ImageFacts]:
     """One `ImageFacts` per index, in order."""
-    out = []
+    out = list[ImageFacts]()
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        # in pieces, so that a million images do not wait in the queue
-        for start in range(0, len(indices), 256):
+        for start in range(0, len(indices), 256):  # so that a million images do not wait in the queue
             for image in pool.map(lambda i: read_facts(data, i), indices[start : start + 256]):
                 out.append(image)
                 tell()
@@ -89,19 +88,15 @@ def near_pairs(facts: Sequence[ImageFacts]) -> list[tuple[int, int]]:
         if image.thumb:
             for band in range(BANDS):
                 bands.setdefault((band, image.code >> 16 * band & 0xFFFF), []).append(position)
-    pairs = {pair for members in bands.values() for pair in _pairs(members) if alike(facts[pair[0]], facts[pair[1]])}
-    return sorted(pairs)
-
-
-def _pairs(members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """All pairs, or in a crowd those of neighbours only."""
-    reach = len(members) if len(members) <= _CROWD else 8
-    for i, first in enumerate(members):
-        for second in members[i + 1 : i + 1 + reach]:
-            yield first, second
+    found = set()
+    for members in bands.values():
+        pairs = combinations(members, 2) if len(members) <= _CROWD else pairwise(members)
+        found |= {pair for pair in pairs if alike(facts[pair[0]], facts[pair[1]])}
+    return sorted(found)
 
 
 def alike(first: ImageFacts, second: ImageFacts) -> bool:
+    """Whether two images look the same and have other bytes."""
     if first.digest == second.digest or (first.code ^ second.code).bit_count() > NEAR_BITS:
         return False
     a, b = (np.frombuffer(image.thumb, np.uint8).astype(np.int16) for image in (first, second))

@@ -17,7 +17,6 @@ from everytoken.errors import EverytokenError
 from everytoken.maps import Maps, ScoreMap
 from everytoken_lab import draw
 from everytoken_lab.classes import class_finder, shown_name
-from everytoken_lab.data.datasets import SPLITS, find_split
 from everytoken_lab.data.decode import ImageError, naming_errors, open_image
 from everytoken_lab.maps.summary import folder_label, sample_positions, summarize, summarize_some
 
@@ -81,11 +80,10 @@ def pick(maps: Maps, count: int) -> tuple[list[tuple[str, str]], dict[str, int]]
 
 
 def find_images(images: Path, keys: Sequence[str]) -> Path:
-    """The folder that the keys are relative to: the given one, or the folder of one of its splits."""
+    """The folder that the keys are relative to: the given one, or one in it (of a split)."""
     if not images.is_dir():
         raise EverytokenError(f"there is no image folder {images}.")
-    parts = [find_split(str(images), split) for split in SPLITS]
-    folders = [place.folder for place in parts if place is not None and place.folder is not None] + [images]
+    folders = [images, *sorted(path for path in images.iterdir() if path.is_dir())]
     there, best = max(((sum((f / key).is_file() for key in keys), f) for f in folders), key=lambda pair: pair[0])
     if not there:
         raise EverytokenError(f"no image was found under {images}: for example, there is no {best / keys[0]}.")

