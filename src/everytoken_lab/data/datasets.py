@@ -835,7 +835,7 @@ def check_is_no_input(targets: Iterable[Path], images: Iterable[Path]) -> None:
     for target in targets:
         if target.exists() and _file_id(target) in inputs:
             raise EverytokenError(
-                f"the result would overwrite the image {target}; choose another name or folder"
+                f"the output would overwrite the image {target}, which is one of the images; choose another one"
             )
 
 

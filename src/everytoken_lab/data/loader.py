@@ -253,16 +253,9 @@ def worker_error(error: RuntimeError) -> WorkerError | None:
     return None
 
 
-@dataclass
-class _Failure:
-    """An error on its way from a worker. As a value it keeps its type and its sentence; torch would wrap it."""
-
-    error: Exception
-
-
 class _Guarded:
-    """A batch reader that returns its errors, and in a worker puts batches into shared memory itself: torch would do it
-    in another thread, where an error is printed and the batch is lost."""
+    """A batch reader that returns its errors, which torch would wrap in a traceback. In a worker it puts batches into
+    shared memory itself: torch would do it in another thread, where an error is printed and the batch is lost."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -271,13 +264,13 @@ class _Guarded:
         try:
             batch = self.reader.__getitems__(requests)
         except (EverytokenError, OSError, MemoryError) as error:
-            return _Failure(error)
+            return error
         try:
             for tensor in tensors_in(batch) if get_worker_info() is not None else ():
                 tensor.share_memory_()
         except RuntimeError as error:
             more = "Give the container more (docker run --shm-size 2g), or use fewer workers or a smaller --batch-size."
-            return _Failure(WorkerError(f"a batch does not fit into shared memory ({error}). {more}"))
+            return WorkerError(f"a batch does not fit into shared memory ({error}). {more}")
         return batch
 
 
@@ -324,15 +317,15 @@ class Workers:
         batches = iter(self.loader)
         while True:
             try:
-                batch = next(batches)
-            except StopIteration:
-                return
+                batch = next(batches, None)
             except RuntimeError as error:
                 if told := worker_error(error):
                     raise told from error
                 raise
-            if isinstance(batch, _Failure):
-                raise batch.error
+            if batch is None:
+                return
+            if isinstance(batch, Exception):
+                raise batch
             yield batch
 
     def close(self) -> None:
