@@ -24,7 +24,7 @@ from everytoken.models import TokenModel
 from everytoken.models.lvvit import LVViT
 from everytoken.objectives.registry import OBJECTIVES, build_objectives
 from everytoken_lab.cli import main
-from everytoken_lab.cli.train import Train, resolve
+from everytoken_lab.cli.train import Train
 from everytoken_lab.data.datasets import open_dataset
 from everytoken_lab.dense.detect.options import DetectOptions
 from everytoken_lab.dense.segment.options import SegmentOptions
@@ -128,7 +128,7 @@ def test_settings_that_it_names_are_settings(code, tmp_path):
 @pytest.mark.parametrize("code", sorted({c for c in COMMANDS if c.startswith("everytoken train ") and "NAME" not in c}))
 def test_commands_that_it_names_train_as_they_stand_in_a_shell(code, tmp_path):
     _, _, *words = in_a_shell(code, tmp_path)
-    options = resolve(Train, words, "everytoken train")
+    options = Train.read(words, "everytoken train")
     build_mixer(options.mixing)
 
 
@@ -137,7 +137,7 @@ def test_the_five_rows_of_table_2_are_five_commands(tmp_path):
     found = []
     for row in rows:
         code = next(c for c in re.findall("`([^`]+)`", row) if c.startswith("everytoken train "))
-        options = resolve(Train, in_a_shell(code, tmp_path)[2:], "everytoken train")
+        options = Train.read(in_a_shell(code, tmp_path)[2:], "everytoken train")
         found.append((*options.objectives, set(options.mixing)))
     assert found == [
         ("token_labeling", {"mixtoken"}),
