@@ -149,12 +149,12 @@ class TokenStep(nn.Module):
         return {"loss": sum(losses[1:], start=losses[0]), **terms, "output": view.logits.detach()}
 
     def train(self, mode: bool = True) -> TokenStep:
-        """Training mode; batch norms whose statistics are kept stay in evaluation mode."""
+        """Training mode; batch norms that are frozen, or whose statistics are kept, stay in evaluation mode."""
         super().train(mode)
-        if self.norm_eval:
-            for module in self.model.backbone.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+        for module in self.model.backbone.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                frozen = self.norm_eval or not any(p.requires_grad for p in module.parameters())
+                module.train(mode and not frozen)
         return self
 
     def mixed(self, batch: Batch) -> Batch:

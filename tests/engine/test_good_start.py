@@ -83,6 +83,16 @@ def test_batch_norms_keep_their_statistics_if_they_shall(photos, settings, start
     assert not torch.equal(weights["conv1.0.weight"], last["conv1.0.weight"])
 
 
+def test_frozen_groups_stay_as_they_are(photos, settings, start, tmp_path):
+    train(photos, **settings(epochs=1, freeze=2, lr=0.1))
+    weights, last = load_file(start), load_file(tmp_path / "run/best.safetensors")
+    frozen = ("conv1", "bn1", "layer1")
+    for name, value in weights.items():
+        assert torch.equal(value, last[name]) == name.startswith(frozen), name
+    with pytest.raises(EverytokenError, match="has 5 layer groups"):
+        train(photos, **settings(freeze=6, out=str(tmp_path / "other")))
+
+
 def test_images_of_a_list_are_left_out_of_training(photos, settings, tmp_path):
     names = tmp_path / "exclude.txt"
     names.write_text("class-0/photo.0.png\tnearly the same as another\nclass-1/photo.3.png\n")

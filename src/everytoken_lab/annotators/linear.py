@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from torch.nn import functional as F
 from everytoken.keyed import uniform
 from everytoken_lab.engine.accuracy import MultiLabelPredictions
 
-STRENGTHS = tuple(10 ** (-k / 2) for k in range(2, 17))  # from strong to weak
+STRENGTHS = tuple(10 ** (-k / 2) for k in range(2, 17))
+_USUAL = STRENGTHS.index(1e-6)  # where the search begins
 FOLDS = 5
 SEARCHED = 1000
 """Images that the strength is chosen with, at most."""
@@ -127,58 +129,70 @@ def fit_linear(
 
     x, y = np.asarray(features, dtype=np.float64), np.asarray(labels, dtype=np.int64)
     with threadpool_limits(1) if x.size * num_classes < _SMALL else nullcontext():
-        if not strength:
-            strength = _choose_strength(x, y, num_classes, fold)
-        head = _fit(x, y, num_classes, strength)
-        fold_heads, out = _cross_fit(x, y, num_classes, fold, strength)
+        strength = strength or _choose_strength(x, y, num_classes, fold)
+        head = _Problem(x, y, num_classes).solve(strength)
+        folds = _folds(x, y, num_classes, fold)
+        fold_heads = tuple(problem.solve(strength) for problem in folds)
+    out = np.zeros((len(y), num_classes), dtype=np.float32)
+    for number, one in enumerate(fold_heads):
+        out[fold == number] = one(torch.from_numpy(x[fold == number]).float()).numpy()
     return LinearFit(head, fold_heads, fold, out, y, strength)
 
 
-def _cross_fit(
-    x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.ndarray, strength: float
-) -> tuple[tuple[LinearHead, ...], np.ndarray]:
-    """A head for each fold, fitted on the other folds, and [n, K] what it says about the images of its fold."""
-    out = np.zeros((len(y), num_classes), dtype=np.float32)
-    heads = []
-    for number in range(int(fold.max()) + 1):
-        inside = fold != number
-        heads.append(_fit(x[inside], y[inside], num_classes, strength))
-        out[~inside] = heads[-1](torch.from_numpy(x[~inside]).float()).numpy()
-    return tuple(heads), out
+def _folds(x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.ndarray) -> list[_Problem]:
+    """For each fold, the problem of fitting on the others."""
+    return [_Problem(x[fold != k], y[fold != k], num_classes) for k in range(int(fold.max()) + 1)]
 
 
 def _choose_strength(x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.ndarray) -> float:
-    """The strength with the least out-of-fold cross entropy; the search ends when weaker ones only get worse."""
+    """The strength with the least out-of-fold cross entropy, from the usual one on to both sides.
+
+    A side ends when two in a row are worse than the best.
+    """
     if len(x) > SEARCHED:  # evenly over the classes
         order = np.argsort(y, kind="stable") if y.ndim == 1 else np.arange(len(y))
         some = order[np.linspace(0, len(order) - 1, SEARCHED).astype(int)]
         x, y, fold = x[some], y[some], np.unique(fold[some], return_inverse=True)[1]
-    best, least, worse = STRENGTHS[0], float("inf"), 0
-    for strength in STRENGTHS:
-        loss = float(cross_entropy(_cross_fit(x, y, num_classes, fold, strength)[1], y).mean())
-        best, least, worse = (strength, loss, 0) if loss < least else (best, least, worse + 1)
-        if worse == 2:
-            break
-    return best
+    folds = _folds(x, y, num_classes, fold)
+
+    @cache
+    def loss(at: int) -> float:
+        heads = (problem.solve(STRENGTHS[at]) for problem in folds)
+        parts = [
+            cross_entropy(head(torch.from_numpy(x[fold == k]).float()).numpy(), y[fold == k])
+            for k, head in enumerate(heads)
+        ]
+        return float(np.concatenate(parts).mean())
+
+    best = _USUAL
+    for step in (1, -1):
+        at, worse = best + step, 0
+        while worse < 2 and 0 <= at < len(STRENGTHS):
+            best, worse = (at, 0) if loss(at) < loss(best) else (best, worse + 1)
+            at += step
+    return STRENGTHS[best]
 
 
-def _fit(x: np.ndarray, y: np.ndarray, num_classes: int, strength: float) -> LinearHead:
-    """The head with the least penalised cross entropy."""
-    mean = x.mean(0)
-    scale = 1 / max(float((x - mean).std()), 1e-6) / x.shape[1] ** 0.5  # one for all: scales of their own cost accuracy
-    x = (x - mean) * scale
-    basis = None
-    if len(x) < x.shape[1]:  # the images span a smaller space, in which the same problem is solved
-        basis = np.linalg.qr(x.T)[0]
-        x = x @ basis
-    if y.ndim == 1:
-        weight, bias = _softmax_regression(x, y, num_classes, strength)
-    else:
-        each = [_softmax_regression(x, y[:, k], 2, strength) for k in range(num_classes)]
-        weight = np.stack([w[1] - w[0] for w, _ in each])
-        bias = np.array([b[1] - b[0] for _, b in each])
-    weight = (weight if basis is None else weight @ basis.T) * scale
-    return LinearHead(torch.from_numpy(weight).float(), torch.from_numpy(bias - weight @ mean).float())
+class _Problem:
+    """Images to fit a head on: centred, scaled and, if they are fewer than the features, in the space they span."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, num_classes: int) -> None:
+        self.y, self.num_classes, self.mean = y, num_classes, x.mean(0)
+        x = x - self.mean
+        self.scale = 1 / max(float(x.std()), 1e-6) / x.shape[1] ** 0.5  # one for all: scales of their own cost accuracy
+        self.basis = np.linalg.qr(x.T)[0] if len(x) < x.shape[1] else None
+        self.x = self.scale * (x if self.basis is None else x @ self.basis)
+
+    def solve(self, strength: float) -> LinearHead:
+        """The head with the least penalised cross entropy."""
+        if self.y.ndim == 1:
+            weight, bias = _softmax_regression(self.x, self.y, self.num_classes, strength)
+        else:
+            each = [_softmax_regression(self.x, self.y[:, k], 2, strength) for k in range(self.num_classes)]
+            weight = np.stack([w[1] - w[0] for w, _ in each])
+            bias = np.array([b[1] - b[0] for _, b in each])
+        weight = (weight if self.basis is None else weight @ self.basis.T) * self.scale
+        return LinearHead(torch.from_numpy(weight).float(), torch.from_numpy(bias - weight @ self.mean).float())
 
 
 def _softmax_regression(

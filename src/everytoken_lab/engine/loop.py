@@ -129,7 +129,7 @@ class Loop:
         scaled = optim.amp and optim.amp_dtype == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self.step = self.epoch = self.position = 0
-        self.best: dict[str, float] = {}
+        self.best: dict[str, Any] = {}
         self.bad_in_row = self.bad_total = 0
         self.unread: list[tuple[Tensor, int, Mapping[str, Tensor], list[str]]] = []  # see `read_flags`
         self.seconds = 0.0  # of training, over all starts
@@ -321,11 +321,12 @@ class Loop:
             row.update(self._validate(self.task.module))
             if self.ema is not None:
                 row.update({f"ema_{name}": value for name, value in self._validate(self.ema).items()})
-            score = row.get("ema_score", row["score"])
-            if not self.best or score > self.best["score"]:
+            score = row.get("ema_score", row.get("score"))
+            if not self.best or score is None or score > self.best["score"]:
                 self.best = {"score": score, "epoch": epoch, "step": self.step}
-            text = f"{self.when()}: validation {self.task.score_name} {score:.2f}"
-            self.folder.log(text if self.best["step"] == self.step else f"{text} ({self._best()})")
+            if score is not None:
+                text = f"{self.when()}: validation {self.task.score_name} {score:.2f}"
+                self.folder.log(text if self.best["step"] == self.step else f"{text} ({self._best()})")
         # before the checkpoint: a run that is killed between the two drops the row and redoes it
         self.folder.record(row)
         self.save()
@@ -376,6 +377,8 @@ class Loop:
         return f"epoch {self.epoch + bool(self.position)}/{self.epochs:g}"
 
     def _best(self) -> str:
+        if self.best["score"] is None:
+            return f"last weights, of epoch {self.best['epoch']:g}, without validation images"
         return f"best {self.task.score_name} {self.best['score']:.2f} at epoch {self.best['epoch']:g}"
 
     # -- signals --------------------------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ class ModelOptions:
     --annotator fit` saved with its maps. Its classes are matched by name; it may know more than the data has."""
     norm_eval: bool = False
     """Keep the statistics of batch norms as they are: for pretrained networks and small batches."""
+    freeze: NotNegative = 0
+    """Do not train this many of the network's first layer groups (stem, then stages or blocks, as timm counts them).
+    Their backward pass is saved, which in convolutional networks is most of the time."""
     logit_adjustment: float = 0.0
     """For classes of unequal size: add this much of the log of each class's prior to its logit in training, so that
     large classes are preferred less. 0: off; 1: all classes count the same."""

@@ -73,7 +73,10 @@ class Task(TrainingTask):
         return terms
 
     def validate(self, module: nn.Module) -> dict[str, float]:
-        """Numbers of `module` (or an average of it), which is in evaluation mode; "score" is what "best" means."""
+        """Numbers of `module` (or an average of it), which is in evaluation mode; "score" is what "best" means.
+
+        Without a score the last weights are the best.
+        """
         raise NotImplementedError
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -1,7 +1,8 @@
 """`train` without a recipe: look at the photos, choose a backbone, fit a linear head, fine-tune, keep the better model.
 
     linear/        the first model, a run folder of its own: logistic regression on the best frozen backbone
-    fine-tuned/    the second one, if there is time for it
+    fine-tuned/    the second one, if there is time for it and it is better
+    fold-1/, -2/   the same training on one half of the photos each, judged on the other half
     features/      of the frozen backbones, by the content of the images; later runs on more photos use them too
     maps/          score maps of the photos to fine-tune on, if tokens are trained
     exclude.txt    photos that fine-tuning leaves out, and why
@@ -10,10 +11,15 @@
     (the rest)     the run of the model that was kept
 
 **What the numbers are estimates of.** Where the data has validation photos, they judge everything. Where it has none,
-the linear head is judged by cross-validation and then fitted on all photos: its estimate is that of heads which saw
-four fifths of them. Fine-tuning cannot be repeated five times, so it holds out a fifth (a tenth of 2,000 photos or
-more), and is compared on these with a linear head that was fitted on the same photos as itself. It is kept only if the
-95 % interval of the difference lies above zero; the simpler model wins where the evidence does not decide.
+both models are judged by cross-validation and then trained on all photos. The linear head has five folds: its estimate
+is that of heads which saw four fifths of the photos. Fine-tuning has two, and is compared with linear heads that were
+fitted on the same halves. If the 95 % interval of the difference in log loss lies below zero, it is repeated on all
+photos and kept: its estimate is that of models which saw half of them. Otherwise the linear head is kept: the simpler
+model wins where the evidence does not decide.
+
+**What is fine-tuned.** Convolutional networks from their middle on: the first half of the stages has a few percent of
+the weights and most of the cost. Two models are judged: the last weights, and their mean with the initial ones, which
+keeps more of what the backbone knew (Wortsman et al., "Robust fine-tuning of zero-shot models", 2022).
 
 The budget is turned into epochs once, before fine-tuning, and the recipe has them: a run that is continued does not
 decide anew. If photos or classes were added since, the next run gets a folder of its own (`photos-2`) and goes on with
@@ -29,7 +35,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +46,7 @@ import yaml
 
 from everytoken.errors import EverytokenError
 from everytoken.files import plain_json, refuse_link, write_atomically
+from everytoken.models.weights import read_weights
 from everytoken_lab import schema, stats
 from everytoken_lab.annotators.features import (
     Candidate,
@@ -57,7 +64,8 @@ from everytoken_lab.annotators.fit import FOLDER, save_heads
 from everytoken_lab.annotators.job import run_job, summarise
 from everytoken_lab.annotators.linear import FOLDS, LinearHead
 from everytoken_lab.annotators.options import AnnotateOptions
-from everytoken_lab.calibration import calibrate
+from everytoken_lab.calibration import Calibration, calibrate, fit_temperature
+from everytoken_lab.data.augment import eval_view
 from everytoken_lab.data.datasets import DataSet, dataset_title, keys_hash, network_address
 from everytoken_lab.data.duplicates import alike, read_facts
 from everytoken_lab.engine.accuracy import AnyPredictions, MultiLabelPredictions, Predictions, predictions_of
@@ -68,10 +76,11 @@ from everytoken_lab.engine.options import AutoOptions, TrainOptions, how_to_run
 from everytoken_lab.engine.recipe import apply, flat, read_recipe
 from everytoken_lab.engine.run_folder import CROSS_VALIDATED, Run, RunFolder, read_run
 from everytoken_lab.evaluation.calibrated import keep_calibration
+from everytoken_lab.evaluation.run import EvalOptions, Inference, Voter
 from everytoken_lab.machine import cores, free_disk, memory
-from everytoken_lab.models.open import timm_config
-from everytoken_lab.reports.predictions import CACHE, predict_run, stamp
-from everytoken_lab.training.build import build, log_priors
+from everytoken_lab.models.open import describe, open_model, timm_config
+from everytoken_lab.reports.predictions import CACHE, stamp
+from everytoken_lab.training.build import build, freeze_first, layer_groups, log_priors
 from everytoken_lab.training.classify import Classification, train_with
 from everytoken_lab.training.inputs import Inputs, complete, has_validation
 
@@ -81,17 +90,17 @@ METHOD = "logistic regression on frozen features"
 MINUTES = 20.0
 """The default budget."""
 MOST_EPOCHS, FEWEST_EPOCHS = 30, 2
-USUAL_UPDATES, FEWEST_UPDATES = 120, 40
+USUAL_UPDATES, FEWEST_UPDATES = 100, 40
 """Of fine-tuning, whatever that is in epochs: with 24 updates, 2.3 points were lost on the linear head (one seed)."""
 LEAD = 0.04
 """Fine-tuning rarely gains more than this on a linear head, so a backbone that is further behind is not fine-tuned."""
 IMBALANCE, ADJUSTMENT = 1.5, 0.5
 """Largest class / smallest class from which on large classes are preferred less, and by how much (docs/photos.md)."""
-FEW_HELD_OUT = 200
-"""Held-out photos with which one epoch cannot be told from another: half a point and more is a single photo."""
+MIXES = (0.5, 0.75, 1.0)
+"""How far to go from the initial weights to the fine-tuned ones."""
 _BATCH = 32  # on the CPU
-_LOOKING = 0.7  # of the budget for features and the choice of a backbone, at most
-_VALIDATING = 0.25  # of the time of training, at most
+_LOOKING = 0.35  # of the budget for features and the choice of a backbone, at most
+_READING = 1.3  # of the time of the network alone, to estimate that of training with reading photos
 _OVERHEAD = 1.1  # of a step, for optimizer, averages and checkpoints, which are not timed
 _ENDING = 5.0  # seconds for the report and the choice of a model, besides the evaluation
 _SIMILAR = 0.9  # cosine of the features of two photos that may be the same
@@ -194,7 +203,7 @@ def train_photos(
     train, val = _open(options, inputs)
     images = keys_hash(train) + (keys_hash(val) if val is not None else "")
     output, previous = _folder(options, images)
-    for name in ("features", "fine-tuned", "linear", "maps"):
+    for name in ("features", "fine-tuned", "fold-1", "fold-2", "linear", "maps", "maps-1", "maps-2"):
         refuse_link(output / name)
     folder = RunFolder(output)
     with folder.open():
@@ -209,12 +218,13 @@ def train_photos(
         tuning, judges = None, train if val is None else val
         if story.epochs:
             tuning = complete(_fine_tuning(output, options, trust_code), inputs=inputs)
-            train_with(tuning, inputs)
+            for which, part in _trainings(inputs, val is None):
+                train_with(_training(tuning, output, which), part, reported=False)
         story.result = _keep(output, tuning, inputs)
         folder.write(STATE, plain_json(vars(story)))
         folder.log(story.result["text"])
         if tuning is not None and story.result["kept"] == "fine-tuned":
-            judges = inputs.splits(tuning)[1]
+            judges = _judges(tuning, inputs, val is None)
         with folder.surviving("report.html"):
             read_run(output).report(output / "report.html", data=network_address(options.data), images=judges)
     return read_run(output)
@@ -281,8 +291,8 @@ def _decide(job: Job, previous: Path | None, linear: bool) -> None:
         )
     answers = _save_linear(job, choice)
     story.say(
-        f"First model: a linear head on {choice.backbone.name}, {_words(answers, job.val is None)}, after "
-        f"{time.monotonic() - job.started:.0f} s: {job.output / 'linear'}"
+        f"First model: a linear head on {choice.backbone.name}, {_words(answers, FOLDS if job.val is None else 0)}, "
+        f"after {time.monotonic() - job.started:.0f} s: {job.output / 'linear'}"
     )
     if linear:
         story.say("No fine-tuning, as asked (--linear).")
@@ -422,19 +432,24 @@ def _save_linear(job: Job, choice: Choice) -> AnyPredictions:
         "seed": job.options.run.seed,
     }
     writer.write_config(config, timm_config(model, info))
-    summary = answers.summary()
-    score = next(iter(summary.values()))
-    numbers = {"score": score, **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
-    row = {"kind": "epoch", "step": 0, "epoch": 0, "seconds": round(choice.features.seconds, 2), **numbers}
-    writer.record(row)
-    writer.write("classes.json", plain_json(answers.per_class(train.class_names)))
     out_of_fold.save(folder / "out-of-fold.npz", note=keys_hash(train))
     write_weights(weights, model.state_dict(), info.to_metadata())
     answers.save(folder / CACHE, stamp(weights, data), skipped)
     keep_calibration(read_run(folder), weights, calibrate(logits.numpy(), data.labels[features.readable]))
-    best = {"score": score, "epoch": 0, "step": 0}
-    writer.write("summary.json", plain_json({"best": best, "last": row, "epochs": 0, "updates": 0, "seconds": 0.0}))
+    nothing = {"epochs": 0, "updates": 0, "seconds": round(choice.features.seconds, 2)}
+    _record(writer, answers, train.class_names, nothing)
     return answers
+
+
+def _record(writer: RunFolder, answers: AnyPredictions, names: Sequence[str], summary: Mapping[str, Any]) -> None:
+    """Write the numbers of a model; the summary, which says that the run is finished, comes last."""
+    found = answers.summary()
+    at = {"score": next(iter(found.values())), "epoch": summary["epochs"], "step": summary["updates"]}
+    numbers = {f"val_{name}": round(value, 4) for name, value in found.items()}
+    row = {"kind": "epoch", "seconds": summary["seconds"], **at, **numbers}
+    writer.record(row)
+    writer.write("classes.json", plain_json(answers.per_class(names)))
+    writer.write("summary.json", plain_json({**summary, "best": at, "last": row}))
 
 
 def _offset(train: DataSet, strength: float) -> torch.Tensor:
@@ -451,69 +466,112 @@ def _judged(features: Features, labels: torch.Tensor, logits: torch.Tensor) -> A
 # -- fine-tuning -------------------------------------------------------------------------------------------------------
 
 
+def _trainings(inputs: Inputs, crossed: bool) -> list[tuple[str, Inputs]]:
+    """What judges fine-tuning: one training if there are validation photos, else one on each half of the photos."""
+    return [("-1", inputs.only("train")), ("-2", inputs.only("held out"))] if crossed else [("", inputs.only("train"))]
+
+
+def _training(options: TrainOptions, output: Path, which: str = "") -> TrainOptions:
+    """One of the trainings: -1 and -2 on half of the photos, "" on all that there are to train on."""
+    values = {"weights": str(output / f"start{which}.safetensors")}
+    values["out"] = str(output / (f"fold{which}" if which else "fine-tuned"))
+    if options.maps and Path(options.maps).parent == output:
+        values["maps"] = str(output / f"maps{which}")
+    return apply(options, values, "auto")
+
+
 def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     """Write recipe.yaml and what fine-tuning starts from and is compared with; its epochs, 0: there is none."""
-    options, output, story, seed = job.options, job.output, job.story, job.options.run.seed
-    fraction = 0.0 if job.val is not None else 0.2 if len(job.train) < 10 * FEW_HELD_OUT else 0.1
-    divided = apply(options, {"val_split": fraction}, "split") if fraction else options
-    train, val, _ = job.inputs.splits(divided)
-    tuned = choice if "epochs" in job.asked else _tunable(job, choice, len(train), job.left)
+    options, output, story, crossed = job.options, job.output, job.story, job.val is None
+    first = job.inputs.splits(apply(options, {"val_split": 0.5}, "halves") if crossed else options)[0]
+    passes = 2 * len(job.train) / len(first) if crossed else 1.0
+    tuned = choice if "epochs" in job.asked else _tunable(job, choice, len(first), job.left, passes)
     if tuned is None:
         return 0
-    row = {key: i for i, key in enumerate(job.train.keys())}
-    if fraction:
-        inside = np.array([row[key] for key in val.keys()])  # noqa: SIM118
-        held, copies = _rows(choice.features, inside), {groups[i] for i in inside.tolist()} - {""}
-    else:
-        held = job.features(val, choice.backbone)
-        copies = _copies(job.train, choice.features, groups, val, held)
-    inside = np.array([row[key] for key in train.keys()])  # noqa: SIM118
-    excluded = {
-        train.key(i): choice.features.failures.get(at, "a copy of a held-out photo")
-        for i, at in enumerate(inside.tolist())
-        if at in choice.features.failures or groups[at] in copies
-    }
-    keep = np.array([i for i in range(len(train)) if train.key(i) not in excluded])
-    train, inside = train.subset(keep), inside[keep]
-    # a linear head that has seen what the fine-tuned model will have seen, and nothing else
-    rival, offset = _part(choice, train, inside, seed), _offset(train, job.adjustment)
-    logits = rival.fit.head(torch.from_numpy(held.values[held.readable])) - offset
-    answers = _judged(held, torch.from_numpy(val.labels[held.readable]), logits)
-    answers.save(output / "linear" / "on-held-out.npz", note=keys_hash(val))
-    start = rival if tuned is choice else _part(tuned, train, inside, seed)
-    head = LinearHead(start.fit.head.weight, start.fit.head.bias - offset)
-    model, info = start.backbone.with_head(head, train.class_names)
-    info = replace(info, multi_label=train.multi_label)
-    write_weights(output / "start.safetensors", model.state_dict(), info.to_metadata())
-    values = _settings(job, start.backbone, len(train), len(val))
-    values |= {"val_split": fraction} if fraction else {}
+    judges, held = job.train, choice.features
+    if job.val is not None:
+        judges, held = job.val, job.features(job.val, choice.backbone)
+    excluded = _excluded(job, choice.features, groups, held)
+    keep = np.array([i for i in range(len(job.train)) if job.train.key(i) not in excluded])
+    folds = {"": (keep, held.readable)}  # rows of the photos to train on, and of those that judge
+    if crossed:
+        judges, held, names = job.train.subset(keep), _rows(choice.features, keep), set(first.keys())
+        inside = np.array([key in names for key in judges.keys()])  # noqa: SIM118
+        folds = {
+            "-1": (keep[inside], np.flatnonzero(~inside)),
+            "-2": (keep[~inside], np.flatnonzero(inside)),
+        }
+    logits, offset = torch.zeros(len(judges), job.train.num_classes), _offset(job.train, job.adjustment)
+    starts: dict[str, Choice] = {}
+    for which, (rows, rest) in folds.items():
+        rival = _part(choice, job.train, rows, options.run.seed)  # has seen what the fine-tuned model will have seen
+        logits[rest] = rival.fit.head(torch.from_numpy(held.values[rest])) - offset
+        starts[which] = rival if tuned is choice else _part(tuned, job.train, rows, options.run.seed)
+    if crossed:
+        starts[""] = choice if tuned is choice else _part(tuned, job.train, keep, options.run.seed)
+    judged = np.sort(np.concatenate([rest for _, rest in folds.values()]))
+    logits, labels = logits[judged], judges.labels[judged]
+    logits /= fit_temperature(logits.numpy(), labels)
+    answers = predictions_of(torch.from_numpy(judged), torch.from_numpy(labels), logits)
+    answers.save(output / "linear" / "on-held-out.npz", note=keys_hash(judges))
+    for which, start in starts.items():
+        head = LinearHead(start.fit.head.weight, start.fit.head.bias - offset)
+        model, info = start.backbone.with_head(head, job.train.class_names)
+        info = replace(info, multi_label=job.train.multi_label)
+        write_weights(output / f"start{which}.safetensors", model.state_dict(), info.to_metadata())
+    which, (rows, _) = next(iter(folds.items()))
+    values = _settings(job, tuned.backbone, len(rows), len(judged))
+    values |= {"weights": str(output / f"start{which}.safetensors"), **({"val_split": 0.5} if crossed else {})}
     values |= {"logit_adjustment": job.adjustment} if job.adjustment else {}
     if excluded:
         lines = "".join(f"{key}\t{reason}\n" for key, reason in sorted(excluded.items()))
         RunFolder(output).write("exclude.txt", lines)
         values["exclude"] = str(output / "exclude.txt")
-        story.say(f"Left out of fine-tuning: {len(excluded):,} unreadable photos or copies ({output / 'exclude.txt'}).")
+        story.say(f"Left out of fine-tuning: {len(excluded):,} photos ({output / 'exclude.txt'} says why).")
     if held.failures:
         values["on_bad_image"] = "skip"
-    if options.maps not in ("", "none"):
-        agreement = _annotate(job, train, start) if options.maps == "auto" else ""
-        values |= {"maps": str(output / "maps") if options.maps == "auto" else options.maps, "objectives": _TOKENS}
+    if options.maps == "auto":
+        for name, start in starts.items():
+            train = job.train.subset(folds[name][0] if name in folds else keep)
+            agreement = _annotate(job, train, start, output / f"maps{name}")
         story.say(f"Tokens: every cell learns what the linear head says about it, out of fold (beta 0.5){agreement}.")
+    if options.maps not in ("", "none"):
+        maps = str(output / f"maps{which}") if options.maps == "auto" else options.maps
+        values |= {"maps": maps, "objectives": _TOKENS}
     others = {"maps", "weights", "exclude", *how_to_run()}
     values |= {k: v for k, v in flat(options).items() if k in job.asked and k not in others}
     if "epochs" not in job.asked:
         decided = apply(options, {"maps": "", **values}, "decisions")
-        weights = sum(p.numel() * p.element_size() for p in start.backbone.model.parameters())
-        values |= _epochs(job, decided, _time_steps(decided, output, job.inputs), weights, len(val))
+        weights = sum(p.numel() * p.element_size() for p in tuned.backbone.model.parameters())
+        values |= _epochs(job, decided, _time_steps(decided, output, job.inputs), weights, len(judged), passes)
     if values["epochs"]:
-        _write_recipe(job, values, len(train), len(val))
+        _write_recipe(job, values, len(rows))
     return int(values["epochs"])
 
 
-def _part(choice: Choice, train: DataSet, inside: np.ndarray, seed: int) -> Choice:
+def _excluded(job: Job, features: Features, groups: list[str], held: Features) -> dict[str, str]:
+    """Photos that fine-tuning leaves out, and why: unreadable ones, copies, and those of the user's list.
+
+    Of photos that are alike one is trained on, and none that is like a validation photo.
+    """
+    file, found = job.options.dataset.exclude, {}
+    for line in Path(file).read_text(encoding="utf-8", errors="surrogateescape").splitlines() if file else ():
+        found[line.partition("\t")[0]] = f"in {file}"
+    found |= {job.train.key(i): reason for i, reason in features.failures.items()}
+    seen = set[str]() if job.val is None else _copies(job.train, features, groups, job.val, held)
+    kind = "a copy of another photo" if job.val is None else "a copy of a held-out photo"
+    for i, group in enumerate(groups):
+        if group in seen:
+            found.setdefault(job.train.key(i), kind)
+        elif group and job.val is None:
+            seen.add(group)
+    return found
+
+
+def _part(choice: Choice, train: DataSet, rows: np.ndarray, seed: int) -> Choice:
     """The same backbone with a head that was fitted on some of the photos."""
-    features = _rows(choice.features, inside)
-    return replace(choice, features=features, fit=fit_features(features, train, seed=seed))
+    features = _rows(choice.features, rows)
+    return replace(choice, features=features, fit=fit_features(features, train.subset(rows), seed=seed))
 
 
 def _rows(features: Features, keep: np.ndarray) -> Features:
@@ -522,15 +580,19 @@ def _rows(features: Features, keep: np.ndarray) -> Features:
     return replace(features, values=features.values[keep], digests=digests, failures=failures)
 
 
-def _tunable(job: Job, choice: Choice, images: int, seconds: float) -> Choice | None:
-    """The backbone to fine-tune: the best one for which there is time, if it can catch up with the best linear head."""
+def _tunable(job: Job, choice: Choice, images: int, seconds: float, passes: float = 1.0) -> Choice | None:
+    """The backbone to fine-tune: the best one for which there is time, if it can catch up with the best linear head.
+
+    One that gets `USUAL_UPDATES` is preferred to a better one that gets fewer.
+    """
     name = choice.backbone.name
     best = next(t for t in choice.trials if t.candidate == _candidate(choice.backbone))
     if len(choice.trials) == 1:
         return choice  # how long it takes is timed anyway
 
-    def needed(trial: Trial) -> float:
-        return trial.training_seconds * max(FEWEST_EPOCHS * images, FEWEST_UPDATES * _BATCH) / (0.5 * cores() + 0.5)
+    def needed(trial: Trial, updates: int = FEWEST_UPDATES) -> float:
+        shown = passes * max(FEWEST_EPOCHS * images, updates * _BATCH)
+        return _READING * trial.training_seconds * shown / (0.5 * cores() + 0.5)
 
     able = [t for t in choice.trials if needed(t) < seconds and t.accuracy > best.accuracy - LEAD - t.standard_error]
     if not able:
@@ -543,11 +605,13 @@ def _tunable(job: Job, choice: Choice, images: int, seconds: float) -> Choice | 
             f"{seconds:.0f} s of the budget remain{more}. More minutes would allow it (--minutes)."
         )
         return None
-    chosen = best if best in able else min(able, key=lambda trial: trial.loss)
+    enough = [t for t in able if needed(t, USUAL_UPDATES) < seconds] or [min(able, key=needed)]
+    chosen = best if best in enough else min(enough, key=lambda trial: trial.loss)
     if chosen is best:
         return choice
     job.story.say(
-        f"Fine-tuning {chosen.candidate}, since {name} would take {needed(best):.0f} s and {seconds:.0f} s remain."
+        f"Fine-tuning {chosen.candidate}: {USUAL_UPDATES} updates of {name} need about "
+        f"{needed(best, USUAL_UPDATES):.0f} s, and {seconds:.0f} s of the budget remain."
     )
     which = chosen.candidate
     backbone = FrozenBackbone(which.name, which.img_size, choice.backbone.device, which.squash)
@@ -558,26 +622,25 @@ def _settings(job: Job, backbone: FrozenBackbone, train: int, val: int) -> dict[
     """How to fine-tune: the options but for the budget and the tokens."""
     convolutional, gpu = backbone.model.family.layout == "nchw", job.device.type == "cuda"
     wanted = min(64 if gpu else _BATCH, max(1, train))
-    batch = _batch_in_memory(backbone, wanted, job.device)
-    rate = "5e-4 (3e-4 and 1e-3 did equally well, 1e-4 worse)" if convolutional else "1e-4 falling by 0.8 per layer"
+    freeze = (max(layer_groups(backbone.model.backbone).values()) + 1) // 2 if convolutional else 0
+    batch = _batch_in_memory(backbone, wanted, job.device, freeze)
+    rate = f"1e-3, the first {freeze} layer groups frozen" if convolutional else "1e-4 falling by 0.8 per layer"
     less = f" in {wanted // batch} accumulated steps, for lack of memory" if wanted > batch else ""
-    last = " The last epoch counts: so few cannot tell epochs apart." if val < FEW_HELD_OUT else ""
     job.story.say(
         f"Fine-tuning from a linear head: {train:,} photos, batch {wanted}{less}, AdamW at {rate}, batch norms frozen, "
-        f"averaged weights, mild crops; judged on {val:,} held-out photos.{last}"
+        f"averaged weights, mild crops; judged on {val:,} photos that it has not seen."
     )
     return {
         "model": backbone.info.architecture,
         "img_size": backbone.info.img_size[0],
-        "weights": str(job.output / "start.safetensors"),
         "batch_size": batch,
         **({"grad_accum_steps": wanted // batch} if wanted > batch else {}),
         "opt": "adamw",
-        "lr": 5e-4 if convolutional else 1e-4,
+        "lr": 1e-3 if convolutional else 1e-4,
         "min_lr": 1e-6,
         "warmup_lr": 1e-6,
         "weight_decay": 0.05,
-        **({} if convolutional else {"layer_decay": 0.8, "clip_grad": 1.0}),
+        **({"freeze": freeze} if convolutional else {"layer_decay": 0.8, "clip_grad": 1.0}),
         "norm_eval": True,
         "model_ema": True,
         "scale": [0.5, 1.0],
@@ -585,16 +648,16 @@ def _settings(job: Job, backbone: FrozenBackbone, train: int, val: int) -> dict[
         "color_jitter": 0.2,
         "reprob": 0.0,
         "smoothing": 0.1,
-        "val_first": val >= FEW_HELD_OUT,
         "amp": gpu,
         "channels_last": convolutional,
         "seed": job.options.run.seed,
     }
 
 
-def _batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device) -> int:
+def _batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device, freeze: int = 0) -> int:
     """The largest of wanted, wanted / 2, ... for which training takes at most 70 % of the free memory."""
     model = copy.deepcopy(backbone.model.backbone).requires_grad_(True)
+    freeze_first(model, freeze)
     own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
@@ -614,9 +677,9 @@ def _batch_in_memory(backbone: FrozenBackbone, wanted: int, device: torch.device
     return batch
 
 
-def _annotate(job: Job, train: DataSet, start: Choice) -> str:
+def _annotate(job: Job, train: DataSet, start: Choice, place: Path) -> str:
     """Score maps of the training photos by the heads of their folds; how often they agree, in words."""
-    place, data = job.output / "maps", job.options.dataset
+    data = job.options.dataset
     settings = AnnotateOptions(workers=data.workers, val_split=data.val_split, device=str(job.device))
     if not (place / FOLDER / "linear.json").is_file():
         save_heads((start, np.arange(len(train))), train, place / FOLDER, settings)
@@ -644,11 +707,14 @@ def _time_steps(options: TrainOptions, output: Path, inputs: Inputs) -> tuple[fl
     return *step_seconds(task, quick), task.batches_per_epoch
 
 
-def _epochs(job: Job, options: TrainOptions, timed: tuple[float, float, int], weights: int, val: int) -> dict[str, int]:
-    """How many epochs fit into the time that is left, 0 if too few; how often to validate.
+def _epochs(
+    job: Job, options: TrainOptions, timed: tuple[float, float, int], weights: int, val: int, passes: float
+) -> dict[str, int]:
+    """How many epochs fit into the time that is left, 0 if too few.
 
     Args:
         timed: what `_time_steps` found. weights: bytes of the network. val: held-out photos.
+        passes: what all trainings take, as a multiple of the one without the held-out photos.
     """
     seconds, loading, batches = timed
     updates = max(1, batches // options.optim.grad_accum_steps)
@@ -656,16 +722,15 @@ def _epochs(job: Job, options: TrainOptions, timed: tuple[float, float, int], we
         per_batch = _OVERHEAD * (seconds + loading / cores())
     else:
         per_batch = max(_OVERHEAD * seconds, loading / max(1, options.dataset.workers))
-    validating = 2 * val * seconds / options.dataset.batch_size / 3
-    needed, free = 4 * (options.run.keep + 1) * weights, free_disk(job.output)  # weights, average, two moments
+    judging = len(MIXES) * val * seconds / options.dataset.batch_size / 2
+    needed, free = 8 * (options.run.keep + 1) * weights, free_disk(job.output)  # weights, average, two moments; twice
     if free < needed:
         job.story.say(
             f"Skipping fine-tuning: its checkpoints need {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free."
         )
         return {"epochs": 0}
-    interval = max(1, math.ceil(validating / (batches * per_batch) / _VALIDATING))
-    epoch = batches * per_batch + (0.0 if val < FEW_HELD_OUT else validating / interval)
-    left = job.left - _ENDING - 2 * validating
+    epoch = batches * per_batch * passes
+    left = job.left - _ENDING - judging
     epochs = min(max(MOST_EPOCHS, math.ceil(USUAL_UPDATES / updates)), int(left / epoch))
     least = max(FEWEST_EPOCHS, math.ceil(FEWEST_UPDATES / updates))
     if epochs < least:
@@ -674,22 +739,20 @@ def _epochs(job: Job, options: TrainOptions, timed: tuple[float, float, int], we
             f"{max(0, left):.0f} s of the budget remain. More minutes would allow it (--minutes)."
         )
         return {"epochs": 0}
-    early = "" if val < FEW_HELD_OUT else "; it stops after a third of them without progress"
-    job.story.say(f"Epochs: {epochs}, about {epoch:.0f} s each{early}.")
-    return {"epochs": epochs, "val_interval": interval}
+    twice = ", for both halves of the photos and then for all" if passes > 1 else ""
+    job.story.say(f"Epochs: {epochs}, about {epoch:.0f} s each{twice}.")
+    return {"epochs": epochs}
 
 
-def _write_recipe(job: Job, values: dict[str, Any], train: int, val: int) -> None:
+def _write_recipe(job: Job, values: dict[str, Any], train: int) -> None:
     """recipe.yaml: the settings of fine-tuning under all decisions."""
     epochs, data = int(values["epochs"]), job.options.data
     updates = epochs * max(1, train // (values["batch_size"] * values.get("grad_accum_steps", 1)))
     schedule = {
         "warmup_epochs": round(epochs / 10, 2),
         "model_ema_decay": round(1 - 1 / max(20, updates / 5), 4),
-        "patience": max(3, epochs // 3, 2 * values.get("val_interval", 1)),
+        "val_interval": epochs,
     }
-    if val < FEW_HELD_OUT:
-        schedule |= {"val_interval": epochs, "patience": 0}
     values = {"data": data, **values, **{name: v for name, v in schedule.items() if name not in job.asked}}
     path = job.output / "recipe.yaml"
     again = f"Run it again, edited or not: everytoken train {data} --recipe {path} --out NEW"
@@ -714,46 +777,150 @@ def _keep(output: Path, tuning: TrainOptions | None, inputs: Inputs) -> dict[str
     Args:
         tuning: options of the fine-tuning, if there was one.
     """
-    source, crossed = output / "linear", read_run(output / "linear").cross_validated
-    answers = _answers(source / CACHE)
-    result: dict[str, Any] = {"kept": "linear", "linear": answers.accuracy.value, "judged on": len(answers)}
-    text = "Kept: the linear head"
+    crossed = read_run(output / "linear").cross_validated
+    answers, folds = _answers(output / "linear" / CACHE), FOLDS if crossed else 0
+    result: dict[str, Any] = {"kept": "linear", "linear": answers.accuracy.value}
+    text, better = "Kept: the linear head", False
     if tuning is not None:
-        last = evaluated(output / "fine-tuned", inputs.splits(tuning)[1], tuning)
-        gain = compared(_answers(output / "linear" / "on-held-out.npz"), last)
-        result |= {"fine-tuned": last.accuracy.value, "gain": [gain.value, gain.low, gain.high]}
-        points = (
-            f"{gain.value:+.1f} points (95 % interval {gain.low:+.1f} to {gain.high:+.1f}) to a linear head that was "
-            f"fitted on the same photos, on {len(last):,} held-out photos"
-        )
-        if gain.low is not None and gain.low > 0:
-            source, answers, crossed = output / "fine-tuned", last, False
-            result |= {"kept": "fine-tuned", "judged on": len(last)}
-            text = f"Kept: the fine-tuned model, which is better: {points}"
-        else:
-            worse = gain.high is not None and gain.high < 0
-            text += f". Fine-tuning {'made it worse' if worse else 'made no clear difference'}: {points}"
-    _copy(source, output)
+        judged = _better_mix(output, tuning, inputs, crossed)
+        verdict = compared(_answers(output / "linear" / "on-held-out.npz"), judged.calibrated)
+        gain, better = verdict.accuracy, verdict.better
+        result |= {"fine-tuned": judged.answers.accuracy.value, "gain": [gain.value, gain.low, gain.high]}
+        text += f". Fine-tuning {'made it worse' if verdict.worse else 'made no clear difference'}: {verdict.words}"
+    if tuning is None or not better:
+        _copy(output / "linear", output)
+    else:
+        answers, folds = judged.answers, 2 if crossed else 0
+        mean = "" if judged.mix == 1 else f", {judged.mix:.0%} of it and {1 - judged.mix:.0%} of its initial weights"
+        text = f"Kept: the fine-tuned model{mean}, which is better: {verdict.words}"
+        result |= {"kept": "fine-tuned", "mix": judged.mix}
+        if crossed:
+            train_with(_training(tuning, output), inputs.only("all"), reported=False)
+        _save_tuned(output, judged, _judges(tuning, inputs, crossed), crossed)
     estimate = answers.accuracy
     metric = "mAP" if isinstance(answers, MultiLabelPredictions) else "top1"
-    how = f"; the heads of cross-validation saw {100 - 100 // FOLDS} % of the photos, this one all" if crossed else ""
-    result |= {metric: estimate.value, "interval": [estimate.low, estimate.high], "cross-validated": crossed}
-    return {**result, "text": f"{text}. Expected on new photos: {_words(answers, crossed)}{how}."}
+    how = f"; models of cross-validation saw {100 - 100 // folds} % of the photos, this one all" if folds else ""
+    result |= {"judged on": len(answers), "cross-validated": crossed}
+    result |= {metric: estimate.value, "interval": [estimate.low, estimate.high]}
+    return {**result, "text": f"{text}. Expected on new photos: {_words(answers, folds)}{how}."}
 
 
-def evaluated(source: Path, data: DataSet, options: TrainOptions) -> AnyPredictions:
-    """Answers of the model of a run folder for all readable images, which its report may have asked already."""
-    device = options.run.device or best_device()
-    return predict_run(read_run(source), device, workers=options.dataset.workers, images=data).predictions
+def _judges(options: TrainOptions, inputs: Inputs, crossed: bool) -> DataSet:
+    """The photos that judge fine-tuning."""
+    return inputs.undivided(options) if crossed else inputs.splits(options)[1]
 
 
-def compared(first: AnyPredictions, last: AnyPredictions) -> stats.Estimate:
-    """Gain of the second model on the first in points, over the photos that both have answers for."""
+@dataclass(frozen=True)
+class Judged:
+    """Answers for photos that were not trained on, by models between the initial (mix 0) and fine-tuned weights (1)."""
+
+    mix: float
+    answers: AnyPredictions
+    calibrated: AnyPredictions
+    calibration: Calibration
+    skipped: dict[str, str]
+
+
+def _better_mix(output: Path, options: TrainOptions, inputs: Inputs, crossed: bool) -> Judged:
+    """The mix with the least log loss (multi-label: the largest mAP)."""
+
+    def badness(judged: Judged) -> float:
+        answers = judged.calibrated
+        return float(answers.loss.mean()) if isinstance(answers, Predictions) else -answers.accuracy.value
+
+    return min((_judge(output, mix, options, inputs, crossed) for mix in MIXES), key=badness)
+
+
+def _judge(output: Path, mix: float, options: TrainOptions, inputs: Inputs, crossed: bool) -> Judged:
+    judges = _judges(options, inputs, crossed)
+    row = {key: i for i, key in enumerate(judges.keys())}
+    parts: list[tuple[torch.Tensor, ...]] = []
+    skipped: dict[str, str] = {}
+    for which, part in _trainings(inputs, crossed):
+        own = _training(options, output, which)
+        seen = set(part.splits(own)[0].keys()) if crossed else set()
+        rows = torch.tensor([i for key, i in row.items() if key not in seen])
+        weights, start = Path(own.run.out) / "best.safetensors", Path(own.model.weights)
+        opened = open_model(weights, device=options.run.device or best_device())
+        opened.model.backbone.load_state_dict(_between(start, weights, mix))
+        data, settings = judges.subset(rows.numpy()), EvalOptions(workers=own.dataset.workers, on_bad_image="skip")
+        model, view = Voter(opened).eval(), eval_view(opened.info)
+        inference = Inference(model, data, view, settings, opened.info.amp_dtype())
+        kept: list[tuple[torch.Tensor, ...]] = []
+        labels = torch.arange(data.num_classes)
+        inference.predictions(labels, keep=lambda *batch: kept.append(batch), multi_label=data.multi_label)  # noqa: B023
+        parts += [(rows[index.cpu()], truth.cpu(), logits.cpu()) for index, truth, logits in kept]
+        skipped |= inference.bad_images.seen
+    index, truth, logits = (torch.cat(values) for values in zip(*parts, strict=True))
+    order = index.argsort()
+    index, truth, logits = index[order], truth[order], logits[order]
+    calibration = calibrate(logits.numpy(), truth.numpy())
+    calibrated = predictions_of(index, truth, logits / calibration.temperature)
+    return Judged(mix, predictions_of(index, truth, logits), calibrated, calibration, skipped)
+
+
+def _between(start: Path, end: Path, mix: float) -> dict[str, torch.Tensor]:
+    """Weights on the way from the first to the second file; what only the second has is its own."""
+    first, last = read_weights(start), read_weights(end)
+    for name, value in last.items():
+        if name in first and value.is_floating_point():
+            last[name] = torch.lerp(first[name], value, mix)
+    return last
+
+
+def _save_tuned(output: Path, judged: Judged, judges: DataSet, crossed: bool) -> None:
+    """The fine-tuned model as the run of the folder, with the answers that judged it."""
+    source, writer, weights = output / "fine-tuned", RunFolder(output), output / "best.safetensors"
+    last = source / weights.name
+    about = describe(last)
+    assert about is not None
+    write_weights(weights, _between(output / "start.safetensors", last, judged.mix), about.to_metadata())
+    _copy(source, output, leave=(weights.name, "summary.json"))
+    config = {**read_run(output).config, "mix": judged.mix, **({"validation": CROSS_VALIDATED} if crossed else {})}
+    writer.write("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    judged.answers.save(output / CACHE, stamp(weights, judges), judged.skipped)
+    keep_calibration(read_run(output), weights, judged.calibration)
+    _record(writer, judged.answers, judges.class_names, read_run(source).summary)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Two models on the same photos: what the second has more in points, whether it is better, and in words."""
+
+    accuracy: stats.Estimate
+    better: bool
+    worse: bool
+    words: str
+
+
+def compared(first: AnyPredictions, last: AnyPredictions) -> Verdict:
+    """The second model against the first, over the photos that both have answers for.
+
+    Log loss decides, which tells models apart with fewer photos than counting right answers does; mAP in multi-label
+    data. A model whose accuracy is clearly worse is never better.
+    """
     _, one, other = np.intersect1d(first.index, last.index, return_indices=True)
     a, b = first.rows(one), last.rows(other)
+    where = f"against a linear head that was fitted on the same photos, on {len(a):,} held-out photos"
     if isinstance(a, MultiLabelPredictions) and isinstance(b, MultiLabelPredictions):
-        return b.difference(a)
-    return stats.paired_difference(a.correct, b.correct)
+        gain = b.difference(a)
+        better, worse = gain.clear and gain.value > 0, gain.clear and gain.value < 0
+        words = f"mAP {_interval(gain, 1, ' points')} {where}"
+    else:
+        assert isinstance(a, Predictions)
+        assert isinstance(b, Predictions)
+        gain, loss = stats.paired_difference(a.correct, b.correct), stats.mean((b.loss - a.loss).tolist())
+        worse = (loss.clear and loss.value > 0) or (gain.clear and gain.value < 0)
+        better = loss.clear and not worse
+        words = f"log loss {_interval(loss, 2)}, accuracy {_interval(gain, 1, ' points')} {where}"
+    return Verdict(gain, better, worse, words)
+
+
+def _interval(estimate: stats.Estimate, digits: int, unit: str = "") -> str:
+    value = f"{estimate.value:+.{digits}f}{unit}"
+    if estimate.low is None or estimate.high is None:
+        return value
+    return f"{value} (95 % interval {estimate.low:+.{digits}f} to {estimate.high:+.{digits}f})"
 
 
 def _answers(path: Path) -> AnyPredictions:
@@ -764,21 +931,21 @@ def _answers(path: Path) -> AnyPredictions:
     return saved[0]
 
 
-def _words(answers: AnyPredictions, crossed: bool) -> str:
+def _words(answers: AnyPredictions, folds: int) -> str:
     """The number that counts, its interval, and on what."""
     estimate = answers.accuracy
     what = "mAP" if isinstance(answers, MultiLabelPredictions) else "accuracy"
     interval = "" if estimate.low is None else f" (95 % interval {estimate.low:.1f} to {estimate.high:.1f})"
-    where = f"in {FOLDS}-fold cross-validation of {len(answers):,}" if crossed else f"on {len(answers):,} held-out"
+    where = f"in {folds}-fold cross-validation of {len(answers):,}" if folds else f"on {len(answers):,} held-out"
     return f"{what} {estimate.value:.1f} %{interval} {where} photos"
 
 
-def _copy(source: Path, output: Path) -> None:
+def _copy(source: Path, output: Path, leave: tuple[str, ...] = ()) -> None:
     """Make the run in `source` the run of the folder."""
     names = [
         *("best.safetensors", "best.token_head.safetensors", "config.yaml", "config.json", "environment.json"),
         *("metrics.jsonl", "classes.json", "batch.jpg", CACHE, "calibration.json", "summary.json"),
     ]
     for name in names:  # the summary last: it says that the run is finished
-        if (source / name).is_file():
+        if name not in leave and (source / name).is_file():
             write_atomically(output / name, (source / name).read_bytes())

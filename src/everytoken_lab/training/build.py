@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from timm.data import resolve_data_config
+from timm.models import group_parameters
 from torch import nn
 
 from everytoken.errors import EverytokenError
@@ -114,6 +115,8 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     offsets = None
     if adjustment := options.model.logit_adjustment:
         offsets = adjustment * torch.from_numpy(log_priors(train_set.labels, len(class_names))).float()
+    if options.model.freeze:
+        freeze_first(backbone, options.model.freeze)
     norm_eval, compiled = options.model.norm_eval, options.model.torchcompile
     mixer = build_mixer(options.mixing)
     step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval, offsets).to(world.device)
@@ -141,6 +144,24 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
         amp=options.optim.amp_dtype if options.optim.amp else "",
     )
     return ClassifierSetup(train_set, val_set, store, step, grid, train_view, eval_view, description, notes)
+
+
+def layer_groups(backbone: Any) -> dict[str, int]:
+    """The layer group of each parameter, as timm counts them: stem, stages or blocks, head."""
+    matcher = getattr(backbone, "group_matcher", None)
+    if matcher is None:
+        raise EverytokenError(f"freeze: {type(backbone).__name__} has no layer groups; leave it out")
+    return {name: int(group) for name, group in group_parameters(backbone, matcher(coarse=True), reverse=True).items()}
+
+
+def freeze_first(backbone: nn.Module, count: int) -> None:
+    """Do not train the parameters of the first `count` layer groups."""
+    groups = layer_groups(backbone)
+    if count > (most := max(groups.values())):
+        raise EverytokenError(f"freeze is {count}, and this network has {most} layer groups before its classifier")
+    for name, parameter in backbone.named_parameters():
+        if groups[name] < count:
+            parameter.requires_grad_(False)
 
 
 def log_priors(labels: np.ndarray, num_classes: int) -> np.ndarray:

@@ -51,6 +51,7 @@ class Classification(Task):
         self.batches_per_epoch = len(self.train_loader)
         self.latest: AnyPredictions | None = None  # of the last validation
         self.score_name = "mAP" if setup.train_set.multi_label else "top-1"
+        self.is_reported = self.is_reported and len(setup.val_set) > 0
 
     @property
     def backbone(self) -> nn.Module:
@@ -86,6 +87,8 @@ class Classification(Task):
 
     def validate(self, module: nn.Module) -> dict[str, float]:
         """Every validation image exactly once, over all processes; "score" is top-1, or mAP if multi-label."""
+        if not len(self.setup.val_set):
+            return {}
         self.latest = self._predictions(module)
         summary = self.latest.summary()
         return {"score": next(iter(summary.values())), **{f"val_{k}": round(v, 4) for k, v in summary.items()}}
@@ -144,7 +147,9 @@ class Classification(Task):
 
     def finish(self, module: nn.Module) -> None:
         """Accuracy of each class, of the last epoch, with averaged weights if there are any."""
-        if self.latest is None and self.world.size == 1:  # a run that was killed after its last checkpoint
+        if (
+            self.latest is None and self.world.size == 1 and self.is_reported
+        ):  # a run that was killed after its last checkpoint
             self.latest = self._predictions(module)
         if self.latest is not None:
             self.folder.write("classes.json", plain_json(self.latest.per_class(self.setup.train_set.class_names)))
@@ -154,14 +159,20 @@ class Classification(Task):
             )
 
 
-def train_with(options: TrainOptions, inputs: Inputs | None = None) -> Run:
-    """Train a classifier as complete options say, or continue the run that their output folder holds."""
+def train_with(options: TrainOptions, inputs: Inputs | None = None, reported: bool = True) -> Run:
+    """Train a classifier as complete options say, or continue the run that their output folder holds.
+
+    Args:
+        reported: whether it ends with a page for people.
+    """
 
     def task(world: World, folder: RunFolder) -> Task:
         setup = build(options, world, inputs)
         for note in setup.notes:
             folder.log(f"note: {note}")
-        return Classification(setup, options, world, folder)
+        built = Classification(setup, options, world, folder)
+        built.is_reported = built.is_reported and reported
+        return built
 
     return run(task, options, options.run.out or default_output(options))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,6 +41,13 @@ class Inputs:
     def __init__(self) -> None:
         self._images: dict[tuple[str, str], DataSet] = {}
         self._weights: dict[str, Weights] = {}
+        self._only: str | None = None
+
+    def only(self, part: Literal["train", "held out", "all"]) -> Inputs:
+        """The same, with this part of the images (of undivided data) to train on and nothing to validate on."""
+        other = Inputs()
+        other._images, other._weights, other._only = self._images, self._weights, part
+        return other
 
     def weights(self, source: str, model: str = "") -> Weights:
         """As `open_weights`."""
@@ -60,9 +67,13 @@ class Inputs:
             fraction = DEFAULT_VAL_SPLIT
             notes.append(f"{options.data} has no validation images: 10 % of each class are held out (val_split)")
         if fraction:
-            train, val = datasets.hold_out(self._open(options.data, "undivided"), options.data, fraction)
+            whole = self._open(options.data, "undivided")
+            train, val = datasets.hold_out(whole, options.data, fraction)
+            train = {None: train, "train": train, "held out": val, "all": whole}[self._only]
         else:
             train, val = self._open(options.data, "train"), self._open(options.data, "val")
+        if self._only is not None:
+            val = val.subset([])
         train, val, more = _chosen(options, train, val)
         return train, val, notes + more
 
