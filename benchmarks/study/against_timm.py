@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 ROWS = Path(__file__).with_name("against-timm.jsonl")
 DATASETS, SIZES, SEEDS = ("flowers", "caltech", "grocery"), (8, 20), (1, 2, 3)
@@ -235,7 +236,7 @@ def ours(cell: Cell) -> dict[str, Any]:
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - started
     if log.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.stdout}{log.stderr}")
-    story = json.loads((output / "auto.json").read_text())
+    story, config = json.loads((output / "auto.json").read_text()), yaml.safe_load((output / "config.yaml").read_text())
     numbers = {name: number for number, name in enumerate(cell.classes)}
     answers = {}
     for name, source in (("answers", output), ("linear", output / "linear")):
@@ -250,7 +251,8 @@ def ours(cell: Cell) -> dict[str, Any]:
         "answers": answers["answers"],
         "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "wall": round(wall, 1),
-        "chosen": f"{story['result']['kept']}, {story['backbone'].removeprefix('registry:')} at {story['img_size']} px",
+        "chosen": f"{story['result']['kept']}, {config['model'].removeprefix('tf_')} at {config['img_size']} px",
+        "mix": config.get("mix", 0.0),
         "linear_top1": round(100 * float((answers["linear"] == truth).mean()), 2),
         "estimate": round(story["result"]["top1"], 2),
     }

@@ -188,7 +188,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     assert len(auto_module._answers(run.path / "linear/on-held-out.npz")) == len(whole)
     for number, half in enumerate(halves, 1):
         log = (run.path / f"fold-{number}/log.txt").read_text()
-        assert f"images: {len(half)} training, 0 validation" in log
+        assert f"data: {len(half)} training and 0 validation" in log
 
 
 @pytest.mark.parametrize("divided", [True, False])
@@ -210,7 +210,7 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
         assert torch.allclose(value.float(), (before[name].float() + after[name].float()) / 2, atol=1e-6), name
     # the number: of the model that has not seen these photos
     if not divided:
-        assert "images: 38 training, 0 validation" in (run.path / "fine-tuned/log.txt").read_text()
+        assert "data: 38 training and 0 validation" in (run.path / "fine-tuned/log.txt").read_text()
         assert "in 2-fold cross-validation of 38 photos; models of cross-validation saw 50 %" in content["text"]
         assert main(["eval", str(run.path), "--workers", "0", "--device", "cpu"]) == 2
         assert "trained on all of its photos" in capsys.readouterr().err
