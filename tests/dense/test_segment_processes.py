@@ -19,7 +19,7 @@ def test_two_processes_share_the_validation_and_the_weights_give_its_numbers(
         *("--workers", "0", "--threads", "1", "--device", "cpu", "--out", str(out)),
     ]
     assert [program.wait(500) for program in start_ranks(2, *words)] == [0, 0]
-    assert "global batch 4" in (out / "log.txt").read_text()
+    assert "2 processes x 1 accumulated = 4" in (out / "log.txt").read_text()
     best = json.loads((out / "summary.json").read_text())["best"]["score"]
     assert main(["segment", "eval", str(out), str(shapes), "--device", "cpu", "-j", "0", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
