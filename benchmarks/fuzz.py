@@ -529,7 +529,7 @@ def coco(count: int, rng: random.Random, work: Path) -> Iterator[Trial]:
         assert isinstance(data, InstanceSet)
         for i in range(len(data)):
             with suppress(ImageError):
-                data.check_size(i, data.picture(i))
+                data.check_size(i, data.picture(i).size, data.size(i), data.name)
             for k in data.objects(i):
                 mask = data.run_lengths(i, k)
                 if mask["size"] != [*data.size(i)[::-1]]:

@@ -159,6 +159,7 @@ def test_layouts_are_found(data, tmp_path):
         (lambda c: c["images"][0].update(file_name="../0.png"), r"image 100 names the file '\.\./0\.png'"),
         (lambda c: c["images"][0].update(file_name="/etc/passwd"), "names the file '/etc/passwd'"),
         (lambda c: c["images"][0].update(file_name="C:\\a.png"), "names the file"),
+        (lambda c: c["images"][0].update(file_name="é" * 300), "lists the image 'é+', which is not in"),
         (lambda c: c["images"][0].update(width=0), r"images\.0\.width is 0"),
         (lambda c: c["images"][0].pop("height"), r"images\.0\.height' is missing"),
         (lambda c: c["annotations"][0].update(bbox="all"), r"annotations\.0\.bbox is 'all'"),

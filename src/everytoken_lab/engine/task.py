@@ -4,7 +4,7 @@ classify, segment and detect are subclasses; `loop.run` trains any of them:
 
     class Detection(Task):
         def __init__(self, ..., options, world, folder):
-            super().__init__(DetectStep(detector), options, world, folder)
+            super().__init__(DenseStep(detector), options, world, folder)
             self.train_loader = self.loader(train_set, None, options.dataset.batch_size, train=True)
             self.batches_per_epoch = len(self.train_loader)
         def train_batches(self, epoch, start): ...

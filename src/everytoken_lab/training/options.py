@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-Probability = Annotated[float, Interval(ge=0, le=1)]
+Chance = Annotated[float, Interval(ge=0, le=1)]
 Scale = Annotated[float, Interval(gt=0, lt=100)]
 
 

@@ -13,6 +13,7 @@ canvas that holds the largest. Crop, short side and flip are keyed by (seed, epo
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +112,7 @@ class InstanceSet(TargetSet):
             value, count = Counter[Any](values).most_common(1)[0] if values else ("", 0)
             if count > 1:
                 raise DataError(f"{path}: two {what} {value!r}")
-        missing = [file for file in files if not (folder / file).is_file()]
+        missing = [file for file in files if not os.path.isfile(folder / file)]  # of any name
         if missing:
             more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(

@@ -9,7 +9,7 @@ import tyro
 from annotated_types import MinLen
 
 from everytoken_lab.engine.options import BatchOptions, Fraction, OptimOptions, Positive
-from everytoken_lab.training.options import DenseOptions, EvaluateOptions, PredictOptions, Probability, Scale
+from everytoken_lab.training.options import Chance, DenseOptions, EvaluateOptions, PredictOptions, Scale
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class DetectAugment:
     """Short sides, one of which is drawn for each image."""
     longest: Positive = 1333
     """The long side is at most this; the short side is then smaller than drawn."""
-    hflip: Probability = 0.5
+    hflip: Chance = 0.5
     """Chance of a left-right flip."""
-    crop: Probability = 0.5
+    crop: Chance = 0.5
     """Chance of a random crop before the resize, as in Swin's set-up: of an image with a short side of 400, 500 or 600
     pixels, 384 to 600 of each side."""
 
@@ -89,9 +89,9 @@ class FindOptions:
     """Short side of the image. [800, or the largest of training if that is smaller]"""
     max_size: Positive | None = None
     """The long side is at most this. [as in training]"""
-    score_thresh: Probability | None = None
+    score_thresh: Chance | None = None
     """Drop objects with a lower score. [0.05]"""
-    nms_thresh: Probability | None = None
+    nms_thresh: Chance | None = None
     """Of two boxes of a class that overlap by more than this IoU, only the one with the higher score is kept. [0.5]"""
     max_detections: Positive | None = None
     """Objects per image. [100]"""
@@ -133,6 +133,6 @@ class DetectEval(EvaluateOptions):
 class DetectPredict(PredictOptions):
     """Options of `predict`."""
 
-    sure: Probability = 0.5
+    sure: Chance = 0.5
     """Draw and count objects with at least this score; the file has all objects above score_thresh."""
     find: tyro.conf.OmitArgPrefixes[FindOptions] = field(default_factory=FindOptions)

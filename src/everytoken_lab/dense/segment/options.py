@@ -7,23 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from everytoken_lab.engine.options import (
-    Amount,
-    BatchOptions,
-    Fraction,
-    NotNegative,
-    OptimOptions,
-    Positive,
-    RunOptions,
-)
-from everytoken_lab.training.options import (
-    DenseOptions,
-    EvaluateOptions,
-    PredictOptions,
-    Probability,
-    Scale,
-    SourceOptions,
-)
+from everytoken_lab.engine.options import BatchOptions, Fraction, NotNegative, OptimOptions, Positive, RunOptions
+from everytoken_lab.training.options import Chance, DenseOptions, EvaluateOptions, PredictOptions, Scale, SourceOptions
 
 
 @dataclass(frozen=True)
@@ -38,7 +23,7 @@ class DecoderOptions:
     """3x3 convolutions of an FCN head."""
     dropout: Fraction = 0.1
     """Dropout of channels before the classifier."""
-    aux_weight: Amount = 0.4
+    aux_weight: float = 0.4
     """Weight of the auxiliary FCN head's loss; 0: no such head."""
     aux_channels: NotNegative = 0
     """Channels inside the auxiliary head; 0: 256."""
@@ -78,11 +63,11 @@ class SegmentAugment:
     """The short side of an image before the random scale; 0: the crop's side."""
     scale: tuple[Scale, Scale] = (0.5, 2.0)
     """Random scale, on top of resize."""
-    hflip: Probability = 0.5
+    hflip: Chance = 0.5
     """Chance of a left-right flip."""
     photometric: bool = True
     """Random brightness, contrast, saturation and hue."""
-    cat_max_ratio: Amount = 0.75
+    cat_max_ratio: Chance = 0.75
     """Look for a crop in which no class covers more than this (ten attempts); 1: take the first."""
 
 
