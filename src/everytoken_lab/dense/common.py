@@ -187,10 +187,6 @@ class DenseTask(Task):
         """An empty score for the validation images."""
         raise NotImplementedError
 
-    def network_words(self) -> str:
-        """The network in a few words."""
-        raise NotImplementedError
-
     def truth(self, pixels: np.ndarray, batch: Batch, i: int) -> Row:
         """Image i of a batch, uint8 [H, W, 3], and what is to be found in it."""
         raise NotImplementedError
@@ -229,7 +225,6 @@ class DenseTask(Task):
         return {
             "data": f"{len(self.train_set):,} training and {len(self.val_set):,} validation images",
             "classes": f"{len(self.info.class_names):,}",
-            "model": self.network_words(),
         }
 
     def picture(self, batch: Batch) -> Image.Image:

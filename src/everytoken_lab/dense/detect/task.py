@@ -82,10 +82,11 @@ class DetectTask(DenseTask):
         photo = fit_photo(Image.fromarray(pixels), SIDE)
         return Row("", [Panel("image", photo), Panel(f"{len(names)} objects", shown)])
 
-    def network_words(self) -> str:
+    def facts(self) -> dict[str, str]:
         options, sizes = self.options.detector, self.options.augment.sizes
         kind = {"cascade": "Cascade ", "mask": ""}[options.detector] + ("Mask R-CNN" if options.masks else "R-CNN")
-        return f"{kind} on {self.info.backbone.architecture}, short side {min(sizes)} to {max(sizes)}"
+        model = f"{kind} on {self.info.backbone.architecture}, short side {min(sizes)} to {max(sizes)}"
+        return {**super().facts(), "model": model}
 
 
 train = partial(train_dense, DetectTask)

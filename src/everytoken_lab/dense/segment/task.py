@@ -59,9 +59,9 @@ class SegmentTask(DenseTask):
         painted, legend = class_picture(photo, mask, np.ones(mask.shape), names.__getitem__, ClassColours(names))
         return Row("", [Panel("image", photo), Panel("mask", painted)], legend)
 
-    def network_words(self) -> str:
+    def facts(self) -> dict[str, str]:
         head, side = self.options.decoder.head, self.options.augment.crop_size
-        return f"{self.info.backbone.architecture} + {head} on crops of {side}"
+        return {**super().facts(), "model": f"{self.info.backbone.architecture} + {head} on crops of {side}"}
 
 
 train = partial(train_dense, SegmentTask)
