@@ -187,12 +187,12 @@ def test_names_are_no_formulas_and_no_markup(photos, tmp_path, capsys):
         assert not any(cell.startswith(("=", "@")) for cell in cells)
 
 
-def test_markup_in_class_names_is_shown_as_it_is(capsys):
+def test_markup_in_class_names_is_shown_as_it_is_and_a_loss_may_be_no_number(capsys):
     from everytoken_lab.cli.eval import _print
     from everytoken_lab.engine.accuracy import Predictions
     from everytoken_lab.evaluation.run import Evaluation
 
-    predictions = Predictions(np.arange(2), np.array([0, 1]), np.array([[1], [1]]), np.ones(2), np.zeros(2))
+    predictions = Predictions(np.arange(2), np.array([0, 1]), np.array([[1], [1]]), np.ones(2), np.array([0.5, np.nan]))
     result = Evaluation(predictions.summary(), predictions, ["[/red]", "[bold]x"], ["a", "b"])
     _print(result, "[/blue] on data")
     text = capsys.readouterr().out

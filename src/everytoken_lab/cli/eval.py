@@ -97,7 +97,7 @@ def _print(result: Evaluation, title: str) -> None:
     for key, value in result.numbers.items():
         if key == "ece" and len(result.predictions) < ENOUGH:
             continue
-        text = f"{value:.2f} %" if key in _LABELS else f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
+        text = f"{value:.2f} %" if key in _LABELS else f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3f}"
         if key in ("top1", "mAP"):
             text += f"  (95 % interval {result.top1.low:.2f} to {result.top1.high:.2f})"
         facts[_LABELS.get(key, key.replace("_per_second", "/s").replace("_", " "))] = text

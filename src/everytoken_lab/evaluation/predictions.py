@@ -106,7 +106,8 @@ class ImagePredictions(Sequence[ImagePrediction]):
         stems = result_stems(root, names, Path(folder), [".jpg"])
         files = []
         for image, name in zip(self.images, names, strict=True):
-            location = _located(image)
+            if (location := image.location) is None:
+                raise EverytokenError("the predictions have no locations; predict with locate=True.")
             pixels = np.asarray(Picture(image.path, image.path).upright())
             caption = f"{shown_name(image.answer)} {image.probabilities[0]:.0%}"
             box, mask = np.array([location.pixels]), location.mask()
@@ -115,12 +116,6 @@ class ImagePredictions(Sequence[ImagePrediction]):
             write_picture(file, object_overlay(pixels, box, [caption], [mask], side), quality=88)
             files.append(file)
         return files
-
-
-def _located(image: ImagePrediction) -> Location:
-    if image.location is None:
-        raise EverytokenError("the predictions have no locations; predict with locate=True.")
-    return image.location
 
 
 def _locations(
