@@ -113,6 +113,19 @@ def test_what_is_wrong_is_named(weights, tmp_path, capsys):
     assert "device is 'gpu'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["eval", "predict", "explain"])
+def test_answers_that_are_no_numbers_are_told(command, photos, weights, tmp_path, capsys):
+    state = load_file(weights)
+    state["head.bias"][0] = float("nan")
+    about = Description("test_vit", {"num_classes": 3, "img_size": 32}, NAMES, img_size=(32, 32))
+    save_file(state, tmp_path / "nan.safetensors", metadata=about.to_metadata())
+    image = next((photos / "val").rglob("*.png"))
+    more = ["--out", str(tmp_path / "out"), "--device", "cpu"] if command == "explain" else FAST
+    data = photos if command == "eval" else image
+    assert main([command, str(tmp_path / "nan.safetensors"), str(data), *more]) == 2
+    assert "not finite numbers" in capsys.readouterr().err
+
+
 def test_names_that_are_not_unicode_are_spelt_out(photos, weights, tmp_path):
     (tmp_path / "odd").mkdir()
     shutil.copy(next((photos / "val").rglob("*.png")), os.fsencode(tmp_path / "odd") + b"/\xff.png")

@@ -25,6 +25,7 @@ from everytoken_lab.models.open import Description, OpenModel
 
 FILE = "calibration.json"
 FEWEST, MOST = 20, 1000  # images to calibrate on
+NOT_FINITE = "the model's answers are not finite numbers: its weights are damaged, or mixed precision overflows (amp)."
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def calibrated(opened: OpenModel, options: InferenceOptions) -> tuple[OpenModel,
 
 def probabilities(info: Description, logits: Tensor) -> Tensor:
     """What people are shown, [..., K]: with the temperature of the calibration, if there is one."""
+    if not logits.isfinite().all():
+        raise EverytokenError(NOT_FINITE)
     scaled = logits.float() / (1.0 if info.calibration is None else info.calibration.temperature)
     return scaled.sigmoid() if info.multi_label else scaled.softmax(-1)
 

@@ -38,6 +38,7 @@ from everytoken_lab.engine.accuracy import (
 from everytoken_lab.engine.distributed import pick_device
 from everytoken_lab.engine.held_out import open_part
 from everytoken_lab.evaluation import EvalOptions, InferenceOptions, Progress
+from everytoken_lab.evaluation.calibrated import NOT_FINITE
 from everytoken_lab.models.inference import faster
 from everytoken_lab.models.onnx import OnnxModel
 from everytoken_lab.models.open import Description, OpenModel, open_model
@@ -222,7 +223,10 @@ class Inference:
             parts.append(predictions_of(batch.indices, truth, chosen))
             if keep is not None:
                 keep(batch.indices, truth, chosen)
-        return join_predictions(parts)
+        predictions = join_predictions(parts)
+        if not np.isfinite(predictions.confidence).all():
+            raise EverytokenError(NOT_FINITE)
+        return predictions
 
 
 def _many_labels(labels: Tensor, numbers: Tensor, logits: Tensor) -> Tensor:
