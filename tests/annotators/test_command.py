@@ -13,7 +13,7 @@ FUNCTION = """
 import torch
 
 def score(images):
-    assert 0 <= images.min() and images.max() <= 1
+    assert 0 <= images.min() and images.max() <= 1 and images.is_contiguous()
     return torch.nn.functional.avg_pool2d(images, 8).permute(0, 2, 3, 1) * 10
 
 score.class_names = ["red", "green", "blue"]
@@ -84,6 +84,7 @@ def test_running_it_again_does_nothing_and_says_so(here, capsys):
         (["--annotator", "nonsense"], "there is no annotator"),
         (["--annotator", "fit", "--folds", "1"], "folds is 1"),
         (["--annotator", "fit", "--batch-size", "0"], "batch_size is 0"),
+        (["--annotator", "fit", "--val-split", "1"], "val_split is 1.0"),
         (["--annotator", "fit", "--img-size", "1", "2", "3"], "img_size is (1, 2, 3)"),
         (["--annotator", "fit", "--img-size", "0"], "img_size is 0"),
     ],

