@@ -91,9 +91,9 @@ MINUTES = 20.0
 """The default budget."""
 MOST_EPOCHS, FEWEST_EPOCHS = 30, 2
 USUAL_UPDATES, FEWEST_UPDATES = 100, 40
-"""Of fine-tuning, whatever that is in epochs: with 24 updates, 2.3 points were lost on the linear head (one seed)."""
+"""Of fine-tuning, whatever that is in epochs."""
 LEAD = 0.04
-"""Fine-tuning rarely gains more than this on a linear head, so a backbone that is further behind is not fine-tuned."""
+"""A backbone whose linear head is further behind the best one (besides chance) is not fine-tuned."""
 IMBALANCE, ADJUSTMENT = 1.5, 0.5
 """Largest class / smallest class from which on large classes are preferred less, and by how much (docs/photos.md)."""
 MIXES = (0.5, 0.75, 1.0)
