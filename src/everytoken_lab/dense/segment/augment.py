@@ -2,8 +2,7 @@
 
 The papers' set-up, which is Swin's: the short side becomes 512 (the long side at most four times that), times a random
 factor in 0.5..2; of ten attempts the first 512 x 512 crop in which no class covers more than 75 %; what lies outside of
-the image has the mean colour and is ignored. The pixels are made from the source once, and the mask is sampled through
-the same placement.
+the image has the mean colour and is ignored. Pixels and mask are sampled through one placement.
 
 Photometric distortion (Liu et al. 2016, SSD): each with a chance of one half, brightness shifted by up to 32, contrast
 multiplied by 0.5..1.5 (before or after the others), saturation multiplied by 0.5..1.5, hue turned by up to 36 degrees.
@@ -26,12 +25,10 @@ LONGEST = 4  # the long side of an image, in short sides of the network's
 
 
 class SegmentTransform:
-    """A random crop of an image and its mask; outside of the image, `fill` and `ignored`."""
+    """A random crop of an image and its mask; outside of the image, `fill` and -1."""
 
-    def __init__(
-        self, options: SegmentAugment, fill: tuple[int, int, int] = (124, 116, 104), ignored: int = -1
-    ) -> None:
-        self.options, self.fill, self.ignored = options, fill, ignored
+    def __init__(self, options: SegmentAugment, fill: tuple[int, int, int] = (124, 116, 104)) -> None:
+        self.options, self.fill = options, fill
 
     def __call__(
         self, picture: Picture, mask: np.ndarray, rng: np.random.Generator
@@ -57,14 +54,14 @@ class SegmentTransform:
             pixels = distort(pixels, rng).copy()
             beyond = sample_mask(np.zeros(mask.shape, np.int8), placement, (side, side), 1)
             pixels[beyond.astype(bool)] = self.fill
-        return pixels, sample_mask(mask, placement, (side, side), self.ignored), placement
+        return pixels, sample_mask(mask, placement, (side, side), -1), placement
 
     def _varied(self, mask: np.ndarray, matrix: pl.Affine) -> bool:
         """Whether a crop shows two classes or more, none of which covers too much of it."""
         side = self.options.crop_size
         placement = pl.from_pixels(matrix, (side, side), mask.shape[::-1])
-        crop = sample_mask(mask, placement, (side, side), self.ignored)[::2, ::2]  # a quarter of the pixels will do
-        counts = np.bincount(crop[crop != self.ignored])
+        crop = sample_mask(mask, placement, (side, side), -1)[::2, ::2]  # a quarter of the pixels will do
+        counts = np.bincount(crop[crop >= 0])
         counts = counts[counts > 0]
         return len(counts) > 1 and bool(counts.max() < self.options.cat_max_ratio * counts.sum())
 
