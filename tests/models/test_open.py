@@ -251,6 +251,14 @@ def _local_only(create):
     return checked
 
 
+@pytest.mark.parametrize("wrong", [{"num_classes": "many"}, {"label_names": 5}, {"pretrained_cfg": [1]}])
+def test_a_wrong_config_of_a_folder_is_refused_in_words(tmp_path, wrong):
+    config = {"architecture": "test_vit", "num_classes": 3, "pretrained_cfg": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **wrong}))
+    with pytest.raises(EverytokenError, match=str(tmp_path)):
+        open_model(f"local-dir:{tmp_path}")
+
+
 def test_broken_descriptions_are_refused_in_words(tmp_path):
     path = tmp_path / "weights.safetensors"
     save_file({"x": torch.zeros(1)}, path, {"everytoken": "{"})

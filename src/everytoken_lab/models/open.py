@@ -487,7 +487,8 @@ def _hub_weights(name: str) -> Weights:
 
 def _published(source: str, name: str, info: Description, config: Mapping[str, Any]) -> Weights:
     """Weights that timm itself loads into the model `name`."""
-    count, labels = int(config.get("num_classes") or 0), config.get("label_names")
+    count = schema.parse(int, config.get("num_classes") or 0, f"{source}, num_classes")
+    labels = schema.parse(list[Any], config.get("label_names") or [], f"{source}, label_names")
     subset = infer_imagenet_subset(dict(config))
     classes = imagenet_classes(subset) if subset else ClassList(count)
     if labels and len(labels) == count:
