@@ -121,9 +121,8 @@ def speed(annotator: Annotator, data: DataSet, batch_size: int, repeats: int) ->
     reader = ImageReader(data, store_order(data), annotator.preprocessing)
     spans = [range(i, min(i + batch_size, len(data))) for i in range(0, len(data), batch_size)]
     decoded = [reader.__getitems__(span) for span in spans]
-    kept = Answered(annotator.name, annotator.preprocessing, annotator.classes, {}, annotator.network).remember(
-        annotator, decoded
-    )
+    kept = Answered(annotator.name, annotator.preprocessing, annotator.classes, {}, annotator.network)
+    kept.remember(annotator, decoded)
     ways: dict[str, Callable[[], object]] = {
         "bare network": lambda: bare(annotator, decoded, False),
         "the job's own work": lambda: job(kept, data, decoded),

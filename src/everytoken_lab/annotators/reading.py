@@ -8,6 +8,7 @@ leaves a black place in its batch; it is reported in `failures`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,8 +77,5 @@ def read_batches(
     reader: ImageReader, spans: Iterable[Sequence[int]], workers: int, pin: bool = False
 ) -> Iterator[ImageBatch]:
     """The batch of each span of positions, decoded ahead by `workers` processes (0: in this one, when asked for)."""
-    ahead = Workers(reader, spans, workers, pin, ahead=2)
-    try:
+    with closing(Workers(reader, spans, workers, pin, ahead=2)) as ahead:
         yield from ahead
-    finally:
-        ahead.close()
