@@ -151,11 +151,9 @@ def run_command(*words: str) -> str:
     from everytoken_lab import cli
 
     out = io.StringIO()
-    plain = cli._run_module
-
     with redirect_stdout(out), redirect_stderr(out):
         try:
-            code = cli.dispatch("everytoken", cli.GROUPS, list(words), plain, ())
+            code = cli._run_module(words[0], list(words[1:]), f"everytoken {words[0]}")
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 2
     if code not in (0, None, 1, 2):

@@ -65,7 +65,10 @@ def data_address(image: Image.Image) -> str:
     """An image as `data:` text; small ones stay exact, larger ones become JPEG."""
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     file, kind = io.BytesIO(), "png" if max(image.size) <= 64 else "jpeg"
-    image.save(file, kind, optimize=True, quality=82)
+    if kind == "png":
+        image.save(file, "PNG", optimize=True)
+    else:
+        image.save(file, "JPEG", optimize=True, quality=82)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
