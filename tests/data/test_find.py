@@ -82,6 +82,9 @@ def test_folders_zips_and_tars_of_the_same_tree_are_the_same_data_set(tmp_path, 
     assert len(open_dataset(make(tmp_path), "val")) == 1
     again = pickle.loads(pickle.dumps(data))
     assert again.open_bytes(3) == data.open_bytes(3)
+    some = data.subset([3, 1]).subset([1])
+    assert (some.key(0), some.label(0), some.open_bytes(0)) == ("cat/deep/er/2.JPEG", 0, jpeg(20))
+    assert "2.JPEG" in some.where(0)
 
 
 def test_a_split_has_the_same_keys_whether_it_is_named_itself_or_through_its_parent(tmp_path):

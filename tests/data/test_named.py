@@ -47,6 +47,9 @@ def test_torchvision_data_sets_open_by_name(tmp_path):
     pickle.loads(pickle.dumps(train)).load(0)
     held = open_dataset(f"torchvision:MNIST:{tmp_path}", "val", val_split=0.4)
     assert 0 < len(held) < 6
+    some = train.subset([5, 2])
+    assert (some.key(1), some.label(1)) == ("train/00000002", train.label(2))
+    assert some.open_bytes(1) == train.open_bytes(2)
     refuse("Did you mean 'MNIST'", f"torchvision:MINST:{tmp_path}")
     refuse("is not in.*download", f"torchvision:CIFAR10:{tmp_path}")
     refuse("name the folder that holds it: torchvision:CIFAR10:FOLDER", f"torchvision:CIFAR10:{tmp_path}")
@@ -106,6 +109,8 @@ def test_hugging_face_data_sets_open_by_name(monkeypatch):
     assert data.open_bytes(3) == jpeg(3)
     assert data.load(3).size == (12, 10)
     assert data.key(3) == "train/00000003"
+    some = data.subset([5, 3])
+    assert (some.key(1), some.open_bytes(1)) == ("train/00000003", jpeg(3))
     with pytest.raises(ImageError, match="hf:owner/animals, train image 4"):
         data.load(4)
     assert open_dataset("hf:owner/animals", "val").key(1) == "test/00000001"

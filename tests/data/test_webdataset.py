@@ -73,5 +73,7 @@ def test_mistakes_in_shards_are_explained(tmp_path):
     refuse("make them all alike", tmp_path / "d.tar")
     shard(tmp_path / "e.tar", [("1.jpg", jpeg()), ("1.cls", b"3")])
     refuse("'number 3' is not one of the 1 classes", tmp_path / "e.tar", class_list=["only"])
+    shard(tmp_path / "g.tar", [("1.jpg", jpeg()), ("1.cls", b"-1")])
+    refuse("'number -1' is not one of the 0 classes", tmp_path / "g.tar")
     shard(tmp_path / "f.tar", [("1.jpg", jpeg()), ("1.json", b'{"caption": "x"}')])
     refuse("no field 'label'", tmp_path / "f.tar")
