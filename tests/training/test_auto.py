@@ -123,7 +123,7 @@ def test_the_kept_model_is_compared_on_photos_that_neither_has_seen(result):
     rival = auto_module._answers(result.path / "linear/on-held-out.npz")
     assert content["gain"][0] == pytest.approx(content["fine-tuned"] - rival.accuracy.value)
     kept = result.path / content["kept"] / "best.safetensors"
-    if content["kept"] == "linear" or content["mix"] == 1:
+    if content["kept"] == "linear":
         assert (result.path / "best.safetensors").read_bytes() == kept.read_bytes()
     assert content["text"] in (result.path / "log.txt").read_text()
     assert (result.path / "report.html").is_file()
@@ -158,11 +158,11 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     folder, weights, tmp_path, monkeypatch
 ):
     fitted: list[set[str]] = []
-    real = auto_module.fit_features
+    real = auto_module._head
     monkeypatch.setattr(
         auto_module,
-        "fit_features",
-        lambda features, data, **k: (fitted.append(set(data.keys())), real(features, data, **k))[1],
+        "_head",
+        lambda choice, data, rows: (fitted.append({data.key(i) for i in rows}), real(choice, data, rows))[1],
     )
     listed = tmp_path / "exclude.txt"
     listed.write_text("class-0/photo.0.png\tblurred\n")
@@ -182,7 +182,7 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
     whole = Inputs().undivided(tuning)
     assert set(halves[0].keys()) | set(halves[1].keys()) == set(whole.keys())
     assert set(halves[0].keys()).isdisjoint(halves[1].keys())
-    assert fitted[-2:] == [set(half.keys()) for half in halves]
+    assert fitted == [set(half.keys()) for half in halves]
     assert len(set(whole.keys()) & {"class-1/again.png", "class-1/photo.0.png"}) == 1
     assert not {"class-2/broken.png", "class-0/photo.0.png"} & set(whole.keys())
     assert len(auto_module._answers(run.path / "linear/on-held-out.npz")) == len(whole)
@@ -195,13 +195,13 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
 def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_twin(
     folder, weights, tmp_path, monkeypatch, divided, capsys
 ):
-    monkeypatch.setattr(auto_module, "MIXES", (0.5,))
+    monkeypatch.setattr(auto_module, "MIX", 0.5)
     better = auto_module.Verdict(stats.Estimate(5.0, 1.0, 9.0), True, False, "by far")
     monkeypatch.setattr(auto_module, "compared", lambda *_: better)
     data = folder if divided else folder / "train"
     run = train(data, weights=weights, out=str(tmp_path / "run"), epochs=2, minutes=5, lr=0.01, **QUIET)
     content = story(run)["result"]
-    assert (content["kept"], content["mix"], content["cross-validated"]) == ("fine-tuned", 0.5, not divided)
+    assert (content["kept"], content["cross-validated"]) == ("fine-tuned", not divided)
     # the weights: the mean of those before and after
     before, after = (load_file(run.path / name) for name in ("start.safetensors", "fine-tuned/best.safetensors"))
     kept = load_file(run.path / "best.safetensors")
@@ -215,7 +215,7 @@ def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_tw
         assert main(["eval", str(run.path), "--workers", "0", "--device", "cpu"]) == 2
         assert "trained on all of its photos" in capsys.readouterr().err
     tuning = auto_module._fine_tuning(run.path, TrainOptions())
-    twins = auto_module._judge(run.path, 0.5, tuning, Inputs(), crossed=not divided)
+    twins = auto_module._judge(run.path, tuning, Inputs(), crossed=not divided)
     predicted = predict_run(read_run(run.path), "cpu")
     assert len(twins.answers) == (12 if divided else 38)
     assert predicted.predictions.correct.tolist() == twins.answers.correct.tolist()

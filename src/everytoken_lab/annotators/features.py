@@ -330,7 +330,9 @@ def choose_backbone(
     def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
         features = compute_features(subset, backbone, cache, digests=some, workers=workers)
         fit = fit_features(features, subset, folds, seed)
-        training = (2 if backbone.model.family.layout == "nchw" else 3) * _seconds_per_image(backbone, backbone.pooled)
+        training = (1.5 if backbone.model.family.layout == "nchw" else 3) * _seconds_per_image(
+            backbone, backbone.pooled
+        )
         tried.append((Trial(candidate, fit.accuracy, fit.loss, rate, training, len(fit.labels)), backbone, fit))
         what = "mAP" if data.multi_label else "accuracy"
         logger.info(f"{candidate}: {what} {fit.accuracy:.1%} in cross-validation of {len(fit.labels):,} photos")

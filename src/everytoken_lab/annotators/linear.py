@@ -18,6 +18,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -125,8 +126,6 @@ def fit_linear(
         features: [n, D]. labels: [n], or [n, K] of multi-label images. fold: [n], see `stratified_folds`.
         strength: of the penalty; 0: chosen.
     """
-    from threadpoolctl import threadpool_limits
-
     x, y = np.asarray(features, dtype=np.float64), np.asarray(labels, dtype=np.int64)
     with threadpool_limits(1) if x.size * num_classes < _SMALL else nullcontext():
         strength = strength or _choose_strength(x, y, num_classes, fold)
@@ -137,6 +136,13 @@ def fit_linear(
     for number, one in enumerate(fold_heads):
         out[fold == number] = one(torch.from_numpy(x[fold == number]).float()).numpy()
     return LinearFit(head, fold_heads, fold, out, y, strength)
+
+
+def fit_head(features: np.ndarray, labels: np.ndarray, num_classes: int, strength: float) -> LinearHead:
+    """The head alone, with a penalty that is known."""
+    x, y = np.asarray(features, dtype=np.float64), np.asarray(labels, dtype=np.int64)
+    with threadpool_limits(1) if x.size * num_classes < _SMALL else nullcontext():
+        return _Problem(x, y, num_classes).solve(strength)
 
 
 def _folds(x: np.ndarray, y: np.ndarray, num_classes: int, fold: np.ndarray) -> list[_Problem]:
