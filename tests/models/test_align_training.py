@@ -14,6 +14,8 @@ from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import everytoken as et
+from everytoken.errors import EverytokenError
 from everytoken.functional.shares import aligned_cross_entropy
 from everytoken.mixing.mix import Mix
 from everytoken.models import TokenModel
@@ -334,3 +336,15 @@ def test_two_processes_train_as_one():
     wanted = grads[names.index("blocks.0.attn.qkv.weight")].norm().item()
     assert found[0][2] == pytest.approx(wanted, rel=1e-4)
     assert found[0][2] == found[1][2]
+
+
+def test_a_mix_of_tokens_needs_a_model_that_mixes_them():
+    images, mix = et.MixToken()(batch()[0], grid=(4, 4))
+    plain = make()
+    model = TokenModel(plain)
+    for unmixed in (plain, model):
+        with pytest.raises(EverytokenError, match="called with the mix"), et.aligned(unmixed, mix):
+            unmixed(images)
+    with et.aligned(model, mix) as shares:
+        model(images, mix)
+    assert shares.shares.image.shape == (B,)

@@ -158,7 +158,7 @@ class Aligner:
                 module = self.backbone.get_submodule(embed)
                 builder.before(module, _start_on_pixels)
                 self._from_pixels = builder.attach_embedding(module, embed)
-                builder.handles.append(module.register_forward_hook(_TokensStart(state, self.family)))
+                builder.handles.append(module.register_forward_hook(_TokensStart(state, self.family, self.backbone)))
             builder.attach(self.backbone, "", HEADS)
         except Exception:
             builder.remove()
@@ -212,6 +212,7 @@ class Aligner:
         state.mask, state.ratio = mask.expand(ratio.shape[0], -1, -1), ratio
         tokens_mixed = tokens is not None or getattr(mix, "level", "pixels") == "tokens"
         state.on_pixels = self.is_map or (self._from_pixels and not tokens_mixed)
+        state.wants_mixing = tokens_mixed and isinstance(mix, Mix)
 
     def _end(self) -> Shares:
         shares, grid, history = self.state.shares, self.state.grid, tuple(self.state.history)
@@ -247,14 +248,17 @@ def _start_on_pixels(state: ShareState, shares: Tensor, module: nn.Module, args:
 class _TokensStart:
     """Forward hook: the patches are embedded, every one gets its share, unless it was followed from the pixels."""
 
-    def __init__(self, state: ShareState, family: Family) -> None:
-        self.state = state
-        self.family = family
+    def __init__(self, state: ShareState, family: Family, backbone: nn.Module) -> None:
+        self.state, self.family = state, family
+        parent, _, self.name = (family.embed or "").rpartition(".")
+        self.siblings = backbone.get_submodule(parent)._modules
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         state = self.state
         if state.mask is None:
             return
+        if state.wants_mixing and self.siblings[self.name] is module:  # nothing stands in for it that mixes its tokens
+            raise EverytokenError("a TokenModel mixes tokens if it is called with the mix: model(images, mix)")
         with torch.no_grad(), torch.autocast(state.mask.device.type, enabled=False):
             shares = state.shares
             if shares is None:

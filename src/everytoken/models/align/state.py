@@ -25,6 +25,7 @@ class ShareState:
     Attributes:
         mask, ratio: of the mix; [B, H, W] and [B].
         checkpointing: blocks may run again in the backward pass, then without shares.
+        wants_mixing: the tokens are to be mixed behind the patch embedding.
         on_pixels: shares start on the pixels, before the first layer, not behind the patch embedding.
         shares: [B, N] of a sequence or [B, h, w] of a map, float32; None until they start.
         grid: (h, w) of the patches of a sequence.
@@ -44,6 +45,7 @@ class ShareState:
         self.keep_history = keep_history
         self.patches_only = patches_only
         self.checkpointing = False
+        self.wants_mixing = False
         self.clear()
 
     def clear(self) -> None:
