@@ -334,24 +334,28 @@ def test_new_photos_and_a_new_class_go_on_from_the_last_run(result, folder, weig
     assert open_model(run.path).class_names == ("class-0", "class-1", "class-2", "class-3")
 
 
-def test_the_budget_becomes_epochs_once(folder, weights, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (5.0, 0.0))[1])
+@pytest.mark.parametrize("divided", [True, False])
+def test_the_budget_becomes_updates_once(folder, weights, tmp_path, monkeypatch, divided):
+    monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (4.0, 0.0))[1])
     monkeypatch.setattr(auto_module, "train_with", lambda *_, **__: None)
     monkeypatch.setattr(auto_module, "_keep", lambda *_: {"text": "stopped here", "kept": "linear"})
-    train(folder, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
+    data = folder if divided else folder / "train"
+    train(data, weights=weights, out=str(tmp_path / "run"), minutes=10, maps="none", **QUIET)
     values = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
-    assert 14 <= values["epochs"] <= 40  # an epoch of three updates takes 15 s and more
+    assert values["iters"] == pytest.approx(
+        100 if divided else 42, abs=3
+    )  # of 4.4 s each; three trainings without val/
     assert "maps" not in values
-    assert values["warmup_epochs"] == pytest.approx(values["epochs"] / 10)
+    assert values["warmup_iters"] == values["iters"] // 10
 
 
-@pytest.mark.parametrize(("device", "epochs"), [("cpu", 5), ("cuda", 9)])
-def test_loading_costs_time_of_training_where_both_share_the_cores(device, epochs, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("device", "updates"), [("cpu", 58), ("cuda", 97)])
+def test_loading_costs_time_of_training_where_both_share_the_cores(device, updates, monkeypatch, tmp_path):
     monkeypatch.setattr(auto_module, "cores", lambda: 2)
     options = TrainOptions(dataset=DataOptions(workers=2, batch_size=32))
     job = SimpleNamespace(device=torch.device(device), left=200.0, output=tmp_path, story=auto_module.Story(""))
-    decided = auto_module._epochs(job, options, (1.0, 4.0, 10), 24, 100, 1.0)  # a step, loading it, batches
-    assert decided["epochs"] == epochs  # of 33 s: 1.1 times (1 + 4 / 2) ten times; or of 20 s: 4 / 2 ten times
+    found = auto_module._updates(job, options, (1.0, 4.0), 24, 32, 1)  # a step, loading it
+    assert found == updates  # of 3.3 s: 1.1 times (1 + 4 / 2); or of 2 s: 4 / 2
 
 
 @pytest.mark.parametrize(
@@ -368,8 +372,8 @@ def test_the_backbone_to_fine_tune_suits_the_time_and_can_catch_up(seconds, behi
     trials = (trial("small", 0.8 - behind, 0.01), trial("large", 0.8, 0.2))
     choice = features_module.Choice(large, SimpleNamespace(digests=[]), None, trials)
     told = auto_module.Story("")
-    job = SimpleNamespace(story=told, train=None, features=lambda *_: None)
-    found = auto_module._tunable(job, choice, 100, seconds)
+    job = SimpleNamespace(story=told, train=None, features=lambda *_: None, left=seconds)
+    found = auto_module._tunable(job, choice, trainings=1)
     assert (None if found is None else found.backbone.name) == chosen
     assert ("Skipping fine-tuning" in "".join(told.lines)) == (chosen is None)
 
@@ -378,7 +382,7 @@ def test_without_time_the_linear_head_is_the_result(folder, weights, tmp_path, m
     monkeypatch.setattr(auto_module, "step_seconds", lambda task, options: (task.close(), (500.0, 0.0))[1])
     with caplog.at_level(logging.INFO):
         run = train(folder, weights=weights, out=str(tmp_path / "run"), minutes=1, **QUIET)
-    assert "Skipping fine-tuning: the 14 epochs that it takes at least" in caplog.text
+    assert "Skipping fine-tuning: 40 updates need about" in caplog.text
     assert story(run)["result"]["kept"] == "linear"
     assert open_model(run.path).class_names == ("class-0", "class-1", "class-2")
     assert run.state == "finished"

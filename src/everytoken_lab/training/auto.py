@@ -21,7 +21,7 @@ model wins where the evidence does not decide.
 the weights and most of the cost. What is judged and kept is a mean with the initial weights, which keeps more of what
 the backbone knew (Wortsman et al., "Robust fine-tuning of zero-shot models", 2022).
 
-The budget is turned into epochs once, before fine-tuning, and the recipe has them: a run that is continued does not
+The budget is turned into updates once, before fine-tuning, and the recipe has them: a run that is continued does not
 decide anew. If photos or classes were added since, the next run gets a folder of its own (`photos-2`) and goes on with
 the backbone and the features of the last one.
 """
@@ -31,7 +31,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import os
 import shutil
 import time
@@ -89,9 +88,8 @@ STATE = "auto.json"
 METHOD = "logistic regression on frozen features"
 MINUTES = 20.0
 """The default budget."""
-MOST_EPOCHS, FEWEST_EPOCHS = 30, 2
-USUAL_UPDATES, FEWEST_UPDATES = 100, 40
-"""Of fine-tuning, whatever that is in epochs."""
+MOST_EPOCHS, USUAL_UPDATES, FEWEST_UPDATES = 30, 100, 40
+"""Of fine-tuning: at most, as a rule, at least."""
 LEAD = 0.04
 """A backbone whose linear head is further behind the best one (besides chance) is not fine-tuned."""
 IMBALANCE, ADJUSTMENT = 1.5, 0.5
@@ -116,7 +114,7 @@ class Story:
         lines: every decision with its reason.
         backbone, img_size, squash: the chosen candidate.
         features: where its features are, if that is the folder of an earlier run.
-        epochs: of fine-tuning; None until it is decided.
+        updates: of fine-tuning; None until it is decided.
         result: what was kept, and its numbers; empty until the end.
     """
 
@@ -126,7 +124,7 @@ class Story:
     img_size: int = 0
     squash: bool = False
     features: str = ""
-    epochs: int | None = None
+    updates: int | None = None
     result: dict[str, Any] = field(default_factory=dict)
 
     def say(self, text: str) -> None:
@@ -212,11 +210,11 @@ def train_photos(
             logger.info(f"{output} is finished. {story.result['text']}")
             return read_run(output)
         job = Job(options, asked, inputs, train, val, output, story, 60 * (auto.minutes or MINUTES), started)
-        if story.epochs is None:
+        if story.updates is None:
             _decide(job, previous, auto.linear)
             folder.write(STATE, plain_json(vars(story)))
         tuning, judges = None, train if val is None else val
-        if story.epochs:
+        if story.updates:
             tuning = complete(_fine_tuning(output, options, trust_code), inputs=inputs)
             for which, part in _trainings(inputs, val is None):
                 train_with(_training(tuning, output, which), part, reported=False)
@@ -296,9 +294,9 @@ def _decide(job: Job, previous: Path | None, linear: bool) -> None:
     )
     if linear:
         story.say("No fine-tuning, as asked (--linear).")
-        story.epochs = 0
+        story.updates = 0
     else:
-        story.epochs = _plan(job, choice, groups)
+        story.updates = _plan(job, choice, groups)
 
 
 def _usual_size(data: DataSet, most: int = 25) -> str:
@@ -481,11 +479,11 @@ def _training(options: TrainOptions, output: Path, which: str = "") -> TrainOpti
 
 
 def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
-    """Write recipe.yaml and what fine-tuning starts from and is compared with; its epochs, 0: there is none."""
+    """Write recipe.yaml and what fine-tuning starts from and is compared with; its updates, 0: there is none."""
     options, output, story, crossed = job.options, job.output, job.story, job.val is None
     first = job.inputs.splits(apply(options, {"val_split": 0.5}, "halves") if crossed else options)[0]
-    passes = 2 * len(job.train) / len(first) if crossed else 1.0
-    tuned = choice if "epochs" in job.asked else _tunable(job, choice, len(first), job.left, passes)
+    asked = bool({"epochs", "iters"} & job.asked)
+    tuned = choice if asked else _tunable(job, choice, trainings=3 if crossed else 1)
     if tuned is None:
         return 0
     judges, held = job.train, choice.features
@@ -539,13 +537,17 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
         values |= {"maps": maps, "objectives": _TOKENS}
     others = {"maps", "weights", "exclude", *how_to_run()}
     values |= {k: v for k, v in flat(options).items() if k in job.asked and k not in others}
-    if "epochs" not in job.asked:
+    trainings, updates = len(starts), 1
+    if not asked:
         decided = apply(options, {"maps": "", **values}, "decisions")
         weights = sum(p.numel() * p.element_size() for p in tuned.backbone.model.parameters())
-        values |= _epochs(job, decided, _time_steps(decided, output, job.inputs), weights, len(judged), passes)
-    if values["epochs"]:
+        most = max(USUAL_UPDATES, MOST_EPOCHS * len(keep) // _BATCH)
+        seconds = _time_steps(decided, output, job.inputs)
+        updates = min(most, _updates(job, decided, seconds, weights, len(judged), trainings))
+        values |= {"iters": updates}
+    if updates:
         _write_recipe(job, values, len(rows))
-    return int(values["epochs"])
+    return updates
 
 
 def _excluded(job: Job, features: Features, groups: list[str], held: Features) -> dict[str, str]:
@@ -578,19 +580,18 @@ def _rows(features: Features, keep: np.ndarray) -> Features:
     return replace(features, values=features.values[keep], digests=digests, failures=failures)
 
 
-def _tunable(job: Job, choice: Choice, images: int, seconds: float, passes: float = 1.0) -> Choice | None:
+def _tunable(job: Job, choice: Choice, trainings: int) -> Choice | None:
     """The backbone to fine-tune: the best one for which there is time, if it can catch up with the best linear head.
 
     One that gets `USUAL_UPDATES` is preferred to a better one that gets fewer.
     """
-    name = choice.backbone.name
+    name, seconds = choice.backbone.name, job.left
     best = next(t for t in choice.trials if t.candidate == _candidate(choice.backbone))
     if len(choice.trials) == 1:
         return choice  # how long it takes is timed anyway
 
     def needed(trial: Trial, updates: int = FEWEST_UPDATES) -> float:
-        shown = passes * max(FEWEST_EPOCHS * images, updates * _BATCH)
-        return _READING * trial.training_seconds * shown / (0.5 * cores() + 0.5)
+        return _READING * trial.training_seconds * trainings * updates * _BATCH / (0.5 * cores() + 0.5)
 
     able = [t for t in choice.trials if needed(t) < seconds and t.accuracy > best.accuracy - LEAD - t.standard_error]
     if not able:
@@ -697,61 +698,58 @@ def _agreement(train: DataSet, start: Choice, maps: Path) -> str:
     return f"; the maps name the folder's class for {agree:.0%} of the photos"
 
 
-def _time_steps(options: TrainOptions, output: Path, inputs: Inputs) -> tuple[float, float, int]:
-    """(seconds of an update, seconds of loading its images in one process, batches per epoch)."""
+def _time_steps(options: TrainOptions, output: Path, inputs: Inputs) -> tuple[float, float]:
+    """(seconds of a step, seconds of loading its images in one process)."""
     quick = replace(options, dataset=replace(options.dataset, workers=0))
     world = World(0, 1, torch.device(options.run.device or best_device()))
     setup = build(options, world, inputs)
     task = Classification(setup, quick, world, RunFolder(output / ".timing", writable=False))
-    return *step_seconds(task, quick), task.batches_per_epoch
+    return step_seconds(task, quick)
 
 
-def _epochs(
-    job: Job, options: TrainOptions, timed: tuple[float, float, int], weights: int, val: int, passes: float
-) -> dict[str, int]:
-    """How many epochs fit into the time that is left, 0 if too few.
+def _updates(
+    job: Job, options: TrainOptions, timed: tuple[float, float], weights: int, judging: int, trainings: int
+) -> int:
+    """How many updates fit into the time that is left, 0 if too few.
 
     Args:
-        timed: what `_time_steps` found. weights: bytes of the network. val: held-out photos.
-        passes: what all trainings take, as a multiple of the one without the held-out photos.
+        timed: seconds of a step, and of loading its images in one process. weights: bytes of the network.
+        judging: photos to evaluate at the end. trainings: how many there are.
     """
-    seconds, loading, batches = timed
-    updates = max(1, batches // options.optim.grad_accum_steps)
+    seconds, loading = timed
     if job.device.type == "cpu":  # which loads and trains with the same cores
-        per_batch = _OVERHEAD * (seconds + loading / cores())
+        step = _OVERHEAD * (seconds + loading / cores())
     else:
-        per_batch = max(_OVERHEAD * seconds, loading / max(1, options.dataset.workers))
-    judging = val * seconds / options.dataset.batch_size / 2
-    needed, free = 8 * (options.run.keep + 1) * weights, free_disk(job.output)  # weights, average, two moments; twice
-    if free < needed:
+        step = max(_OVERHEAD * seconds, loading / max(1, options.dataset.workers))
+    needed = 4 * trainings * (options.run.keep + 1) * weights  # weights, average, two moments
+    if (free := free_disk(job.output)) < needed:
         job.story.say(
             f"Skipping fine-tuning: its checkpoints need {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free."
         )
-        return {"epochs": 0}
-    epoch = batches * per_batch * passes
-    left = job.left - _ENDING - judging
-    epochs = min(max(MOST_EPOCHS, math.ceil(USUAL_UPDATES / updates)), int(left / epoch))
-    least = max(FEWEST_EPOCHS, math.ceil(FEWEST_UPDATES / updates))
-    if epochs < least:
+        return 0
+    update = step * options.optim.grad_accum_steps
+    left = job.left - _ENDING - judging * seconds / options.dataset.batch_size / 2
+    updates = int(left / update / trainings)
+    if updates < FEWEST_UPDATES:
         job.story.say(
-            f"Skipping fine-tuning: the {least} epochs that it takes at least need about {least * epoch:.0f} s, and "
-            f"{max(0, left):.0f} s of the budget remain. More minutes would allow it (--minutes)."
+            f"Skipping fine-tuning: {FEWEST_UPDATES} updates need about {trainings * FEWEST_UPDATES * update:.0f} s, "
+            f"and {max(0, left):.0f} s of the budget remain. More minutes would allow it (--minutes)."
         )
-        return {"epochs": 0}
-    twice = ", for both halves of the photos and then for all" if passes > 1 else ""
-    job.story.say(f"Epochs: {epochs}, about {epoch:.0f} s each{twice}.")
-    return {"epochs": epochs}
+        return 0
+    return updates
 
 
 def _write_recipe(job: Job, values: dict[str, Any], train: int) -> None:
     """recipe.yaml: the settings of fine-tuning under all decisions."""
-    epochs, data = int(values["epochs"]), job.options.data
-    updates = epochs * max(1, train // (values["batch_size"] * values.get("grad_accum_steps", 1)))
+    data, per_epoch = job.options.data, max(1, train // (values["batch_size"] * values.get("grad_accum_steps", 1)))
+    updates = values.get("iters") or per_epoch * int(values["epochs"])
     schedule = {
-        "warmup_epochs": round(epochs / 10, 2),
+        "warmup_iters": max(1, updates // 10),
         "model_ema_decay": round(1 - 1 / max(20, updates / 5), 4),
-        "val_interval": epochs,
     }
+    shown = f"{updates:,} updates of {values['batch_size'] * values.get('grad_accum_steps', 1)} photos"
+    halves = ", for each half of the photos and then for all" if job.val is None else ""
+    job.story.say(f"Fine-tuning for {shown}{halves}.")
     values = {"data": data, **values, **{name: v for name, v in schedule.items() if name not in job.asked}}
     path = job.output / "recipe.yaml"
     again = f"Run it again, edited or not: everytoken train {data} --recipe {path} --out NEW"
