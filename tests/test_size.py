@@ -3,7 +3,7 @@
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-LINES = {"everytoken": 10_460, "everytoken_lab": 22_740}  # going to 10_000 and 19_500
+LINES = {"everytoken": 10_460, "everytoken_lab": 22_735}  # going to 10_000 and 19_500
 FILES = 197  # going to 160
 
 

@@ -54,7 +54,12 @@ _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as far as its folder can be read."""
+    """One run, as far as its folder can be read.
+
+        run = lab.train("photos")
+        run.score, run.summary["best"], run.history
+        run.report("report.html")
+    """
 
     path: Path
     name: str
