@@ -56,9 +56,9 @@ _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "best.safetensors")
 class Run:
     """One run, as far as its folder can be read.
 
-        run = lab.train("photos")
-        run.score, run.summary["best"], run.history
-        run.report("report.html")
+    run = lab.train("photos")
+    run.score, run.summary["best"], run.history
+    run.report("report.html")
     """
 
     path: Path
