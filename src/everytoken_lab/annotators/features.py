@@ -326,14 +326,16 @@ def choose_backbone(
     started, skipped = time.perf_counter(), list[str]()
     tried: list[tuple[Trial, FrozenBackbone, LinearFit | None]] = []
     subset, some = data.subset(few), [digests[i] for i in few]
+    training: dict[tuple[str, int], float] = {}
 
     def probe(candidate: Candidate, backbone: FrozenBackbone, rate: float) -> None:
         features = compute_features(subset, backbone, cache, digests=some, workers=workers)
         fit = fit_features(features, subset, folds, seed)
-        training = (1.5 if backbone.model.family.layout == "nchw" else 3) * _seconds_per_image(
-            backbone, backbone.pooled
-        )
-        tried.append((Trial(candidate, fit.accuracy, fit.loss, rate, training, len(fit.labels)), backbone, fit))
+        size = (candidate.name, candidate.img_size)  # whether photos are squashed does not change the time
+        if size not in training:
+            times = 1.5 if backbone.model.family.layout == "nchw" else 3  # of the former, half is frozen
+            training[size] = times * _seconds_per_image(backbone, backbone.pooled)
+        tried.append((Trial(candidate, fit.accuracy, fit.loss, rate, training[size], len(fit.labels)), backbone, fit))
         what = "mAP" if data.multi_label else "accuracy"
         logger.info(f"{candidate}: {what} {fit.accuracy:.1%} in cross-validation of {len(fit.labels):,} photos")
 
