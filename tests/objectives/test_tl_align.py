@@ -303,16 +303,19 @@ def test_images_that_are_not_mixed_align_to_themselves(model):
 
 
 @pytest.mark.parametrize(
-    "name", ["vit_nano_patch4_32", "swin_nano_patch2_window4_32", "lvvit_micro_patch4_32", "test_resnet"]
+    ("name", "mixer"),
+    [
+        *((name, CutMix()) for name in ("vit_nano_patch4_32", "swin_nano_patch2_window4_32", "test_resnet")),
+        *((name, MixToken()) for name in ("vit_nano_patch4_32", "lvvit_micro_patch4_32")),
+    ],
 )
-@pytest.mark.parametrize("mixer", [CutMix(), MixToken()])
 def test_a_second_pass_in_one_block_is_an_error_and_in_two_blocks_is_not(name, mixer):
-    model = timm.create_model(name, num_classes=K)
-    images, mix = mixer(torch.randn(B, 3, 32, 32), grid=(4, 4))
+    model = TokenModel(timm.create_model(name, num_classes=K))
+    images, mix = mixer(torch.randn(B, 3, 32, 32), grid=(8, 8))
     for _ in range(2):
         with aligned(model, mix):
-            model(images)
+            model(images, mix)
     with aligned(model, mix):
-        model(images)
+        model(images, mix)
         with pytest.raises(EverytokenError, match="ran twice in one `with` block"):
-            model(images)
+            model(images, mix)
