@@ -191,6 +191,23 @@ def test_fine_tuning_without_validation_photos_is_judged_on_halves_and_its_rival
         assert f"data: {len(half)} training and 0 validation" in log
 
 
+def test_the_smaller_half_fills_a_batch_and_too_few_photos_are_not_fine_tuned(folder, weights, tmp_path, caplog):
+    own = {"weights": weights, "minutes": 5, "epochs": 1, "workers": 0, "device": "cpu", "threads": 1}
+    run = train(folder / "train", out=str(tmp_path / "run"), **own)
+    tuning = auto_module._fine_tuning(run.path, TrainOptions())
+    halves = [len(Inputs().only(part).splits(tuning)[0]) for part in ("train", "held out")]
+    assert halves[0] != halves[1]
+    assert yaml.safe_load((run.path / "recipe.yaml").read_text())["batch_size"] == min(halves)
+    for name in ("class-0", "class-1", "class-2"):
+        (tmp_path / "few" / name).mkdir(parents=True)
+        for path in sorted((folder / "train" / name).glob("photo*"))[:3]:
+            shutil.copy(path, tmp_path / "few" / name)
+    with caplog.at_level(logging.INFO):
+        few = train(tmp_path / "few", out=str(tmp_path / "run-few"), **own)
+    assert "are too few for 3 classes" in caplog.text
+    assert story(few)["result"]["kept"] == "linear"
+
+
 @pytest.mark.parametrize("divided", [True, False])
 def test_a_better_fine_tuned_model_is_trained_on_all_photos_and_judged_by_its_twin(
     folder, weights, tmp_path, monkeypatch, divided, capsys

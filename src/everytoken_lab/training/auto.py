@@ -495,10 +495,11 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
     if crossed:
         judges, held, names = job.train.subset(keep), _rows(choice.features, keep), set(first.keys())
         inside = np.array([key in names for key in judges.keys()])  # noqa: SIM118
-        folds = {
-            "-1": (keep[inside], np.flatnonzero(~inside)),
-            "-2": (keep[~inside], np.flatnonzero(inside)),
-        }
+        folds = {"-1": (keep[inside], np.flatnonzero(~inside)), "-2": (keep[~inside], np.flatnonzero(inside))}
+    images = min(len(rows) for rows, _ in folds.values())  # the smaller half fills a batch, too
+    if images < 2 * job.train.num_classes:
+        story.say(f"Skipping fine-tuning: {images} photos to train on are too few for {job.train.num_classes} classes.")
+        return 0
     logits, offset = torch.zeros(len(judges), job.train.num_classes), _offset(job.train, job.adjustment)
     starts: dict[str, LinearHead] = {}
     for which, (rows, rest) in folds.items():
@@ -516,8 +517,8 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
         model, info = tuned.backbone.with_head(LinearHead(start.weight, start.bias - offset), job.train.class_names)
         info = replace(info, multi_label=job.train.multi_label)
         write_weights(output / f"start{which}.safetensors", model.state_dict(), info.to_metadata())
-    which, (rows, _) = next(iter(folds.items()))
-    values = _settings(job, tuned.backbone, len(rows), len(judged))
+    which = next(iter(folds))
+    values = _settings(job, tuned.backbone, images, len(judged))
     values |= {"weights": str(output / f"start{which}.safetensors"), **({"val_split": 0.5} if crossed else {})}
     values |= {"logit_adjustment": job.adjustment} if job.adjustment else {}
     if excluded:
@@ -529,24 +530,23 @@ def _plan(job: Job, choice: Choice, groups: list[str]) -> int:
         values["on_bad_image"] = "skip"
     if options.maps == "auto":
         for name in starts:
-            rows = folds[name][0] if name in folds else keep
-            agreement = _annotate(job, tuned, rows, output / f"maps{name}")
+            agreement = _annotate(job, tuned, folds[name][0] if name in folds else keep, output / f"maps{name}")
         story.say(f"Tokens: every cell learns what the linear head says about it, out of fold (beta 0.5){agreement}.")
     if options.maps not in ("", "none"):
         maps = str(output / f"maps{which}") if options.maps == "auto" else options.maps
         values |= {"maps": maps, "objectives": _TOKENS}
     others = {"maps", "weights", "exclude", *how_to_run()}
     values |= {k: v for k, v in flat(options).items() if k in job.asked and k not in others}
-    trainings, updates = len(starts), 1
+    updates = 1
     if not asked:
         decided = apply(options, {"maps": "", **values}, "decisions")
         weights = sum(p.numel() * p.element_size() for p in tuned.backbone.model.parameters())
         most = max(USUAL_UPDATES, MOST_EPOCHS * len(keep) // _BATCH)
         seconds = _time_steps(decided, output, job.inputs)
-        updates = min(most, _updates(job, decided, seconds, weights, len(judged), trainings))
+        updates = min(most, _updates(job, decided, seconds, weights, len(judged), len(starts)))
         values |= {"iters": updates}
     if updates:
-        _write_recipe(job, values, len(rows))
+        _write_recipe(job, values, images)
     return updates
 
 
@@ -743,16 +743,14 @@ def _write_recipe(job: Job, values: dict[str, Any], train: int) -> None:
     """recipe.yaml: the settings of fine-tuning under all decisions."""
     data, per_epoch = job.options.data, max(1, train // (values["batch_size"] * values.get("grad_accum_steps", 1)))
     updates = values.get("iters") or per_epoch * int(values["epochs"])
-    schedule = {
-        "warmup_iters": max(1, updates // 10),
-        "model_ema_decay": round(1 - 1 / max(20, updates / 5), 4),
-    }
+    schedule = {"warmup_iters": max(1, updates // 10), "model_ema_decay": round(1 - 1 / max(20, updates / 5), 4)}
     shown = f"{updates:,} updates of {values['batch_size'] * values.get('grad_accum_steps', 1)} photos"
     halves = ", for each half of the photos and then for all" if job.val is None else ""
     job.story.say(f"Fine-tuning for {shown}{halves}.")
     values = {"data": data, **values, **{name: v for name, v in schedule.items() if name not in job.asked}}
     path = job.output / "recipe.yaml"
     again = f"Run it again, edited or not: everytoken train {data} --recipe {path} --out NEW"
+    again += " (with a smaller val_split it trains on more photos)" if job.val is None else ""
     head = "".join(f"# {line}\n" for line in (*job.story.lines, again))
     RunFolder(job.output).write(path.name, f"{head}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}")
 
@@ -857,7 +855,6 @@ def _between(start: Path, end: Path) -> dict[str, torch.Tensor]:
 def _save_tuned(output: Path, judged: Judged, judges: DataSet, crossed: bool) -> None:
     """The fine-tuned model as the run of the folder, with the answers that judged it."""
     source, writer, weights = output / "fine-tuned", RunFolder(output), output / "best.safetensors"
-    answers = judged.answers
     last = source / weights.name
     about = describe(last)
     assert about is not None
@@ -865,7 +862,7 @@ def _save_tuned(output: Path, judged: Judged, judges: DataSet, crossed: bool) ->
     _copy(source, output, leave=(weights.name, "summary.json"))
     config = {**read_run(output).config, "mix": MIX, **({"validation": CROSS_VALIDATED} if crossed else {})}
     writer.write("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    answers.save(output / CACHE, stamp(weights, judges), judged.skipped)
+    judged.answers.save(output / CACHE, stamp(weights, judges), judged.skipped)
     keep_calibration(read_run(output), weights, judged.calibration)
     _record(writer, judged.answers, judges.class_names, read_run(source).summary)
 

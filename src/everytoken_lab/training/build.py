@@ -115,8 +115,7 @@ def build(options: TrainOptions, world: World, inputs: Inputs | None = None) -> 
     offsets = None
     if adjustment := options.model.logit_adjustment:
         offsets = adjustment * torch.from_numpy(log_priors(train_set.labels, len(class_names))).float()
-    if options.model.freeze:
-        freeze_first(backbone, options.model.freeze)
+    freeze_first(backbone, options.model.freeze)
     norm_eval, compiled = options.model.norm_eval, options.model.torchcompile
     mixer = build_mixer(options.mixing)
     step = TokenStep(model, objectives, mixer, teacher, compiled, vote, norm_eval, offsets).to(world.device)
@@ -156,6 +155,8 @@ def layer_groups(backbone: Any) -> dict[str, int]:
 
 def freeze_first(backbone: nn.Module, count: int) -> None:
     """Do not train the parameters of the first `count` layer groups."""
+    if not count:
+        return
     groups = layer_groups(backbone)
     if count > (most := max(groups.values())):
         raise EverytokenError(f"freeze is {count}, and this network has {most} layer groups before its classifier")
