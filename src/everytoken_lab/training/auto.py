@@ -855,6 +855,7 @@ def _between(start: Path, end: Path) -> dict[str, torch.Tensor]:
 def _save_tuned(output: Path, judged: Judged, judges: DataSet, crossed: bool) -> None:
     """The fine-tuned model as the run of the folder, with the answers that judged it."""
     source, writer, weights = output / "fine-tuned", RunFolder(output), output / "best.safetensors"
+    answers = judged.answers
     last = source / weights.name
     about = describe(last)
     assert about is not None
@@ -862,9 +863,9 @@ def _save_tuned(output: Path, judged: Judged, judges: DataSet, crossed: bool) ->
     _copy(source, output, leave=(weights.name, "summary.json"))
     config = {**read_run(output).config, "mix": MIX, **({"validation": CROSS_VALIDATED} if crossed else {})}
     writer.write("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    judged.answers.save(output / CACHE, stamp(weights, judges), judged.skipped)
+    answers.save(output / CACHE, stamp(weights, judges), judged.skipped)
     keep_calibration(read_run(output), weights, judged.calibration)
-    _record(writer, judged.answers, judges.class_names, read_run(source).summary)
+    _record(writer, answers, judges.class_names, read_run(source).summary)
 
 
 @dataclass(frozen=True)
